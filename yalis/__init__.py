@@ -1,0 +1,39 @@
+"""YALIS: large language models across many GPUs and nodes, and how that scales.
+
+    from yalis import LLM, SamplingParams
+    llm = LLM("smollm2-135m")
+    print(llm.generate(["The capital of France is"], SamplingParams(max_tokens=32))[0].text)
+
+Names are imported on first use, so `import yalis` loads neither torch nor a device.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from yalis.engine.llm import LLM as LLM
+    from yalis.errors import YalisError as YalisError
+    from yalis.types import Completion as Completion
+    from yalis.types import RequestOutput as RequestOutput
+    from yalis.types import SamplingParams as SamplingParams
+    from yalis.types import StreamChunk as StreamChunk
+
+_HOME = {
+    "LLM": "yalis.engine.llm",
+    "SamplingParams": "yalis.types",
+    "RequestOutput": "yalis.types",
+    "Completion": "yalis.types",
+    "StreamChunk": "yalis.types",
+    "YalisError": "yalis.errors",
+}
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'yalis' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

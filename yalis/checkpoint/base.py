@@ -1,0 +1,54 @@
+"""What a checkpoint is to the rest of the engine: a config, names, and tensors read only where asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yalis.errors import YalisError
+
+
+class LazyTensor(ABC):
+    """A tensor of a checkpoint that has not been read yet. Never sees a rank: the layer asks for its slice."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def read_into(self, out: Tensor, *index: slice) -> None:
+        """Copy self[index] into `out` (its dtype, its device), holding less than this tensor's size meanwhile."""
+
+
+class Checkpoint(ABC):
+    """A model on disk. `config` has the keys of a Hugging Face config.json whatever the format;
+    tensors carry the Hugging Face names and layouts of that config's architecture."""
+
+    #: what to call it in a message: the path or repo id
+    label: str
+    config: dict[str, Any]
+
+    @abstractmethod
+    def names(self) -> Iterator[str]: ...
+
+    @abstractmethod
+    def find(self, name: str) -> LazyTensor | None: ...
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
+        """The named tensor, which must be there with this shape."""
+        found = self.find(name)
+        if found is None:
+            raise YalisError(f"{self.label} has no tensor {name!r}, which its config asks for; the checkpoint is incomplete")
+        if tuple(found.shape) != tuple(shape):
+            raise YalisError(
+                f"tensor {name!r} in {self.label} has shape {tuple(found.shape)}, but its config asks for {tuple(shape)}; "
+                "config.json and weights do not belong together"
+            )
+        return found
+
+    def close(self) -> None:
+        """Let go of open files."""

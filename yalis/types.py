@@ -1,0 +1,162 @@
+"""What a user hands in and gets back. Free of torch, so the command line can read it cheaply."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union
+
+from yalis.errors import YalisError
+
+FinishReason = Literal["stop", "length", "cancelled"]
+Message = dict[str, Any]
+#: A text, token ids, or the messages of a chat.
+Prompt = Union[str, list[int], list[Message]]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. The defaults are greedy: temperature 0 takes the most likely token.
+
+    The order is: penalties, temperature, top_k, top_p, min_p, draw. Noise is a function of
+    (seed, position, token id), so a seeded request gives the same tokens whatever else is in the batch.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0  # 0 keeps every token
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None draws one
+    n: int = 1
+    logprobs: int | None = None  # how many alternatives to report beside each token; 0 reports the token alone
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise YalisError(f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); give at most that many")
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _whole("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_below=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _whole("n", self.n, 1)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, 2**63 - 1)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise YalisError(f"stop has {text!r}; give non-empty strings")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0)
+        if not isinstance(self.ignore_eos, bool):
+            raise YalisError(f"ignore_eos is {self.ignore_eos!r}; give true or false")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the next token depends on which tokens came before it, beyond the model itself."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise YalisError(f"{name} is {value!r}; give a whole number {limit}")
+
+
+def _number(name: str, value: object, low: float, high: float, open_below: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+    if not ok or (open_below and value == low):
+        accepted = f"{'above' if open_below else 'of at least'} {low:g}" + (f" and at most {high:g}" if math.isfinite(high) else "")
+        raise YalisError(f"{name} is {value!r}; give a number {accepted}")
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The natural-log probability of one chosen token under the model, and of the likeliest ones beside it."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Seconds, from the moment the request was handed in."""
+
+    time_to_first_token: float
+    time_per_token: float  # mean over the tokens after the first; 0 when there is only one
+    total: float
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose keys and values were already there
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One of a request's n answers."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request's result; its own text, token_ids, ... are those of the first of its n completions."""
+
+    prompt: str | None  # None when the prompt was given as token ids
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.completions[0].logprobs
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.completions[0].metrics
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What became sure since the last chunk of the same completion."""
+
+    prompt_index: int  # which of the prompts handed to stream()
+    completion_index: int  # which of its n completions
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None  # set on the last chunk
+    completion: Completion | None = None  # the whole result, on the last chunk
