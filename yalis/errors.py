@@ -1,4 +1,4 @@
-"""The one exception whose message is a sentence for the user."""
+"""The exceptions whose message is a sentence for the user."""
 
 from __future__ import annotations
 
@@ -8,3 +8,11 @@ class YalisError(Exception):
 
     The command line prints it as one line and exits non-zero; a traceback only with --debug.
     """
+
+    exit_code = 2
+
+
+class YalisFailure(YalisError):
+    """The request was fine and the world was not: a full disk, a file that vanished."""
+
+    exit_code = 1
