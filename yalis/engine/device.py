@@ -1,0 +1,63 @@
+"""Which device and dtype a configuration means on this machine, and how much memory there is."""
+
+from __future__ import annotations
+
+import torch
+
+from yalis.config import EngineConfig
+from yalis.errors import YalisError
+
+OLDEST_TORCH = (2, 11)
+
+
+def resolve_device(name: str) -> torch.device:
+    version = torch.__version__
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
+        wanted = ".".join(map(str, OLDEST_TORCH))
+        raise YalisError(f"torch {version} is installed, but {wanted} or newer is needed; pip install -U torch")
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise YalisError(f"device is {name!r}; give auto, cpu, cuda or cuda:N") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise YalisError(f"device is {name!r}; give auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise YalisError(f"device {name!r} is not there: torch {version} sees no GPU; give --device cpu")
+    if (device.index or 0) >= count:
+        raise YalisError(f"device {name!r} is not there: this machine has cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", device.index or 0)
+
+
+def resolve_dtype(name: str, preferred: str, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own on a GPU and float32 on a CPU, where 16-bit matmuls are slow."""
+    if name == "auto":
+        name = preferred if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, most_useful: int) -> int:
+    """How many KV blocks fit the budget; never more than every sequence at full length could use."""
+    if config.kv_blocks is not None:
+        return config.kv_blocks
+    if config.kv_memory is not None:
+        budget = int(config.kv_memory * 2**30)
+    elif device.type == "cpu":
+        budget = 2 * 2**30
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        # What the allocator keeps cached for activations is already outside `free`.
+        budget = int(free - (1 - config.memory_fraction) * total)
+    blocks = min(budget // block_bytes, most_useful)
+    if blocks < 1:
+        raise YalisError(
+            f"no memory is left for the KV cache: one block of {config.block_size} tokens needs "
+            f"{block_bytes / 2**20:.1f} MiB and {max(budget, 0) / 2**20:.1f} MiB are free; "
+            "give a larger --kv-memory or --memory-fraction, or a smaller model"
+        )
+    return blocks

@@ -1,0 +1,90 @@
+"""The step loop: schedule, launch, commit."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from yalis.checkpoint.base import Checkpoint
+from yalis.config import EngineConfig
+from yalis.engine.runner import PendingStep, Runner
+from yalis.scheduling.plan import Emitted
+from yalis.scheduling.request import Request
+from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
+from yalis.spec import ModelSpec
+from yalis.types import SamplingParams
+
+
+@dataclass
+class EngineStats:
+    """Counted since the engine began."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    schedule_seconds: float = 0.0  # host time spent planning and committing
+    launch_seconds: float = 0.0  # host time spent building batches and launching them; on a CPU, running them
+
+
+class Engine:
+    """Requests in, tokens out. Knows token ids, never text."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, eos: frozenset[int]) -> None:
+        self.runner = Runner(config, spec, checkpoint, eos)
+        on_gpu = self.runner.device.type == "cuda"
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_batch_tokens=config.max_batch_tokens,
+                max_model_len=self.runner.max_model_len,
+                block_size=config.block_size,
+                # On a GPU the host plans the next step while this one runs; a CPU has nothing to overlap with.
+                max_outstanding=2 if on_gpu else 1,
+                feed_on_device=on_gpu,
+                recompute_at=spec.rope.switch_at,
+                prefix_reuse=config.prefix_reuse,
+            ),
+            self.runner.num_blocks,
+        )
+        self.eos = eos
+        self.stats = EngineStats()
+        self._launched: deque[PendingStep] = deque()
+        self._next_id = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return self.runner.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._launched)
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+        """Queue a request; `params.seed` must be set."""
+        request = Request(self._next_id, prompt, params, self.eos)
+        self.scheduler.add(request)
+        self._next_id += 1
+        self.stats.prompt_tokens += len(prompt)
+        return request
+
+    def step(self) -> list[Emitted]:
+        """Launch what may be launched, then wait for the oldest step's tokens."""
+        while True:
+            begin = time.perf_counter()
+            plan = self.scheduler.schedule()
+            self.stats.schedule_seconds += time.perf_counter() - begin
+            if plan is None:
+                break
+            begin = time.perf_counter()
+            self._launched.append(self.runner.launch(plan))
+            self.stats.launch_seconds += time.perf_counter() - begin
+            self.stats.steps += 1
+        if not self._launched:
+            return []
+        output = self._launched.popleft().result()
+        begin = time.perf_counter()
+        emitted = self.scheduler.commit(output)
+        self.stats.schedule_seconds += time.perf_counter() - begin
+        self.stats.output_tokens += sum(item.token is not None for item in emitted)
+        return emitted

@@ -1,0 +1,71 @@
+"""Self-attention: project, rotate, write the cache, attend, project back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from yalis.attention.base import AttentionBackend, AttentionParams, ForwardBatch, LayerCache
+from yalis.layers.rotary import rotate
+from yalis.parallel.linear import down_linear, up_linear
+from yalis.parallel.norm import HeadNorm
+from yalis.parallel.plan import Grid
+from yalis.parallel.weights import Piece
+from yalis.spec import ModelSpec
+
+
+class SelfAttention(nn.Module):
+    """This rank's query heads and the key/value heads they read."""
+
+    def __init__(
+        self, spec: ModelSpec, grid: Grid, layer: int, prefix: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
+        self.num_heads, self.num_kv_heads, self.head_dim = len(heads), len(kv_heads), spec.head_dim
+        self.params = AttentionParams(spec.attention_scale, spec.windows[layer], spec.attention_softcap)
+        pieces = _qkv_pieces(spec, prefix, heads, kv_heads)
+        self.qkv = up_linear(grid, pieces, spec.hidden_size, spec.qkv_bias, dtype, device)
+        kept = range(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+        width = spec.num_heads * spec.head_dim
+        self.out = down_linear(grid, f"{prefix}.o_proj", width, kept, spec.hidden_size, spec.out_bias, dtype, device)
+        self.q_norm = HeadNorm(f"{prefix}.q_norm", spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.k_norm = HeadNorm(f"{prefix}.k_norm", spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerCache,
+        backend: AttentionBackend,
+        shared: Any,
+    ) -> Tensor:
+        H, K = self.num_heads, self.num_kv_heads
+        qkv = self.qkv(x).view(x.shape[0], H + 2 * K, self.head_dim)  # [T, H + 2K, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.split((H, K, K), dim=1)
+            q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
+        else:
+            q, k = rotate(qkv[:, : H + K], *rope).split((H, K), dim=1)
+            v = qkv[:, H + K :]
+        backend.write(k, v, cache, batch)
+        return self.out(backend.attend(q, cache, batch, shared, self.params).reshape(x.shape[0], H * self.head_dim))
+
+
+def _qkv_pieces(spec: ModelSpec, prefix: str, heads: range, kv_heads: range) -> list[Piece]:
+    """Rows of q, k and v for these heads, from three matrices or from a fused one that stacks them."""
+    D = spec.head_dim
+    sizes = {"q": spec.num_heads * D, "k": spec.num_kv_heads * D, "v": spec.num_kv_heads * D}
+    pieces, at = [], 0
+    for part, size in sizes.items():
+        kept = heads if part == "q" else kv_heads
+        if spec.fused_projections:
+            rows = range(at + kept.start * D, at + kept.stop * D)
+            pieces.append(Piece(f"{prefix}.qkv_proj", sum(sizes.values()), rows))
+        else:
+            pieces.append(Piece(f"{prefix}.{part}_proj", size, range(kept.start * D, kept.stop * D)))
+        at += size
+    return pieces

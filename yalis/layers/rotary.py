@@ -1,0 +1,83 @@
+"""Rotary position embedding, with the scalings the families use."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from yalis.spec import RopeSpec
+
+
+class Rotary(nn.Module):
+    """A table of cosines and sines, a row per position; a model with two sets of factors has a second table below it.
+
+    A batch's `rope_rows` pick the rows: the position, or position + `length` for the second table.
+    """
+
+    cos_sin: Tensor
+
+    def __init__(self, spec: RopeSpec, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.length = length
+        tables = [_table(spec, length, long) for long in ((False, True) if spec.switch_at else (False,))]
+        self.register_buffer("cos_sin", torch.cat(tables).to(device=device, dtype=dtype), persistent=False)
+
+    def rows(self, rope_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a batch, [T, 1, dim] each: looked up once a step, used by every layer."""
+        cos, sin = self.cos_sin.index_select(0, rope_rows).unsqueeze(1).chunk(2, dim=-1)
+        return cos, sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first dim of x's last dimension, [T, heads, D], pairing element i with i + dim/2."""
+    dim = cos.shape[-1]
+    turned = x if dim == x.shape[-1] else x[..., :dim]
+    half = torch.roll(turned, dim // 2, -1)  # the sign of the first half is in the sines
+    out = torch.addcmul(turned * cos, half, sin)
+    return out if dim == x.shape[-1] else torch.cat((out, x[..., dim:]), dim=-1)
+
+
+def _table(spec: RopeSpec, length: int, long: bool) -> Tensor:
+    freqs = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(spec, long))
+    cos, sin = freqs.cos() * spec.scale, freqs.sin() * spec.scale
+    return torch.cat((cos, cos, -sin, sin), dim=-1)
+
+
+def inverse_frequencies(spec: RopeSpec, long: bool = False) -> Tensor:
+    """[dim / 2] in fp32, step by step as the reference computes them: an ulp here is an angle far down the context."""
+    plain = 1.0 / spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim)
+    if spec.kind == "default":
+        return plain
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(plain, spec)
+    if spec.kind == "yarn":
+        return _yarn(plain, spec)
+    stretch = torch.tensor(spec.long_factor if long else spec.short_factor, dtype=torch.float32)
+    return 1.0 / (stretch * spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim))
+
+
+def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    blend = (spec.original_max / wavelength - spec.low) / (spec.high - spec.low)
+    blended = (1 - blend) * (plain / spec.factor) + blend * plain
+    out = torch.where(wavelength > spec.original_max / spec.low, plain / spec.factor, blended)
+    return torch.where(wavelength < spec.original_max / spec.high, plain, out)
+
+
+def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
+    """Dimensions that turn often keep their frequency, those that turn rarely are stretched, with a ramp between."""
+
+    def dimension(turns: float) -> float:
+        return spec.dim * math.log(spec.original_max / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.high), dimension(spec.low)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
+    return plain / spec.factor * ramp + plain * (1 - ramp)

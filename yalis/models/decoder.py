@@ -1,0 +1,94 @@
+"""The one decoder: every family is this model with other flags.
+
+Shapes: T tokens of a step, packed · R rows that get logits · hidden is this rank's part where c > 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
+from yalis.layers.attention import SelfAttention
+from yalis.layers.mlp import GatedMLP
+from yalis.layers.rotary import Rotary
+from yalis.parallel.embedding import LMHead, VocabEmbedding
+from yalis.parallel.norm import RMSNorm
+from yalis.parallel.plan import Grid
+from yalis.parallel.weights import ParallelLayer, TensorSource
+from yalis.spec import ModelSpec
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma 2 norms each branch's output as well."""
+
+    def __init__(self, spec: ModelSpec, grid: Grid, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}"
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(grid, f"{prefix}.{name}", spec.hidden_size, spec.norm_eps, spec.norm_offset, dtype, device)
+
+        self.attention_norm = norm("input_layernorm")
+        self.attention = SelfAttention(spec, grid, layer, f"{prefix}.self_attn", dtype, device)
+        self.mlp = GatedMLP(spec, grid, f"{prefix}.mlp", dtype, device)
+        if spec.sandwich_norms:
+            self.mlp_norm = norm("pre_feedforward_layernorm")
+            self.attention_out_norm: nn.Module = norm("post_attention_layernorm")
+            self.mlp_out_norm: nn.Module = norm("post_feedforward_layernorm")
+        else:
+            self.mlp_norm = norm("post_attention_layernorm")
+            self.attention_out_norm = self.mlp_out_norm = nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerCache,
+        backend: AttentionBackend,
+        shared: object,
+    ) -> Tensor:
+        attended = self.attention(self.attention_norm(x), rope, batch, cache, backend, shared)
+        x = x + self.attention_out_norm(attended)
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(
+        self, spec: ModelSpec, grid: Grid, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        # Rounded to the compute dtype, as the reference multiplies.
+        scale = spec.embed_scale
+        self.embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
+        vocab, hidden = spec.vocab_size, spec.hidden_size
+        self.embedding = VocabEmbedding(grid, "model.embed_tokens", vocab, hidden, dtype, device)
+        self.rotary = Rotary(spec.rope, max_len, dtype, device)
+        self.layers = nn.ModuleList(Block(spec, grid, layer, dtype, device) for layer in range(spec.num_layers))
+        self.norm = RMSNorm(grid, "model.norm", hidden, spec.norm_eps, spec.norm_offset, dtype, device)
+        tied = self.embedding if spec.tie_embeddings else None
+        self.head = LMHead(grid, "lm_head", vocab, hidden, dtype, device, tied)
+
+    def load(self, source: TensorSource) -> None:
+        """Every layer reads its own slices; `source` never learns which."""
+        for module in self.modules():
+            if isinstance(module, ParallelLayer):
+                module.load(source)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], backend: AttentionBackend) -> Tensor:
+        """Logits [R, vocabulary share] of the rows the batch asks for."""
+        x = self.embedding(batch.token_ids)
+        if self.embed_scale is not None:
+            x = x * self.embed_scale
+        rope = self.rotary.rows(batch.rope_rows)
+        shared = backend.prepare(batch)
+        for block, cache in zip(self.layers, caches, strict=True):
+            x = block(x, rope, batch, cache, backend, shared)
+        logits: Tensor = self.head(self.norm(x.index_select(0, batch.logit_rows)))
+        cap = self.spec.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,0 +1,51 @@
+"""RMSNorm on a hidden size that may be split over the grid's columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from yalis.parallel.plan import Grid
+from yalis.parallel.weights import ParallelLayer, TensorSource
+
+
+class RMSNorm(ParallelLayer):
+    """x / rms(x) * (offset + weight), computed in fp32; the mean square is taken over every column's part."""
+
+    def __init__(
+        self, grid: Grid, name: str, size: int, eps: float, offset: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
+        self.part = grid.hidden(size)
+        # offset + weight does not fit a 16-bit float
+        kept = torch.float32 if offset else dtype
+        self.weight = nn.Parameter(torch.empty(len(self.part), dtype=kept, device=device), requires_grad=False)
+
+    def load(self, source: TensorSource) -> None:
+        source.tensor(f"{self.name}.weight", (self.size,)).read_into(self.weight, slice(self.part.start, self.part.stop))
+        if self.offset:
+            self.weight.add_(self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)
+        if self.grid.cols == 1:
+            return nn.functional.rms_norm(wide, (self.size,), self.weight, self.eps).to(x.dtype)
+        wide = wide.float()
+        squares = self.grid.over_cols.all_reduce(wide.pow(2).sum(-1, keepdim=True))
+        return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)
+
+
+class HeadNorm(ParallelLayer):
+    """RMSNorm over each head's dimensions (Qwen3); every rank holds the whole of its heads."""
+
+    def __init__(self, name: str, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.name, self.head_dim, self.eps = name, head_dim, eps
+        self.weight = nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device), requires_grad=False)
+
+    def load(self, source: TensorSource) -> None:
+        source.tensor(f"{self.name}.weight", (self.head_dim,)).read_into(self.weight, slice(0, self.head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (self.head_dim,), self.weight, self.eps)
