@@ -1,0 +1,168 @@
+"""Tiny random checkpoints of every family, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 251  # a prime
+
+# What every case has unless it says otherwise; the context is long enough for every scenario of the tests.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0]}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    config: str  # transformers' config class
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, seed: int) -> transformers.PreTrainedModel:
+        """A model with every weight drawn wide enough that logits differ and nothing is left at its default."""
+        config = getattr(transformers, self.config)(**{**_COMMON, **self.options})
+        config._attn_implementation = "eager"  # sdpa leaves Gemma's softcap out
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        draw = torch.Generator().manual_seed(seed)
+        offset = 0.0 if "Gemma" in self.config else 1.0
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                noise = torch.randn(weight.shape, generator=draw)
+                weight.copy_(offset + 0.2 * noise if "norm" in name else 0.25 * noise)
+        model.generation_config.eos_token_id = None
+        model.generation_config.bos_token_id = None
+        return model
+
+
+CASES = [
+    Case("llama-mha-tied", "LlamaConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    Case(
+        "llama-bias-linear",
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    Case(
+        "llama3-gqa4",
+        "LlamaConfig",
+        {
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    Case("llama-wide-heads", "LlamaConfig", {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    Case("mistral-window", "MistralConfig", {"sliding_window": 8, "num_key_value_heads": 1}),
+    Case("mistral-full", "MistralConfig", {"sliding_window": None, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    Case("qwen2-tied", "Qwen2Config", {"tie_word_embeddings": True}),
+    Case(
+        "qwen2-window-yarn",
+        "Qwen2Config",
+        {
+            "num_key_value_heads": 4,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    Case("qwen3-gqa4", "Qwen3Config", {"num_key_value_heads": 1, "head_dim": 24}),
+    Case("qwen3-bias-tied", "Qwen3Config", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True}),
+    Case("gemma2", "Gemma2Config", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    Case(
+        "gemma2-caps-off",
+        "Gemma2Config",
+        {
+            "head_dim": 12,
+            "num_key_value_heads": 1,
+            "sliding_window": 16,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Case("phi3", "Phi3Config", {"num_key_value_heads": 4, "sliding_window": 12}),
+    Case(
+        "phi3-partial-tied",
+        "Phi3Config",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    Case(
+        "phi3-longrope",
+        "Phi3Config",
+        {
+            "num_key_value_heads": 1,
+            "original_max_position_embeddings": 24,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONGROPE},
+        },
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint on disk and transformers' greedy answers to some prompts."""
+
+    case: Case
+    path: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logits: list[torch.Tensor]  # [steps, vocabulary] of each answer
+
+
+def make_prompts(seed: int, lengths: tuple[int, ...], shared: int) -> list[list[int]]:
+    """Random prompts; all longer than `shared` begin with the same `shared` tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    prefix = torch.randint(3, VOCAB, (shared,), generator=draw).tolist()
+    prompts = []
+    for length in lengths:
+        own = torch.randint(3, VOCAB, (length,), generator=draw).tolist()
+        prompts.append((prefix + own)[:length] if length > shared else own)
+    return prompts
+
+
+def make_reference(case: Case, folder: Path, seed: int, prompts: list[list[int]], steps: int) -> Reference:
+    model = case.build(seed)
+    path = folder / f"{case.name}-{seed}"
+    model.save_pretrained(path)
+    # transformers 5 keeps Phi-3's switching length inside rope_parameters, too; older writers keep it outside only.
+    assert json.loads((path / "config.json").read_text())["architectures"]
+    tokens, logits = [], []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=steps,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens.append(out.sequences[0, len(prompt) :].tolist())
+        logits.append(torch.cat(out.logits).float())
+    return Reference(case, path, prompts, tokens, logits)

@@ -1,0 +1,136 @@
+"""Reading the lines of an offline job."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yalis.engine.offline_input import BadLine, GoodLine, check_ids, derive_seed, parse, read_raw
+from yalis.errors import YalisError
+
+
+def lines(*rows: Any) -> io.BytesIO:
+    return io.BytesIO(b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows))
+
+
+def parse_one(row: Any, **defaults: Any) -> GoodLine | BadLine:
+    (raw,) = read_raw(lines(row))
+    return parse(raw, defaults)
+
+
+def good(row: Any, **defaults: Any) -> GoodLine:
+    line = parse_one(row, **defaults)
+    assert isinstance(line, GoodLine), line
+    return line
+
+
+def bad(row: Any, **defaults: Any) -> str:
+    line = parse_one(row, **defaults)
+    assert isinstance(line, BadLine), line
+    return line.message
+
+
+def test_openai_line() -> None:
+    line = good(
+        {
+            "custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+            "body": {"model": "x", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 7,
+                     "temperature": 1, "top_p": 0.5, "stop": "END", "logprobs": True, "top_logprobs": 2, "seed": 3, "n": 2,
+                     "user": "me", "stream": False, "frequency_penalty": None},
+        }
+    )  # fmt: skip
+    assert (line.custom_id, line.prompt) == ("a", [{"role": "user", "content": "Hi"}])
+    s = line.sampling
+    assert (s.max_tokens, s.temperature, s.top_p, s.stop, s.logprobs, s.seed, s.n) == (7, 1, 0.5, ("END",), 2, 3, 2)
+
+
+def test_plain_line_and_defaults() -> None:
+    line = good({"prompt": "Hi", "max_tokens": 5}, max_tokens=9, temperature=0.5)
+    assert (line.custom_id, line.prompt) == ("line-1", "Hi")
+    assert (line.sampling.max_tokens, line.sampling.temperature) == (5, 0.5)
+    assert good({"prompt": [1, 2, 3]}).prompt == [1, 2, 3]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert good({"messages": [{"role": "user", "content": parts}]}).prompt == [{"role": "user", "content": "ab"}]
+
+
+def test_completions_logprobs_are_a_number() -> None:
+    assert good({"prompt": "x", "logprobs": 4}).sampling.logprobs == 4
+    assert good({"prompt": "x", "logprobs": False}).sampling.logprobs is None
+    assert good({"prompt": "x", "logprobs": True}).sampling.logprobs == 0
+
+
+def test_every_line_has_a_seed_of_its_own_that_never_changes() -> None:
+    first, again = good({"custom_id": "a", "prompt": "x"}), good({"custom_id": "a", "prompt": "x"})
+    other, shifted = good({"custom_id": "b", "prompt": "x"}), good({"custom_id": "a", "prompt": "x"}, seed=1)
+    assert first.sampling.seed == again.sampling.seed == derive_seed("a", None) == 5690829181965289459
+    assert len({first.sampling.seed, other.sampling.seed, shifted.sampling.seed}) == 3
+    assert good({"custom_id": "a", "prompt": "x", "seed": 5}, seed=1).sampling.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (b"{not json\n", "not JSON"),
+        (b"\xff\xfe\n", "not UTF-8"),
+        (b"[" * 100_000 + b"\n", "not JSON"),
+        ([1], "list"),
+        ({"max_tokens": 3}, "no prompt"),
+        ({"body": 3}, "body is a JSON number"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "y"}]}, "both"),
+        ({"prompt": ["a", "b"]}, "neither a text nor"),
+        ({"prompt": [True]}, "neither a text nor"),
+        ({"prompt": "\ud800"}, "surrogate"),
+        ({"messages": []}, "messages is not a list"),
+        ({"messages": ["hi"]}, "message 1 has no role"),
+        ({"messages": [{"role": "user"}]}, "message 1 has no content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature is 'hot'"),
+        ({"prompt": "x", "top_p": 2}, "top_p is 2"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": "x", "stop": 3}, "stop is 3"),
+        ({"prompt": "x", "tools": []}, "'tools'"),
+        ({"prompt": "x", "max_tokens": 3, "max_completion_tokens": 4}, "give one of them"),
+        ({"prompt": "x", "top_logprobs": 4}, "without logprobs"),
+        ({"custom_id": 7, "prompt": "x"}, "custom_id is 7"),
+        ({"custom_id": "a", "body": {"prompt": "x"}, "temperature": 1}, "beside its body"),
+    ],
+)
+def test_a_bad_line_is_a_sentence(row: Any, words: str) -> None:
+    message = bad(row)
+    assert words in message
+    assert "\n" not in message
+
+
+def test_line_numbers_count_blank_lines_and_skip_a_byte_order_mark() -> None:
+    file = lines(b"\xef\xbb\xbf" + b'{"prompt": "a"}\n', b"\n", b"  \r\n", b'{"prompt": "b"}')  # no newline at the end
+    assert [(line.number, line.custom_id) for line in read_raw(file)] == [(1, "line-1"), (4, "line-4")]
+
+
+def test_duplicate_ids_name_both_lines() -> None:
+    with pytest.raises(YalisError, match="lines 1 and 3 of in.jsonl both have custom_id 'a'"):
+        check_ids(lines({"custom_id": "a"}, {"custom_id": "b"}, {"custom_id": "a"}), "in.jsonl")
+    with pytest.raises(YalisError, match="lines 1 and 2 .*'line-2'"):  # a made-up name that another line already has
+        check_ids(lines({"custom_id": "line-2"}, {"prompt": "x"}), "in.jsonl")
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["custom_id", "prompt", "messages", "body", "role", "content", "stop", "n", "seed", "logprobs", "odd"]),
+        inner, max_size=4,
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(row=_json | st.binary(max_size=20).map(lambda b: b.replace(b"\n", b"") + b"\n"))
+def test_no_line_raises(row: Any) -> None:
+    for raw in read_raw(lines(row)):
+        assert isinstance(parse(raw, {}), (GoodLine, BadLine))

@@ -1,0 +1,183 @@
+"""Writing the results of an offline job: whole lines, once each, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from yalis.engine.offline_output import ResultFile, answer
+from yalis.errors import YalisError, YalisFailure
+from yalis.types import Completion, Metrics, RequestOutput, TokenLogprobs
+
+FIELDS = {"text": "x\u2028y\n", "error": None}
+
+
+def written(path: Path) -> list[str]:
+    data = path.read_bytes()
+    assert data == b"" or data.endswith(b"\n")
+    return [json.loads(line)["custom_id"] for line in data.decode().splitlines()]
+
+
+def test_resumes_and_counts_errors(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first = ResultFile(path)
+    first.write("a", FIELDS)
+    first.write("b", {"error": {"line": 2, "message": "no"}})
+    first.close()
+    second = ResultFile(path)
+    assert (second.ids, second.errors) == ({"a", "b"}, 1)
+    second.write("c", FIELDS)
+    second.close()
+    assert written(path) == ["a", "b", "c"]
+
+
+def test_any_torn_line_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first = ResultFile(path)
+    first.write("a", FIELDS)
+    whole = path.stat().st_size
+    first.write("b\u00e9\ud800", FIELDS)
+    first.close()
+    data = path.read_bytes()
+    for end in range(whole, len(data)):  # every place where a kill may have torn the second line
+        path.write_bytes(data[:end])
+        torn = ResultFile(path)
+        assert torn.ids == {"a"}
+        torn.close()
+        assert path.read_bytes() == data[:whole]
+    path.write_bytes(data + b"\0" * 100)
+    zeros = ResultFile(path)
+    assert zeros.ids == {"a", "b\u00e9\ud800"}
+    zeros.close()
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("content", [b"my diary", b"{}\n", b'{"custom_id": "a"}\n', b"[]\n", b'{"custom_id": 3, "error": null}\n', b"\n"])
+def test_a_foreign_file_is_refused_and_untouched(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(YalisError, match=r"out\.jsonl"):
+        ResultFile(path)
+    assert path.read_bytes() == content
+
+
+def test_an_id_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b'{"custom_id": "a", "error": null}\n' * 2)
+    with pytest.raises(YalisError, match="line 2 .* second time"):
+        ResultFile(path)
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere" / "out.jsonl", Path("/dev/null")):
+        with pytest.raises(YalisError, match="give a file"):
+            ResultFile(place)
+
+
+def _hold(path: Path, held: object, release: object) -> None:
+    file = ResultFile(path)
+    held.set()  # type: ignore[attr-defined]
+    release.wait(60)  # type: ignore[attr-defined]
+    file.close()
+
+
+def test_two_jobs_cannot_write_together(tmp_path: Path) -> None:
+    path, spawn = tmp_path / "out.jsonl", multiprocessing.get_context("spawn")
+    held, release = spawn.Event(), spawn.Event()
+    other = spawn.Process(target=_hold, args=(path, held, release))
+    other.start()
+    try:
+        assert held.wait(60)
+        with pytest.raises(YalisError, match="another job is writing"):
+            ResultFile(path)
+    finally:
+        release.set()
+        other.join()
+    ResultFile(path).close()
+
+
+def _fill(path: Path) -> list[str]:
+    """Write until the disk refuses; the ids that were taken."""
+    file, done = ResultFile(path), []
+    with pytest.raises(YalisFailure, match="make room and run again"):
+        for number in range(100_000):
+            file.write(f"id-{number}", {"text": "x" * 999, "error": None})
+            done.append(f"id-{number}")
+    file.close()
+    return done
+
+
+def test_a_file_that_may_not_grow_keeps_its_whole_lines(tmp_path: Path) -> None:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_500, old[1]))
+    try:
+        done = _fill(tmp_path / "out.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert written(tmp_path / "out.jsonl") == done
+    assert len(done) == 10
+
+
+def test_a_full_disk_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        path, ballast = tmp_path / "out.jsonl", tmp_path / "ballast"
+        ballast.write_bytes(b"x" * 32_768)
+        done = _fill(path)
+        assert written(path) == done
+        assert len(done) > 10
+        ballast.unlink()
+        file = ResultFile(path)
+        file.write("after", FIELDS)
+        file.close()
+        assert written(path) == [*done, "after"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_ctrl_c_inside_a_write_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    file = ResultFile(path)
+    file.write("a", FIELDS)
+    real = os.pwrite
+
+    def half(fd: int, data: bytes, at: int) -> int:
+        real(fd, data[: len(data) // 2], at)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", half)
+    with pytest.raises(KeyboardInterrupt):
+        file.write("b", FIELDS)
+    file.close()
+    assert written(path) == ["a"]
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
+    file = ResultFile(tmp_path / "out.jsonl")
+    file.write("a", FIELDS)
+    file.write("b", FIELDS)
+    file.close()
+    assert written(tmp_path / "out.jsonl") == ["a", "b"]
+
+
+def test_the_answer_object() -> None:
+    metrics = Metrics(0.1, 0.1, 0.2, 3, 0, 2)
+    one = Completion("ab", [5, 6], "stop", [TokenLogprobs(5, -0.5, {5: -0.5, 9: float("-inf")})], metrics)
+    two = Completion("c", [7], "length", None, metrics)
+    told = answer(RequestOutput("p", [1, 2, 3], [one, two]))
+    json.dumps(told, allow_nan=False)
+    assert told["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": {"5": -0.5, "9": None}}]
+    assert (told["text"], told["token_ids"], told["finish_reason"]) == ("ab", [5, 6], "stop")
+    assert (told["prompt_tokens"], told["output_tokens"]) == (3, 3)
+    assert [c["text"] for c in told["completions"]] == ["ab", "c"]
+    assert "completions" not in answer(RequestOutput(None, [1], [two]))

@@ -1,0 +1,125 @@
+"""Every family gives transformers' logits and greedy tokens, whatever the scheduler does on the way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.families import CASES, Case, Reference, make_prompts, make_reference
+from tests.tap import LogitTap
+from yalis import LLM, SamplingParams
+
+STEPS = 12
+SEEDS = (1, 2)
+LENGTHS = (21, 1, 37, 30, 6, 26)
+GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True)
+#: chunked prefill, prefix reuse, forced preemption: each off and on
+SCENARIOS = list(itertools.product((False, True), repeat=3))
+ALL_ON = (True, True, True)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """transformers' answers, made once per case and seed."""
+    folder, made = tmp_path_factory.mktemp("families"), {}
+
+    def find(case: Case, seed: int) -> Reference:
+        if (case.name, seed) not in made:
+            prompts = make_prompts(seed, LENGTHS, shared=16)
+            made[case.name, seed] = make_reference(case, folder, seed, prompts, STEPS)
+        return made[case.name, seed]
+
+    return find
+
+
+def open_llm(ref: Reference, backend: str, chunked: bool, reuse: bool, preempt: bool) -> LLM:
+    return LLM(
+        str(ref.path),
+        device="cpu",
+        attention=backend,
+        block_size=4,
+        max_batch_tokens=11 if chunked else 512,
+        prefix_reuse=reuse,
+        kv_blocks=16 if preempt else 128,  # the longest sequence needs 13 blocks
+        max_model_len=60,
+    )
+
+
+def check(ref: Reference, llm: LLM, mixed: bool) -> None:
+    """All prompts, together or one after the other: the reference's tokens exactly, its logits within 1e-4."""
+    tap = LogitTap(llm)
+    groups = [ref.prompts] if mixed else [[prompt] for prompt in ref.prompts]
+    outputs = [output for group in groups for output in llm.generate(group, GREEDY)]
+    for index, output in enumerate(outputs):
+        assert output.token_ids == ref.tokens[index], f"prompt {index} of {ref.case.name}"
+        assert output.finish_reason == "length"
+        worst = (tap.of(index) - ref.logits[index]).abs().max().item()
+        assert worst < 1e-4, f"prompt {index} of {ref.case.name}: logits off by {worst:.2e}"
+    llm._engine.scheduler.blocks.check()
+
+
+def check_scenario(ref: Reference, backend: str, scenario: tuple[bool, bool, bool]) -> None:
+    chunked, reuse, preempt = scenario
+    with open_llm(ref, backend, *scenario) as llm:
+        check(ref, llm, mixed=True)
+        counted = llm._engine.scheduler.counters
+        assert (counted.chunked_prefills > 0) == chunked
+        assert (counted.preemptions > 0) == preempt
+        # Preempted requests find their own blocks again, so reuse shows either way; without it there is none.
+        assert (counted.prefix_hit_tokens > 0) == reuse
+        if ref.case.name == "phi3-longrope":
+            assert counted.rope_switches > 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags)))
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_sdpa(reference, case, seed, scenario):
+    check_scenario(reference(case, seed), "sdpa", scenario)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_alone(reference, case):
+    ref = reference(case, SEEDS[0])
+    with open_llm(ref, "sdpa", False, False, False) as llm:
+        check(ref, llm, mixed=False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", ["flex", "triton"])
+def test_other_backends(reference, backend, case):
+    check_scenario(reference(case, SEEDS[0]), backend, ALL_ON)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags)))
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", ["flex", "triton"])
+def test_other_backends_full(reference, backend, case, seed, scenario):
+    check_scenario(reference(case, seed), backend, scenario)
+
+
+def test_seeded_request_same_alone_and_in_any_batch(reference):
+    ref = reference(CASES[0], SEEDS[0])
+    sampling = [
+        SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.9, seed=100 + index, top_p=0.95 if index % 2 else 1.0)
+        for index in range(len(ref.prompts))
+    ]
+    with open_llm(ref, "sdpa", False, True, False) as llm:
+        alone = [llm.generate([p], s)[0].token_ids for p, s in zip(ref.prompts, sampling, strict=True)]
+        together = [output.token_ids for output in llm.generate(ref.prompts, sampling)]
+        backwards = [output.token_ids for output in llm.generate(ref.prompts[::-1], sampling[::-1])][::-1]
+    with open_llm(ref, "sdpa", True, True, True) as llm:
+        pressed = [output.token_ids for output in llm.generate(ref.prompts, sampling)]
+    assert alone == together == backwards == pressed
+    assert len({tuple(tokens) for tokens in alone}) == len(alone)
+
+
+def test_weights_are_read_in_bf16(reference):
+    ref = reference(CASES[0], SEEDS[0])
+    with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=60) as llm:
+        assert {p.dtype for p in llm._engine.runner.model.parameters()} == {torch.bfloat16}
+        assert len(llm.generate([ref.prompts[0]], GREEDY)[0].token_ids) == STEPS
