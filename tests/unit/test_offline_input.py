@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yalis.engine.offline_input import BadLine, GoodLine, check_ids, derive_seed, parse, read_raw
+from yalis.engine.offline_input import BadLine, GoodLine, check_ids, line_seed, parse, read_raw
 from yalis.errors import YalisError
 
 
@@ -40,8 +40,8 @@ def test_openai_line() -> None:
         {
             "custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
             "body": {"model": "x", "messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 7,
-                     "temperature": 1, "top_p": 0.5, "stop": "END", "logprobs": True, "top_logprobs": 2, "seed": 3, "n": 2,
-                     "user": "me", "stream": False, "frequency_penalty": None},
+                     "temperature": 1, "top_p": 0.5, "stop": "END", "logprobs": True, "top_logprobs": 2,
+                     "seed": 3, "n": 2, "user": "me", "stream": False, "frequency_penalty": None},
         }
     )  # fmt: skip
     assert (line.custom_id, line.prompt) == ("a", [{"role": "user", "content": "Hi"}])
@@ -67,7 +67,7 @@ def test_completions_logprobs_are_a_number() -> None:
 def test_every_line_has_a_seed_of_its_own_that_never_changes() -> None:
     first, again = good({"custom_id": "a", "prompt": "x"}), good({"custom_id": "a", "prompt": "x"})
     other, shifted = good({"custom_id": "b", "prompt": "x"}), good({"custom_id": "a", "prompt": "x"}, seed=1)
-    assert first.sampling.seed == again.sampling.seed == derive_seed("a", None) == 5690829181965289459
+    assert first.sampling.seed == again.sampling.seed == line_seed("a", None) == 5690829181965289459
     assert len({first.sampling.seed, other.sampling.seed, shifted.sampling.seed}) == 3
     assert good({"custom_id": "a", "prompt": "x", "seed": 5}, seed=1).sampling.seed == 5
 
@@ -112,9 +112,9 @@ def test_line_numbers_count_blank_lines_and_skip_a_byte_order_mark() -> None:
 
 
 def test_duplicate_ids_name_both_lines() -> None:
-    with pytest.raises(YalisError, match="lines 1 and 3 of in.jsonl both have custom_id 'a'"):
+    with pytest.raises(YalisError, match=r"lines 1 and 3 of in.jsonl both have custom_id 'a'"):
         check_ids(lines({"custom_id": "a"}, {"custom_id": "b"}, {"custom_id": "a"}), "in.jsonl")
-    with pytest.raises(YalisError, match="lines 1 and 2 .*'line-2'"):  # a made-up name that another line already has
+    with pytest.raises(YalisError, match=r"lines 1 and 2 .*'line-2'"):  # a made-up name that another line already has
         check_ids(lines({"custom_id": "line-2"}, {"prompt": "x"}), "in.jsonl")
 
 
@@ -122,7 +122,7 @@ _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(
-        st.sampled_from(["custom_id", "prompt", "messages", "body", "role", "content", "stop", "n", "seed", "logprobs", "odd"]),
+        st.sampled_from("custom_id prompt messages body role content stop n seed logprobs odd".split()),
         inner, max_size=4,
     ),
     max_leaves=8,

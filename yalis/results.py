@@ -1,0 +1,239 @@
+"""One schema for every measurement: what was run, where, with which versions, and a table of rows.
+
+A result is a JSON object that is checked when it is written and when it is read, so a plot or a report never meets a
+file it half understands. Host names are left out on purpose: results are published.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from yalis import __version__
+from yalis.errors import YalisError, YalisFailure
+
+SCHEMA = "yalis-result"
+VERSION = 1
+
+#: What a row of each kind must carry. A number may be null where it could not be measured; `status` then says why.
+_ROWS: dict[str, dict[str, type]] = {
+    "latency": {
+        "engine": str,
+        "version": str,
+        "status": str,  # "ok", or why there are no numbers
+        "batch": int,
+        "prompt_len": int,
+        "output_len": int,
+        "first_token_ms": float,
+        "prefill_tokens_per_s": float,
+        "decode_ms": float,
+        "decode_ms_low": float,
+        "decode_ms_high": float,
+        "tokens_per_s": float,
+        "floor_ms": float,
+        "share_of_floor": float,
+        "ratio": float,  # this engine's decode step over ours
+        "same_tokens": float,  # the share of its sequences whose tokens equal ours
+    },
+}
+_ALWAYS_THERE = {"engine", "version", "status", "batch", "prompt_len", "output_len"}
+
+
+@dataclass(frozen=True)
+class Result:
+    kind: str
+    parameters: dict[str, Any]
+    rows: list[dict[str, Any]]
+    command: str
+    devices: list[dict[str, Any]]
+    created: str
+    versions: dict[str, str | None]
+    host: dict[str, Any]
+    revision: str | None  # of the checkout it ran from, with -dirty when that had changes
+    schema: str = SCHEMA
+    schema_version: int = VERSION
+    notes: list[str] = field(default_factory=list)
+
+
+def new(
+    kind: str,
+    parameters: dict[str, Any],
+    rows: list[dict[str, Any]],
+    command: str,
+    devices: list[dict[str, Any]],
+    notes: list[str] | None = None,
+) -> Result:
+    """A result of this process, now, with everything around the rows filled in."""
+    result = Result(
+        kind=kind,
+        parameters=parameters,
+        rows=rows,
+        command=command,
+        devices=devices,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions=versions(),
+        host=host(),
+        revision=revision(),
+        notes=notes or [],
+    )
+    check(asdict(result), "this result")
+    return result
+
+
+def write(result: Result, folder: Path) -> Path:
+    """Write into `folder`, whole or not at all, under a name made of kind and time."""
+    data = asdict(result)
+    check(data, "this result")
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    stamp = result.created.replace(":", "").replace("-", "")[:15]
+    temporary = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = _free_name(folder, f"{result.kind}-{stamp}")
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{result.kind}-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise YalisFailure(f"cannot write a result into {folder}: {error.strerror}; give another folder") from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def _free_name(folder: Path, stem: str) -> Path:
+    path, number = folder / f"{stem}.json", 2
+    while path.exists():
+        path, number = folder / f"{stem}-{number}.json", number + 1
+    return path
+
+
+def read(path: Path) -> Result:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise YalisError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise YalisError(f"{path} is not JSON ({error}); give a file that a yalis benchmark wrote") from error
+    check(data, str(path))
+    return Result(**data)
+
+
+def check(data: Any, label: str) -> None:
+    """Raise a sentence naming the first thing in `data` that the schema does not allow."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise YalisError(f"{label} is not a yalis result; give a file that a yalis benchmark wrote")
+    if data.get("schema_version") != VERSION:
+        raise YalisError(
+            f"{label} has schema version {data.get('schema_version')!r}, and this yalis reads version {VERSION}; "
+            "run the benchmark again, or read it with the yalis that wrote it"
+        )
+    kinds: dict[str, tuple[type, ...]] = {
+        "kind": (str,), "parameters": (dict,), "rows": (list,), "command": (str,), "devices": (list,), 
+        "created": (str,), "versions": (dict,), "host": (dict,), "revision": (str, type(None)),
+        "schema": (str,), "schema_version": (int,), "notes": (list,),
+    }  # fmt: skip
+    assert set(kinds) == {f.name for f in fields(Result)}
+    for name, accepted in kinds.items():
+        if name not in data:
+            raise YalisError(f"{label} has no {name!r}; it is not a whole yalis result")
+        if not isinstance(data[name], accepted):
+            raise YalisError(f"{label} has a {name!r} of type {type(data[name]).__name__}; it is not a yalis result")
+    if extra := sorted(set(data) - set(kinds)):
+        raise YalisError(f"{label} has a field {extra[0]!r} that a yalis result does not have")
+    _check_rows(data["kind"], data["rows"], label)
+
+
+def _check_rows(kind: str, rows: list[Any], label: str) -> None:
+    if kind not in _ROWS:
+        raise YalisError(f"{label} is of kind {kind!r}; this yalis knows {', '.join(_ROWS)}")
+    columns = _ROWS[kind]
+    for number, row in enumerate(rows, 1):
+        where = f"row {number} of {label}"
+        if not isinstance(row, dict):
+            raise YalisError(f"{where} is not an object")
+        if set(row) != set(columns):
+            odd = sorted(set(row) ^ set(columns))[0]
+            raise YalisError(f"{where} {'has an unknown' if odd in row else 'lacks the'} column {odd!r}")
+        for name, wanted in columns.items():
+            value = row[name]
+            if value is None and name not in _ALWAYS_THERE:
+                continue
+            if wanted is float:
+                good = isinstance(value, (int, float)) and math.isfinite(value)
+            else:
+                good = isinstance(value, wanted)
+            if not good or isinstance(value, bool):
+                raise YalisError(f"{where} has {value!r} as {name!r}; it should be a {wanted.__name__}")
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"yalis": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "triton", "gguf"):
+        found[package] = package_version(package)
+    return found
+
+
+def package_version(package: str) -> str | None:
+    """The installed version, read without importing the package; None when it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def host() -> dict[str, Any]:
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        memory = 0
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cores": usable_cores(),
+        "memory_gib": round(memory / 2**30, 1),
+    }
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which a job scheduler may have made fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def revision() -> str | None:
+    """The commit this package runs from, when it runs from a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
