@@ -118,11 +118,12 @@ def test_duplicate_ids_name_both_lines() -> None:
         check_ids(lines({"custom_id": "line-2"}, {"prompt": "x"}), "in.jsonl")
 
 
+_NAMES = ["custom_id", "prompt", "messages", "body", "role", "content", "stop", "n", "seed", "logprobs", "odd"]
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(
-        st.sampled_from("custom_id prompt messages body role content stop n seed logprobs odd".split()),
+        st.sampled_from(_NAMES),
         inner, max_size=4,
     ),
     max_leaves=8,

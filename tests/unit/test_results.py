@@ -14,7 +14,8 @@ from yalis.errors import YalisError, YalisFailure
 
 ROW: dict[str, Any] = {
     "engine": "yalis", "version": "0", "status": "ok", "batch": 1, "prompt_len": 4, "output_len": 4,
-    "first_token_ms": 1.0, "prefill_tokens_per_s": 2.0, "decode_ms": 3, "decode_ms_low": 3.0, "decode_ms_high": 3.0, "tokens_per_s": 4.0,
+    "first_token_ms": 1.0, "prefill_tokens_per_s": 2.0, "decode_ms": 3, "decode_ms_low": 3.0, "decode_ms_high": 3.0,
+    "tokens_per_s": 4.0,
     "floor_ms": None, "share_of_floor": None, "ratio": None, "same_tokens": None,
 }  # fmt: skip
 
@@ -74,6 +75,6 @@ def test_checked_on_writing_too(tmp_path: Path) -> None:
     with pytest.raises(YalisError, match="lacks the column"):
         results.write(replace(make(), rows=[{}]), tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(YalisFailure, match="give a folder"):
+    with pytest.raises(YalisFailure, match="give another folder"):
         results.write(make(), tmp_path / "file")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
