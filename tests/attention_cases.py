@@ -1,0 +1,138 @@
+"""Random steps over a paged cache, and attention written token by token in float64 to check them."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from yalis.attention.base import AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: each sequence as (cached tokens before it, tokens it brings)."""
+
+    sequences: tuple[tuple[int, int], ...]
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    block_size: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    in_order: bool = False  # blocks in a row instead of shuffled
+
+    @property
+    def params(self) -> AttentionParams:
+        # Not the usual 1 / sqrt(head_dim), so that a backend that ignores it is caught.
+        return AttentionParams(0.3 / math.sqrt(self.head_dim) + 0.2, self.window, self.softcap)
+
+    @property
+    def needs(self) -> AttentionNeeds:
+        heads = self.kv_heads * self.group
+        return AttentionNeeds(
+            heads, self.kv_heads, self.head_dim, self.dtype, torch.device(self.device), self.block_size,
+            self.window is not None, self.softcap is not None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    batch: ForwardBatch
+    cache: LayerCache  # of a pool whose unused slots hold NaN
+    q: Tensor
+    k: Tensor  # the step's own keys and values, not yet written
+    v: Tensor
+    expected: Tensor  # [T, H, D] float64, on the CPU
+
+
+def make_step(case: Case) -> Step:
+    rng = random.Random(case.seed)
+    torch.manual_seed(case.seed)
+    size, dim = case.block_size, case.head_dim
+    contexts = [cached + count for cached, count in case.sequences]
+    blocks = [-(-context // size) for context in contexts]
+    numbers = list(range(1, sum(blocks) + 4))
+    if not case.in_order:
+        rng.shuffle(numbers)
+    tables = torch.zeros(len(blocks), max(blocks) + 1, dtype=torch.int32)
+    shape = (len(numbers) + 1, size, case.kv_heads, dim)
+    cache_k, cache_v = torch.full(shape, math.nan, dtype=case.dtype), torch.full(shape, math.nan, dtype=case.dtype)
+    # Block tables are padded with 0, which may hold another sequence's numbers.
+    cache_k[0], cache_v[0] = torch.randn(shape[1:]), torch.randn(shape[1:])
+    heads = case.kv_heads * case.group
+    tokens = sum(count for _, count in case.sequences)
+    # Views into one wider tensor, as a fused projection gives them.
+    joint = torch.randn(tokens, heads + 2 * case.kv_heads, dim).to(case.dtype)
+    q, k, v = joint.split((heads, case.kv_heads, case.kv_heads), dim=1)
+    expected = torch.empty(tokens, heads, dim, dtype=torch.float64)
+    positions: list[int] = []
+    slots: list[int] = []
+    row = 0
+    for i, ((cached, count), context) in enumerate(zip(case.sequences, contexts, strict=True)):
+        own = [numbers.pop(0) for _ in range(blocks[i])]
+        tables[i, : len(own)] = torch.tensor(own)
+        where = [own[p // size] * size + p % size for p in range(context)]
+        keys, values = (torch.randn(context, case.kv_heads, dim).to(case.dtype) for _ in range(2))
+        keys[cached:], values[cached:] = k[row : row + count], v[row : row + count]
+        for cache, rows in ((cache_k, keys), (cache_v, values)):
+            cache.flatten(0, 1)[where[:cached]] = rows[:cached]
+        for j in range(count):
+            expected[row + j] = attend_one(q[row + j].double(), keys.double(), values.double(), cached + j, case.params)
+        positions += range(cached, context)
+        slots += where[cached:]
+        row += count
+    lens = tuple(count for _, count in case.sequences)
+    start = torch.tensor([0, *lens]).cumsum(0).int()
+    batch = ForwardBatch(
+        token_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.tensor(positions),
+        rope_rows=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        query_start=start,
+        context_len=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        logit_rows=start[1:].long() - 1,
+        query_lens=lens,
+        context_lens=tuple(contexts),
+    )
+    return move(Step(batch, LayerCache(cache_k, cache_v), q, k, v, expected), case.device)
+
+
+def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: int, params: AttentionParams) -> Tensor:
+    """One token's attention, head by head and key by key. q [H, D], keys and values [context, K, D]."""
+    heads, group = q.shape[0], q.shape[0] // keys.shape[1]
+    first = 0 if params.window is None else max(0, position - params.window + 1)
+    rows = []
+    for head in range(heads):
+        scores = []
+        for p in range(first, position + 1):
+            score = float(torch.dot(q[head], keys[p, head // group])) * params.scale
+            if params.softcap is not None:
+                score = params.softcap * math.tanh(score / params.softcap)
+            scores.append(score)
+        top = max(scores)
+        weights = torch.tensor([math.exp(s - top) for s in scores], dtype=torch.float64)
+        rows.append((weights[:, None] * values[first : position + 1, head // group]).sum(0) / weights.sum())
+    return torch.stack(rows)
+
+
+def move(step: Step, device: str) -> Step:
+    def there(x: object) -> object:
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    batch = ForwardBatch(**{name: there(value) for name, value in vars(step.batch).items()})  # type: ignore[arg-type]
+    joint = torch.cat((step.q, step.k, step.v), dim=1).to(device)
+    q, k, v = joint.split((step.q.shape[1], step.k.shape[1], step.v.shape[1]), dim=1)
+    return Step(batch, LayerCache(*(x.to(device) for x in step.cache)), q, k, v, step.expected)
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest expected number; NaN stays NaN."""
+    return float((out.double().cpu() - expected).abs().max() / expected.abs().max())

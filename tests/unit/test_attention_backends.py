@@ -1,0 +1,118 @@
+"""Every backend that runs on a CPU against attention written token by token, over random mixes of phases."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.attention_cases import Case, make_step, relative_error
+from yalis.attention.base import BACKENDS
+from yalis.attention.choose import choose_backend
+
+TOLERANCE = {"sdpa": 2e-5, "flex": 2e-5, "triton": 2e-5}
+MIXES = {
+    "prefill": ((0, 5),),
+    "equal prompts": ((0, 6), (0, 6)),
+    "chunk": ((11, 7),),
+    "decode": ((16, 1), (3, 1), (0, 1)),
+    "even decode": ((12, 1), (12, 1)),
+    "mixed": ((9, 1), (0, 4), (5, 1), (17, 1), (6, 3)),
+}
+
+
+def check(name: str, case: Case) -> None:
+    backend = choose_backend(name, case.needs)(case.needs)
+    step = make_step(case)
+    backend.write(step.k, step.v, step.cache, step.batch)
+    shared = backend.prepare(step.batch)
+    out = backend.attend(step.q, step.cache, step.batch, shared, case.params)
+    assert out.shape == step.q.shape
+    assert relative_error(out, step.expected) < TOLERANCE[name], case
+    # A second layer shares what prepare made, even with another window.
+    assert relative_error(backend.attend(step.q, step.cache, step.batch, shared, case.params), step.expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("mix", MIXES)
+def test_mixes(name: str, mix: str) -> None:
+    check(name, Case(MIXES[mix]))
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("window", [1, 4, 9, 64])
+def test_windows(name: str, window: int) -> None:
+    check(name, Case(MIXES["mixed"], window=window))
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [20, 64, 80])
+def test_head_dims(name: str, head_dim: int) -> None:
+    check(name, Case(MIXES["mixed"], head_dim=head_dim, window=7))
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_groups(name: str, group: int) -> None:
+    check(name, Case(MIXES["mixed"], group=group, block_size=32))
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 5])
+def test_softcap(name: str, window: int | None) -> None:
+    check(name, Case(MIXES["mixed"], softcap=0.7, window=window))
+    check(name, Case(MIXES["equal prompts"], softcap=0.7))
+
+
+@st.composite
+def cases(draw: st.DrawFn, most: int) -> Case:
+    sequence = st.tuples(st.integers(0, most), st.one_of(st.just(1), st.integers(1, most // 2)))
+    return Case(
+        tuple(draw(st.lists(sequence, min_size=1, max_size=4))),
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 4)),
+        head_dim=draw(st.sampled_from([16, 20, 64])),
+        block_size=draw(st.sampled_from([8, 16, 32])),
+        window=draw(st.one_of(st.none(), st.integers(1, most))),
+        softcap=draw(st.sampled_from([None, None, 1.5])),
+        seed=draw(st.integers(0, 1000)),
+        in_order=draw(st.booleans()),
+    )
+
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(cases(40))
+def test_sdpa_random(case: Case) -> None:
+    check("sdpa", case)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@given(cases(40))
+def test_flex_random(case: Case) -> None:
+    check("flex", case)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
+@given(cases(20))
+def test_triton_random(case: Case) -> None:
+    check("triton", case)
+
+
+def test_layers_of_different_windows_share_a_step() -> None:
+    case = Case(MIXES["mixed"], window=4)
+    for name in TOLERANCE:
+        backend = BACKENDS.load(name)(case.needs)
+        near, far = make_step(case), make_step(Case(MIXES["mixed"]))
+        backend.write(near.k, near.v, near.cache, near.batch)
+        shared = backend.prepare(near.batch)
+        for step, window in ((near, 4), (far, None), (near, 4)):
+            params = Case(MIXES["mixed"], window=window).params
+            out = backend.attend(near.q, near.cache, near.batch, shared, params)
+            assert relative_error(out, step.expected) < TOLERANCE[name]

@@ -1,0 +1,325 @@
+"""Attention read straight from the paged KV cache, in Triton. kernels/reference.py says the same in plain torch.
+
+Two launches serve a step: `prefill` for sequences that bring several tokens, `decode` for those that bring one, whose
+context is cut into splits so that a small batch still fills the GPU; `combine` then joins the splits. All query heads
+that share a key head are rows of one program, so a key is read once for them.
+
+Names: S sequences · H query heads · K key/value heads · G = H / K · D head_dim · B tokens a block holds ·
+M rows of a program (queries × group) · N keys it takes at a time.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# (a kernel's arguments are pointers and numbers of a language of its own)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
+NEVER = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _absorb(
+    q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+    k_block, k_slot, v_block, v_slot, scale, window, softcap,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the running softmax: the N keys from `start` on join m [M], total [M] and acc [M, DP].
+
+    m is in units of log2. Without MASKED, every row sees all N keys.
+    """
+    d = tl.arange(0, DP)
+    position = start + tl.arange(0, N)
+    if MASKED:
+        inside = position < end
+        load = inside[:, None] & (d < D)[None, :]
+        block = tl.load(table + position // B, mask=inside, other=0).to(tl.int64)
+    else:
+        load = (position >= 0)[:, None] & (d < D)[None, :]
+        block = tl.load(table + position // B).to(tl.int64)
+    slot = position % B
+    # Offsets are 64 bits wide: a pool may hold more than 2**31 numbers.
+    k = tl.load(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], mask=load, other=0.0)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP:
+        score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E / softcap)) + 1.0))
+    score = score * LOG2E
+    if MASKED:
+        seen = inside[None, :] & (position[None, :] <= query[:, None])
+        if WINDOW:
+            seen = seen & (position[None, :] > query[:, None] - window)
+        score = tl.where(seen, score, NEVER)
+    m_new = tl.maximum(m, tl.max(score, 1))
+    weight = tl.exp2(score - m_new[:, None])
+    if MASKED:
+        weight = tl.where(seen, weight, 0.0)
+    fade = tl.exp2(m - m_new)
+    total = total * fade + tl.sum(weight, 1)
+    v = tl.load(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], mask=load, other=0.0)
+    acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return m_new, total, acc
+
+
+@triton.jit
+def _prefill(
+    out_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables, tile_sequence, tile_start,
+    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
+    scale, window, softcap,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    # Later tiles see more keys: they start first, so that short ones fill the end.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.load(tile_sequence + tile)
+    row = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - row
+    context = tl.load(context_len + sequence)
+    PER: tl.constexpr = M // G  # queries of a tile
+    begin = (tile - tl.load(tile_start + sequence)).to(tl.int32) * PER
+
+    r = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    mine = begin + r // G
+    query = mine + (context - count)
+    head = kv_head * G + r % G
+    token = (row + mine).to(tl.int64)
+    live = (mine < count) & (r < PER * G)
+    access = live[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=access, other=0.0)
+
+    table = tables + sequence * table_stride
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    m = tl.full([M], NEVER, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DP], tl.float32)
+
+    earliest = context - count + begin
+    end = tl.minimum(context, earliest + PER)
+    stop = (end + N - 1) // N * N
+    # Keys [clear, full) are seen by every row; those before (the window) and after (causality) need a mask.
+    clear = 0
+    if WINDOW:
+        low = tl.maximum(0, earliest - window + 1) // N * N
+        clear = tl.minimum((tl.maximum(0, end - window) + N - 1) // N * N, stop)
+        for start in range(low, clear, N):
+            m, total, acc = _absorb(
+                q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+                k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, True,
+            )  # fmt: skip
+    full = tl.maximum(clear, (earliest + 1) // N * N)
+    for start in range(clear, full, N):
+        m, total, acc = _absorb(
+            q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+            k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, False,
+        )  # fmt: skip
+    for start in range(full, stop, N):
+        m, total, acc = _absorb(
+            q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+            k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, True,
+        )  # fmt: skip
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at = out_ptr + (token * out_token + head * out_head)[:, None] + d[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
+
+
+@triton.jit
+def _decode(
+    out_ptr, part_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables,
+    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
+    scale, window, softcap,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tl.load(query_start + sequence)
+    if tl.load(query_start + sequence + 1) - row != 1:
+        return
+    context = tl.load(context_len + sequence)
+
+    r = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    head = kv_head * G + r
+    access = (r < G)[:, None] & (d < D)[None, :]
+    token = row.to(tl.int64)
+    q = tl.load(q_ptr + token * q_token + (head * q_head)[:, None] + d[None, :], mask=access, other=0.0)
+
+    table = tables + sequence * table_stride
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    m = tl.full([M], NEVER, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DP], tl.float32)
+    query = tl.zeros([M], tl.int32) + context
+
+    low = 0
+    if WINDOW:
+        low = tl.maximum(0, context - window)
+    share = ((context - low + SPLITS - 1) // SPLITS + N - 1) // N * N
+    begin = low + split * share
+    end = tl.minimum(context, begin + share)
+    full = begin + tl.maximum(0, end - begin) // N * N
+    for start in range(begin, full, N):
+        m, total, acc = _absorb(
+            q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+            k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, False, SOFTCAP, False,
+        )  # fmt: skip
+    for start in range(full, end, N):
+        m, total, acc = _absorb(
+            q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+            k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, False, SOFTCAP, True,
+        )  # fmt: skip
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if SPLITS == 1:
+        at = out_ptr + token * out_token + (head * out_head)[:, None] + d[None, :]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
+    else:
+        part = (sequence * tl.num_programs(1) * G + head) * SPLITS + split
+        tl.store(part_ptr + (part * D)[:, None] + d[None, :], acc, mask=access)
+        tl.store(lse_ptr + part, tl.where(total > 0, m + tl.log2(tl.where(total > 0, total, 1.0)), NEVER), mask=r < G)
+
+
+@triton.jit
+def _combine(
+    out_ptr, part_ptr, lse_ptr, query_start, out_token, out_head,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.load(query_start + sequence)
+    if tl.load(query_start + sequence + 1) - row != 1:
+        return
+    s = tl.arange(0, SP)
+    d = tl.arange(0, DP)
+    part = (sequence * tl.num_programs(1) + head) * SPLITS + s
+    lse = tl.load(lse_ptr + part, mask=s < SPLITS, other=NEVER)
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    access = (s < SPLITS)[:, None] & (d < D)[None, :]
+    acc = tl.load(part_ptr + (part * D)[:, None] + d[None, :], mask=access, other=0.0)
+    result = tl.sum(acc * weight[:, None], 0) / tl.sum(weight, 0)
+    at = out_ptr + row.to(tl.int64) * out_token + head * out_head + d
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+class Launch(NamedTuple):
+    """How one step is launched; the same for every layer."""
+
+    tiles: int  # programs of `prefill` for each key head
+    tile_sequence: Tensor  # [tiles] the sequence a tile belongs to
+    tile_start: Tensor  # [S] the first tile of each sequence
+    splits: int  # of each decoding context; 0 when no sequence decodes
+
+
+class Shape(NamedTuple):
+    """A kernel's tile: M rows, N keys at a time, and how many warps and stages."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+def prefill_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
+    wide = triton.next_power_of_2(head_dim) > 128
+    if dtype == torch.float32:  # exact products run outside the tensor cores: small tiles, or registers spill
+        shape = Shape(32, 32, 4, 2)
+    elif wide:
+        shape = Shape(64, 32, 4, 2)
+    else:
+        shape = Shape(128, 64, 8, 3)
+    return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
+
+
+def decode_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
+    n = 32 if triton.next_power_of_2(head_dim) * dtype.itemsize > 256 else 64
+    return Shape(max(16, triton.next_power_of_2(group)), n, 4, 3 if dtype.itemsize == 2 else 2)
+
+
+def plan_launch(
+    query_start: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...], num_heads: int, num_kv_heads: int,
+    head_dim: int, dtype: torch.dtype, programs: int,
+) -> Launch:  # fmt: skip
+    """Sizes come from the lengths the host knows, index tensors from those on the device: nothing waits.
+
+    `programs` is how many decode programs keep the device busy.
+    """
+    group = num_heads // num_kv_heads
+    per = prefill_shape(group, head_dim, dtype).m // group
+    tiles = sum(-(-n // per) for n in query_lens if n != 1)
+    counts = query_start.diff().long()
+    needed = torch.where(counts == 1, 0, (counts + per - 1) // per)
+    everyone = torch.arange(len(query_lens), device=query_start.device)
+    tile_sequence = torch.repeat_interleave(everyone, needed, output_size=tiles)
+    tile_start = needed.cumsum(0) - needed
+    decoding = [c for n, c in zip(query_lens, context_lens, strict=True) if n == 1]
+    splits = 0
+    if decoding:
+        # A split of fewer than two tiles of keys costs more to combine than it saves.
+        most = -(-max(decoding) // (2 * decode_shape(group, head_dim, dtype).n))
+        wanted = -(-programs // (len(decoding) * num_kv_heads))
+        splits = triton.next_power_of_2(max(1, min(most, wanted, 64)))
+    return Launch(tiles, tile_sequence, tile_start, splits)
+
+
+def paged_attention(
+    q: Tensor,  # [T, H, D]
+    k_cache: Tensor,  # [N, B, K, D]
+    v_cache: Tensor,  # [N, B, K, D]
+    query_start: Tensor,  # [S + 1] int32
+    context_len: Tensor,  # [S] int32
+    block_tables: Tensor,  # [S, most blocks] int32
+    launch: Launch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's last tokens over its own blocks, [T, H, D]."""
+    num_tokens, heads, dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    group, sequences = heads // kv_heads, context_len.shape[0]
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out = torch.empty((num_tokens, heads, dim), dtype=q.dtype, device=q.device)
+    padded = max(16, triton.next_power_of_2(dim))
+    strides = (
+        *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0)
+    )  # fmt: skip
+    numbers = (scale, window or 0, softcap or 1.0)
+    flags = {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
+    sizes = {"G": group, "D": dim, "DP": padded, "B": block_size}
+    if launch.tiles:
+        shape = prefill_shape(group, dim, q.dtype)
+        _prefill[(launch.tiles, kv_heads)](
+            out, q, k_cache, v_cache, query_start, context_len, block_tables, launch.tile_sequence, launch.tile_start,
+            *strides, *numbers, **sizes, M=shape.m, N=shape.n, **flags, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+    if launch.splits:
+        shape = decode_shape(group, dim, q.dtype)
+        splits = launch.splits
+        part = lse = out  # never touched by a lone split
+        if splits > 1:
+            part = torch.empty((sequences, heads, splits, dim), dtype=torch.float32, device=q.device)
+            lse = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
+        _decode[(sequences, kv_heads, splits)](
+            out, part, lse, q, k_cache, v_cache, query_start, context_len, block_tables, *strides, *numbers, **sizes,
+            M=shape.m, N=shape.n, SPLITS=splits, **flags, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+        if splits > 1:
+            _combine[(sequences, heads)](
+                out, part, lse, query_start, *out.stride()[:2], D=dim, DP=padded, SPLITS=splits,
+                SP=splits, num_warps=4,
+            )  # fmt: skip
+    return out
