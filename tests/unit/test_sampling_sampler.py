@@ -1,0 +1,324 @@
+"""Tokens follow their distribution, come from the set that transformers keeps, and depend on their own row alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from yalis.sampling import filters
+from yalis.sampling.batch import SamplingBatch, SamplingRow
+from yalis.sampling.sampler import Sampled, Sampler
+from yalis.types import SamplingParams
+
+
+def sample(logits: Tensor, rows: list[SamplingRow]) -> Sampled:
+    vocab = logits.shape[1]
+    return Sampler(vocab, "cpu").sample(logits, SamplingBatch.build(rows, vocab, "cpu"))
+
+
+def tokens_of(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+    return sample(logits, rows).to_host()[0]
+
+
+def warp(logits: Tensor, params: SamplingParams) -> Tensor:
+    """What transformers makes of the logits: [R, V], -inf where a token is filtered out."""
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    ids = torch.zeros(len(logits), 1, dtype=torch.long)
+    scores = TemperatureLogitsWarper(params.temperature)(ids, logits)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(ids, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p > 0:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
+    return scores
+
+
+def kept(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Which tokens our filters let a row draw: bool [R, V]."""
+    batch = SamplingBatch.build([SamplingRow(params, 0, 0)] * len(logits), logits.shape[1], "cpu")
+    assert batch.draw is not None
+    scores = (logits - logits.amax(1, keepdim=True)) / params.temperature
+    lowest = batch.draw.lowest(scores)
+    return scores > -math.inf if lowest is None else (scores >= lowest) & (scores > -math.inf)
+
+
+FILTERS = {
+    "temperature": {"temperature": 0.7},
+    "top_k": {"temperature": 1.3, "top_k": 7},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "all": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.03},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_draws_follow_the_distribution(name: str) -> None:
+    params = SamplingParams(**FILTERS[name])
+    vocab, draws = 40, 40_000
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * 1.5
+    tokens = tokens_of(logits.expand(draws, -1), [SamplingRow(params, 5, position) for position in range(draws)])
+    counts = torch.bincount(torch.tensor(tokens), minlength=vocab).double()
+    expected = warp(logits, params)[0].double().softmax(0) * draws
+    assert (counts[expected == 0] == 0).all()
+    alive = expected > 0
+    chi2 = ((counts - expected)[alive] ** 2 / expected[alive]).sum().item()
+    free = int(alive.sum()) - 1
+    assert free > 2
+    assert chi2 < free + 5 * math.sqrt(2 * free)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "given_params",
+    [
+        {"top_k": 1}, {"top_k": 50}, {"top_k": 4999}, {"top_k": 5000}, {"top_k": 10**9},
+        {"top_p": 1e-9}, {"top_p": 0.1}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_p": 0.999},
+        {"min_p": 1e-4}, {"min_p": 0.05}, {"min_p": 1.0},
+        {"top_k": 40, "top_p": 0.9}, {"top_k": 3000, "top_p": 0.7}, {"top_p": 0.9, "min_p": 0.02},
+        {"top_k": 30, "min_p": 0.1}, {"top_k": 100, "top_p": 0.9, "min_p": 0.01},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_kept_set_is_that_of_transformers(given_params: dict, seed: int) -> None:
+    logits = torch.randn(6, 5003, generator=torch.Generator().manual_seed(seed)) * 2.5
+    logits[:, ::97] = -math.inf
+    for temperature in (0.3, 1.0, 1.7):
+        params = SamplingParams(temperature=temperature, **given_params)
+        # In double, because their cumulative sum rounds where ours is exact.
+        assert torch.equal(kept(logits, params), warp(logits.double(), params) > -math.inf)
+
+
+def test_partial_ranking_and_sorting_find_the_same_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a top_p alone is first looked for among the best 1024; a flat row needs the sort."""
+    sorts = []
+    sort = torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda self, **how: sorts.append(1) or sort(self, **how))
+    gen = torch.Generator().manual_seed(0)
+    peaked, flat = torch.randn(2, 6000, generator=gen) * 4, torch.randn(2, 6000, generator=gen) * 0.1
+    scores = torch.cat((peaked, flat))
+    scores -= scores.amax(1, keepdim=True)
+    top_p = torch.full((4,), 0.9, dtype=torch.float64)
+    alone = filters.top_p_threshold(scores[:2], top_p[:2])
+    assert sorts == []
+    together = filters.top_p_threshold(scores, top_p)
+    assert sorts == [1]
+    assert torch.equal(alone, together[:2])
+    assert (scores[2:] >= together[2:]).sum(1).min() > 1024
+
+
+def mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
+    """Rows of every kind, in an order that mixes them."""
+    kinds = [
+        {},
+        {"temperature": 0.8},
+        {"temperature": 1.1, "top_k": 12},
+        {"temperature": 1.1, "top_k": 5, "top_p": 0.6},
+        {"temperature": 0.9, "top_p": 0.7},
+        {"temperature": 2.0, "top_p": 0.97, "min_p": 0.01},
+        {"temperature": 1.5, "min_p": 0.05, "repetition_penalty": 1.3},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logprobs": 2},
+        {"temperature": 1e-5, "logprobs": 0},
+        {"temperature": 1.0, "top_k": 2 * vocab},
+    ]
+    history = ([1, 2, 3, 3], [5, 5, 6])
+    params = [SamplingParams(**kinds[i * 7 % len(kinds)]) for i in range(count)]
+    return [SamplingRow(params[i], i, 100 + i, history, (i % vocab,)) for i in range(count)]
+
+
+@pytest.mark.parametrize("vocab", [17, 1009, 8191])
+def test_a_row_gives_the_same_token_alone_and_in_any_batch(vocab: int) -> None:
+    rows = mixed_rows(30, vocab)
+    logits = torch.randn(30, vocab, generator=torch.Generator().manual_seed(2)) * 2
+    tokens, logprobs = sample(logits, rows).to_host()
+    for i, row in enumerate(rows):
+        alone, its_logprobs = sample(logits[i : i + 1], [row]).to_host()
+        assert alone == [tokens[i]]
+        assert its_logprobs == [logprobs[i]]
+    gen = torch.Generator().manual_seed(3)
+    for size in (2, 3, 11, 30):
+        some = torch.randperm(30, generator=gen)[:size].tolist()
+        assert tokens_of(logits[some], [rows[i] for i in some]) == [tokens[i] for i in some]
+
+
+def test_noise_is_added_with_the_same_bits_in_any_batch() -> None:
+    """Equal tokens could hide a difference in the last bit; the scores behind them must not have one."""
+    from yalis.sampling.noise import gumbel
+
+    vocab = 4099
+    seeds, positions, ids = torch.arange(13), torch.arange(13) * 3, torch.arange(vocab)
+    noise = gumbel(seeds, positions, ids)
+    for i in range(13):
+        assert torch.equal(gumbel(seeds[i : i + 1], positions[i : i + 1], ids)[0], noise[i])
+    scores = torch.randn(13, vocab, generator=torch.Generator().manual_seed(0)).mul_(3)
+    scores -= scores.amax(1, keepdim=True)
+    top_p = torch.linspace(0.1, 0.99, 13, dtype=torch.float64)
+    together = filters.top_p_threshold(scores, top_p)
+    for i in range(13):
+        assert torch.equal(filters.top_p_threshold(scores[i : i + 1].clone(), top_p[i : i + 1])[0], together[i])
+
+
+def test_seeds_and_positions_change_the_draw() -> None:
+    logits = torch.zeros(64, 5000)
+    params = SamplingParams(temperature=1.0)
+    by_seed = tokens_of(logits, [SamplingRow(params, seed, 9) for seed in range(64)])
+    by_position = tokens_of(logits, [SamplingRow(params, 9, position) for position in range(64)])
+    assert len(set(by_seed)) > 55
+    assert len(set(by_position)) > 55
+    assert tokens_of(logits, [SamplingRow(params, seed, 9) for seed in range(64)]) == by_seed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 999, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, [40, 700, 998]] = 50
+    logits[1] = 0
+    logits[2] = -math.inf
+    expected = [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert expected[:3] == [40, 0, 0]
+    assert tokens_of(logits, [SamplingRow(SamplingParams(), 0, 0)] * 5) == expected
+    mixed = [SamplingRow(SamplingParams(), 0, 0)] * 5 + [SamplingRow(SamplingParams(temperature=1), 0, 0)]
+    assert tokens_of(torch.cat((logits, logits[:1])), mixed)[:5] == expected
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-5, 1e30])
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
+def test_extreme_temperatures_stay_finite(temperature: float, scale: float) -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * scale
+    logits[:, 7] = -math.inf
+    for extra in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+        params = SamplingParams(temperature=temperature, **extra)
+        tokens = tokens_of(logits, [SamplingRow(params, i, i) for i in range(4)])
+        assert 7 not in tokens
+        if temperature < 1e-4:
+            assert tokens == logits.argmax(1).tolist()
+
+
+def test_a_cold_draw_still_divides_exact_ties() -> None:
+    logits = torch.full((200, 50), -3.0)
+    logits[:, [11, 30]] = 1000.0
+    tokens = tokens_of(logits, [SamplingRow(SamplingParams(temperature=1e-9), 0, i) for i in range(200)])
+    assert set(tokens) == {11, 30}
+    assert 60 < tokens.count(11) < 140
+
+
+def test_penalties_are_those_of_transformers_and_openai() -> None:
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
+    before = logits.clone()
+    prompt, output = [1, 2, 2, 30], [4, 4, 4, 2, 49]
+    params = [
+        SamplingParams(repetition_penalty=1.7),
+        SamplingParams(presence_penalty=0.4, frequency_penalty=-0.7),
+        SamplingParams(repetition_penalty=0.6, presence_penalty=-0.3, frequency_penalty=1.1),
+    ]
+    batch = SamplingBatch.build([SamplingRow(p, 0, 0, (prompt, output)) for p in params], 50, "cpu")
+    from yalis.sampling.sampler import _adjust
+
+    ours = _adjust(logits, batch)
+    count = torch.bincount(torch.tensor(output), minlength=50)
+    for i, p in enumerate(params):
+        ids = torch.tensor([prompt + output])
+        expected = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, logits[i : i + 1].clone())[0]
+        expected = expected - p.frequency_penalty * count - p.presence_penalty * (count > 0)
+        torch.testing.assert_close(ours[i], expected)
+    assert torch.equal(logits, before)  # the caller's logits stay
+
+
+def test_penalties_need_a_history() -> None:
+    with pytest.raises(ValueError, match="history"):
+        SamplingRow(SamplingParams(presence_penalty=1.0), 0, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_tokens_never_come(temperature: float) -> None:
+    logits = torch.zeros(500, 6)
+    logits[:, [2, 4]] = 20.0
+    params = SamplingParams(temperature=temperature)
+    free = tokens_of(logits, [SamplingRow(params, 1, i) for i in range(500)])
+    banned = tokens_of(logits, [SamplingRow(params, 1, i, banned=(2, 4, 6_000)) for i in range(500)])
+    assert set(free) <= {2, 4}
+    assert set(banned) == ({0} if temperature == 0 else {0, 1, 3, 5})
+
+
+def test_logprobs_are_those_of_the_unmodified_logits() -> None:
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 2
+    asked = [None, 0, 5, 1, None, 1000]
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.5, logprobs=n, repetition_penalty=2.0), i, i, ([1, 2], [3]), (9,))
+        for i, n in enumerate(asked)
+    ]
+    tokens, logprobs = sample(logits, rows).to_host()
+    expected = logits.log_softmax(1)
+    for i, n in enumerate(asked):
+        found = logprobs[i]
+        assert (found is None) == (n is None)
+        if found is None or n is None:
+            continue
+        assert found.token_id == tokens[i]
+        assert found.logprob == pytest.approx(expected[i, tokens[i]].item(), abs=1e-6)
+        best = expected[i].topk(min(n, 300))
+        assert list(found.top) == best.indices.tolist()
+        assert list(found.top.values()) == pytest.approx(best.values.tolist(), abs=1e-6)
+
+
+def test_work_that_no_row_needs_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from yalis.sampling import sampler as room
+
+    calls: list[str] = []
+    noise = room.gumbel_from
+    monkeypatch.setattr(room, "gumbel_from", lambda *a: calls.append("noise") or noise(*a))
+    for name in ("topk", "sort", "log_softmax"):
+        plain = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda *a, f=plain, n=name, **k: calls.append(n) or f(*a, **k))
+    logits = torch.randn(4, 100)
+
+    def work(*params: SamplingParams) -> list[str]:
+        calls.clear()
+        tokens_of(logits, [SamplingRow(p, 0, 0) for p in params])
+        return calls
+
+    greedy, plain = SamplingParams(), SamplingParams(temperature=1.0)
+    assert work(*[greedy] * 4) == []
+    assert work(*[plain] * 4) == ["noise"]
+    assert work(greedy, plain, greedy, SamplingParams(temperature=1.0, min_p=0.1)) == ["noise"]
+    assert work(plain, plain, plain, SamplingParams(temperature=1.0, top_k=3)) == ["noise", "topk"]
+    assert work(greedy, greedy, greedy, SamplingParams(logprobs=1)) == ["log_softmax", "topk"]
+
+
+SOME_PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-5, 0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 30, 100]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-6, 0.3, 0.9, 0.999999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(SOME_PARAMS, min_size=1, max_size=6), st.integers(1, 40), st.integers(0, 2**63 - 1), st.booleans())
+def test_a_token_outside_the_kept_set_never_comes(
+    params: list[SamplingParams], vocab: int, seed: int, holes: bool
+) -> None:
+    logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(seed % 2**31)) * 3
+    if holes:
+        logits[:, 1::2] = -math.inf
+    tokens = tokens_of(logits, [SamplingRow(p, seed, i) for i, p in enumerate(params)])
+    for i, (p, token) in enumerate(zip(params, tokens, strict=True)):
+        row = logits[i : i + 1]
+        if p.greedy:
+            assert token == row.argmax().item()
+        else:
+            assert kept(row, p)[0, token]
