@@ -1,0 +1,206 @@
+"""A runner without a model, and a model of the KV memory that shares no code with the scheduler.
+
+Every cell of the memory holds what was written there last: the whole token prefix up to that position (as a hash) and
+how it was rotated. A sequence that reads a cell must find its own prefix, so wrong sharing, an overwritten shared block
+and a stale or freed one all show. The sampled token is a function of the token prefix and the seed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from yalis.scheduling.plan import FED, Emitted, StepOutput, StepPlan
+from yalis.scheduling.request import Request
+from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
+from yalis.types import SamplingParams
+
+EOS = 0
+VOCAB = 6
+MASK = (1 << 64) - 1
+
+
+def mix(state: int, token: int) -> int:
+    state = ((state ^ (token + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9) & MASK
+    return state ^ (state >> 31)
+
+
+def fold(tokens: Sequence[int]) -> list[int]:
+    """The hash of every prefix."""
+    states, state = [], 1
+    for token in tokens:
+        state = mix(state, token)
+        states.append(state)
+    return states
+
+
+def sample(state: int, seed: int | None) -> int:
+    return (mix(state, 1000 + (seed or 0)) >> 17) % VOCAB
+
+
+def alone(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
+    """What a request gives with nobody else around, written without the scheduler."""
+    tokens, state = list(prompt), fold(prompt)[-1]
+    output: list[int] = []
+    while True:
+        token = sample(state, params.seed)
+        state = mix(state, token)
+        tokens.append(token)
+        output.append(token)
+        stops = token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
+        if stops and len(output) >= params.min_tokens:
+            return output, "stop"
+        if len(output) == params.max_tokens or len(tokens) == max_model_len:
+            return output, "length"
+
+
+class Sim:
+    """Drives a scheduler, runs its plans on the modelled memory, and checks each of them."""
+
+    def __init__(self, config: SchedulerConfig, num_blocks: int) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config, num_blocks)
+        self.cells: dict[tuple[int, int], tuple[int, bool]] = {}
+        self.fed: dict[int, int] = {}  # slot -> token sampled there last, as the device remembers it
+        self.truth: dict[int, list[int]] = {}  # prompt and every token sampled, even those dropped later
+        self.requests: dict[int, Request] = {}
+        self.emitted: dict[int, list[Emitted]] = {}
+        self.launched: deque[tuple[StepPlan, StepOutput]] = deque()
+        self.plans: list[StepPlan] = []
+        self.ended_by_us: set[int] = set()
+        self.steps_as_oldest: dict[int, int] = {}
+
+    def add(self, prompt: Sequence[int], **params: object) -> Request:
+        request = Request(len(self.requests), prompt, SamplingParams(**params), frozenset({EOS}))  # type: ignore[arg-type]
+        self.scheduler.add(request)
+        self.requests[request.id] = request
+        self.truth[request.id] = list(prompt)
+        self.emitted[request.id] = []
+        return request
+
+    def cancel(self, request_id: int) -> None:
+        for last in self.scheduler.cancel(request_id):
+            self.ended_by_us.add(request_id)
+            self.take(last)
+
+    def finish(self, request_id: int) -> None:
+        if self.scheduler.finish(request_id, "stop"):
+            self.ended_by_us.add(request_id)
+
+    def launch(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.plans.append(plan)
+            self.launched.append((plan, self.run(plan)))
+            assert len(self.launched) <= self.config.max_outstanding
+        return plan
+
+    def commit(self) -> list[Emitted]:
+        _, output = self.launched.popleft()
+        oldest = next((r.id for r in self.requests.values() if r.finish_reason is None), None)
+        if oldest is not None:
+            self.steps_as_oldest[oldest] = self.steps_as_oldest.get(oldest, 0) + 1
+        emitted = self.scheduler.commit(output)
+        for item in emitted:
+            self.take(item)
+        return emitted
+
+    def take(self, item: Emitted) -> None:
+        past = self.emitted[item.request_id]
+        assert not past or past[-1].finish_reason is None, "a word after the last one"
+        past.append(item)
+
+    def step(self) -> bool:
+        """Fill the pipe, then commit one step; False when there was nothing to do."""
+        while self.launch() is not None:
+            pass
+        if self.launched:
+            self.commit()
+            return True
+        assert not self.scheduler.has_work, "work is left, nothing is in flight, and nothing is scheduled"
+        return False
+
+    def drain(self, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            self.scheduler.check()
+            if not self.step():
+                break
+        assert not self.scheduler.has_work, "livelock"
+        self.check_end()
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        config, size = self.config, self.config.block_size
+        assert plan.number == len(self.plans) - 1
+        assert plan.sequences
+        assert plan.num_tokens <= config.max_batch_tokens
+        assert len(plan.sequences) <= config.max_num_seqs
+        assert len({s.slot for s in plan.sequences}) == len(plan.sequences)
+        assert len({s.request_id for s in plan.sequences}) == len(plan.sequences)
+        flying = [s for other, _ in self.launched for s in other.sequences]
+        states: dict[int, list[int]] = {}
+        for step in plan.sequences:
+            request, truth = self.requests[step.request_id], self.truth[step.request_id]
+            end = step.start + step.count
+            assert request.finish_reason is None, "an ended request was scheduled"
+            assert 0 <= step.slot < config.max_num_seqs
+            assert not any(s.slot == step.slot and s.request_id != step.request_id for s in flying), "slot still in use"
+            tokens = tuple(self.fed[step.slot] if token == FED else token for token in step.tokens)
+            assert tokens == tuple(truth[step.start : end]), "other tokens than its own"
+            assert step.count >= 1
+            assert end <= len(truth)
+            assert step.samples == (end == len(truth))
+            assert step.output_len == len(truth) - len(request.prompt)
+            assert step.output_len < request.params.max_tokens
+            assert len(truth) < config.max_model_len
+            assert len(step.blocks) == -(-end // size)
+            assert step.long_rope == (config.recompute_at is not None and len(truth) > config.recompute_at)
+            waits = any(s.request_id == step.request_id and s.samples for s in flying)
+            assert not (waits and (request.params.needs_history or not config.feed_on_device))
+            if request.params.needs_history:
+                assert step.history == (tuple(request.prompt), tuple(truth[len(request.prompt) :]))
+            else:
+                assert step.history is None
+            states[step.request_id] = fold(truth[:end])
+            self.read(step.request_id, step.blocks, states[step.request_id][: step.start], step.long_rope)
+        written: set[tuple[int, int]] = set()
+        for step in plan.sequences:
+            for position in range(step.start, step.start + step.count):
+                cell = (step.blocks[position // size], position % size)
+                assert cell not in written, "two sequences write one cell"
+                written.add(cell)
+                self.cells[cell] = (states[step.request_id][position], step.long_rope)
+        tokens_out: dict[int, int] = {}
+        for step in plan.sequences:
+            self.read(step.request_id, step.blocks, states[step.request_id], step.long_rope)
+            if step.samples:
+                token = sample(states[step.request_id][-1], step.params.seed)
+                self.fed[step.slot] = tokens_out[step.request_id] = token
+                self.truth[step.request_id].append(token)
+        return StepOutput(plan.number, tokens_out)
+
+    def read(self, request_id: int, blocks: Sequence[int], states: list[int], long_rope: bool) -> None:
+        size = self.config.block_size
+        for position, state in enumerate(states):
+            found = self.cells.get((blocks[position // size], position % size))
+            assert found == (state, long_rope), f"request {request_id} reads {found} at {position}"
+
+    def check_end(self) -> None:
+        """Everyone ended, with the tokens they give alone, and everything was given back."""
+        self.scheduler.check()
+        assert self.scheduler.blocks.in_use == 0
+        for request in self.requests.values():
+            output, reason = alone(request.prompt, request.params, self.config.max_model_len)
+            words = self.emitted[request.id]
+            tokens = [word.token for word in words if word.token is not None]
+            assert request.output == tokens
+            assert request.finish_reason is not None
+            if request.id in self.ended_by_us:
+                assert tokens == output[: len(tokens)]
+            else:
+                assert tokens == output
+                assert request.finish_reason == words[-1].finish_reason == reason
+            # First come, first served: while it is the oldest, each of its steps comes within a few commits, even
+            # where it is computed twice (past recompute_at) or waits for others' blocks to land.
+            length = len(request.prompt) + len(tokens)
+            lag = 2 * self.config.max_outstanding + 1
+            assert self.steps_as_oldest.get(request.id, 0) <= 2 * (length + 1) * lag

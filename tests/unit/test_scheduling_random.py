@@ -1,0 +1,129 @@
+"""Random traffic against the model of the KV memory in scheduling_sim: nothing read that is not one's own, nothing
+leaked, nobody starved, and each request ends with exactly the tokens it gives alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.scheduling_sim import VOCAB, Sim
+from yalis.scheduling.scheduler import SchedulerConfig
+
+SHARED = [3, 1, 4, 1, 5, 2, 2, 3, 5, 3, 1, 4, 4, 2, 1, 5, 1, 1, 2, 3]
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> tuple[SchedulerConfig, int]:
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    num_blocks = draw(st.integers(2, 14))
+    config = SchedulerConfig(
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_batch_tokens=draw(st.integers(1, 20)),
+        max_model_len=draw(st.integers(2, num_blocks * block_size)),
+        block_size=block_size,
+        max_outstanding=draw(st.integers(1, 4)),
+        feed_on_device=draw(st.booleans()),
+        recompute_at=draw(st.one_of(st.none(), st.integers(1, 24))),
+        prefix_reuse=draw(st.booleans()),
+    )
+    return config, num_blocks
+
+
+#: What happens between steps: (kind, a number that says which request, prompt or length).
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["add", "add", "launch", "launch", "launch", "commit", "commit", "cancel", "finish"]),
+              st.integers(0, 2**30)),
+    min_size=15,
+    max_size=80,
+)  # fmt: skip
+
+
+def act(sim: Sim, kind: str, number: int) -> None:
+    rng = random.Random(number)
+    if kind == "add":
+        size = rng.randint(1, max(1, (sim.config.max_model_len - 1) // rng.choice([1, 2, 4])))
+        shared = rng.choice([0, len(SHARED) // 2, len(SHARED)])
+        prompt = (SHARED[:shared] + [rng.randrange(VOCAB) for _ in range(size)])[:size]
+        sim.add(
+            prompt,
+            max_tokens=rng.randint(1, 30),
+            seed=rng.randint(0, 2),
+            ignore_eos=rng.random() < 0.5,
+            min_tokens=rng.choice([0, 0, 1]),
+            stop_token_ids=(1,) if rng.random() < 0.1 else (),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.5]),
+        )
+    elif kind == "launch":
+        sim.launch()
+    elif kind == "commit" and sim.launched:
+        sim.commit()
+    elif kind == "cancel" and sim.requests:
+        live = [r.id for r in sim.requests.values() if r.finish_reason is None]
+        sim.cancel(rng.choice(live or list(sim.requests)))
+    elif kind == "finish" and sim.requests:
+        sim.finish(rng.choice(list(sim.requests)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(setups(), ACTIONS)
+def test_any_traffic(setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]]) -> None:
+    sim = Sim(*setup)
+    for kind, number in actions:
+        act(sim, kind, number)
+        sim.scheduler.check()
+    sim.drain()
+
+
+def heavy(seed: int, max_outstanding: int, feed_on_device: bool, requests: int) -> Sim:
+    """Many requests in a small pool, arriving while others run, some cancelled."""
+    rng = random.Random(seed)
+    num_blocks, block_size = rng.randint(6, 16), rng.choice([2, 4])
+    config = SchedulerConfig(
+        max_num_seqs=rng.randint(2, 8),
+        max_batch_tokens=rng.randint(4, 24),
+        max_model_len=rng.randint(num_blocks * block_size // 2, num_blocks * block_size),
+        block_size=block_size,
+        max_outstanding=max_outstanding,
+        feed_on_device=feed_on_device,
+        recompute_at=[None, 8, 12][seed % 3],
+    )
+    sim = Sim(config, num_blocks)
+    while len(sim.requests) < requests:
+        for _ in range(rng.randint(0, 4)):
+            act(sim, "add", rng.randrange(2**30))
+        if rng.random() < 0.05:
+            act(sim, "cancel", rng.randrange(2**30))
+        for _ in range(rng.randint(0, 3)):
+            sim.launch()
+        while sim.launched and rng.random() < 0.6:
+            sim.commit()
+    sim.drain()
+    return sim
+
+
+@pytest.mark.parametrize("feed_on_device", [False, True])
+@pytest.mark.parametrize("max_outstanding", [1, 2, 3, 4])
+def test_heavy_traffic_goes_through_everything(max_outstanding: int, feed_on_device: bool) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(6):
+        sim = heavy(seed * 8 + max_outstanding * 2 + feed_on_device, max_outstanding, feed_on_device, requests=60)
+        totals.update(asdict(sim.scheduler.counters))
+        totals.update(asdict(sim.scheduler.blocks.counters))
+        totals["cancelled"] += sum(r.finish_reason == "cancelled" for r in sim.requests.values())
+    expected = ["preemptions", "rope_switches", "prefix_hit_tokens", "chunked_prefills", "evictions", "cancelled"]
+    if max_outstanding > 1 and feed_on_device:
+        expected += ["fed_tokens", "dropped_tokens"]
+    else:
+        assert totals["fed_tokens"] == 0
+    assert all(totals[name] > 0 for name in expected), totals
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 400))
+def test_heavy_traffic_at_length(seed: int) -> None:
+    heavy(seed, 1 + seed % 4, bool(seed // 4 % 2), requests=100)

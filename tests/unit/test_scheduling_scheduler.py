@@ -1,0 +1,431 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduling_sim import EOS, Sim, alone
+from yalis.errors import YalisError
+from yalis.scheduling.plan import FED, Emitted, SequenceStep, StepOutput, StepPlan
+from yalis.scheduling.request import Request
+from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
+from yalis.types import SamplingParams, TokenLogprobs
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values = {"max_num_seqs": 4, "max_batch_tokens": 64, "max_model_len": 64, "block_size": 4, **changes}
+    return SchedulerConfig(**values)  # type: ignore[arg-type]
+
+
+def counts(plan: StepPlan | None) -> dict[int, int]:
+    assert plan is not None
+    return {step.request_id: step.count for step in plan.sequences}
+
+
+def part(plan: StepPlan | None, request: Request) -> SequenceStep:
+    assert plan is not None
+    return next(step for step in plan.sequences if step.request_id == request.id)
+
+
+def answer(scheduler: Scheduler, plan: StepPlan | None, **tokens: int) -> list[Emitted]:
+    """Commit a plan with the tokens given by request (r0=..., r1=...); 9 for the others."""
+    assert plan is not None
+    chosen = {s.request_id: tokens.get(f"r{s.request_id}", 9) for s in plan.sequences if s.samples}
+    return scheduler.commit(StepOutput(plan.number, chosen))
+
+
+def request(id: int, size: int = 5, prompt: list[int] | None = None, **params: object) -> Request:
+    prompt = [100 * (id + 1) + i for i in range(size)] if prompt is None else prompt
+    return Request(id, prompt, SamplingParams(**params), frozenset({EOS}))  # type: ignore[arg-type]
+
+
+def scheduler_with(*requests: Request, num_blocks: int = 64, **changes: object) -> Scheduler:
+    scheduler = Scheduler(config(**changes), num_blocks)
+    for item in requests:
+        scheduler.add(item)
+    return scheduler
+
+
+# Batching
+
+
+def test_running_requests_go_first_and_new_ones_join() -> None:
+    sim = Sim(config(), 64)
+    first = sim.add([1, 2, 3], max_tokens=8, ignore_eos=True)
+    assert counts(sim.launch()) == {0: 3}
+    second = sim.add([4, 5], max_tokens=8, ignore_eos=True)
+    sim.commit()
+    assert counts(sim.launch()) == {0: 1, 1: 2}
+    assert (first.slot, second.slot) == (0, 1)
+    assert (sim.scheduler.num_running, sim.scheduler.num_waiting) == (2, 0)
+    sim.drain()
+
+
+def test_the_token_budget_cuts_prompts_into_chunks() -> None:
+    scheduler = scheduler_with(request(0, 10), request(1, 3), max_batch_tokens=4)
+    sizes, samples = [], []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        sizes.append(counts(plan))
+        samples.append([step.samples for step in plan.sequences])  # type: ignore[union-attr]
+        answer(scheduler, plan)
+    assert sizes == [{0: 4}, {0: 4}, {0: 2, 1: 2}, {0: 1, 1: 1}]
+    assert samples == [[False], [False], [True, False], [True, True]]
+    assert scheduler.counters.chunked_prefills == 3
+
+
+def test_a_plan_shows_the_blocks_of_its_tokens_only() -> None:
+    scheduler = scheduler_with(request(0, 10), max_batch_tokens=4)
+    assert [len(part_.blocks) for part_ in scheduler.schedule().sequences] == [1]  # type: ignore[union-attr]
+    assert scheduler.blocks.in_use == 3
+
+
+def test_no_more_sequences_than_slots_and_slots_come_back() -> None:
+    sim = Sim(config(max_num_seqs=2), 64)
+    for index in range(5):
+        sim.add([index + 1], max_tokens=2, ignore_eos=True)
+    assert counts(sim.launch()) == {0: 1, 1: 1}
+    sim.commit()
+    sim.launch()
+    sim.commit()
+    plan = sim.launch()
+    assert counts(plan) == {2: 1, 3: 1}
+    assert {step.slot for step in plan.sequences} == {0, 1}  # type: ignore[union-attr]
+    sim.drain()
+
+
+# Ends
+
+
+@pytest.mark.parametrize(
+    ("params", "expected", "reason"),
+    [
+        ({"max_tokens": 8}, [7, 8, EOS], "stop"),
+        ({"max_tokens": 8, "stop_token_ids": (8,)}, [7, 8], "stop"),
+        ({"max_tokens": 2}, [7, 8], "length"),
+        ({"max_tokens": 3}, [7, 8, EOS], "stop"),
+        ({"max_tokens": 8, "ignore_eos": True}, [7, 8, EOS, 6, 5], "length"),  # max_model_len
+        ({"max_tokens": 8, "min_tokens": 4}, [7, 8, EOS, 6, 5], "length"),
+        ({"max_tokens": 8, "min_tokens": 3}, [7, 8, EOS], "stop"),
+    ],
+)
+@pytest.mark.parametrize(("outstanding", "fed"), [(1, False), (2, True), (4, True)])
+def test_how_a_request_ends(params: dict, expected: list[int], reason: str, outstanding: int, fed: bool) -> None:
+    item = request(0, 3, **params)
+    scheduler = scheduler_with(item, max_model_len=8, max_outstanding=outstanding, feed_on_device=fed)
+    stream = iter([7, 8, EOS, 6, 5, 4, 3, 2, 1])
+    plans: list[StepPlan] = []
+    words: list[Emitted] = []
+    sampled = 0
+    while scheduler.has_work:
+        while (plan := scheduler.schedule()) is not None:
+            plans.append(plan)
+        plan = plans.pop(0)
+        sampled += 1
+        words += scheduler.commit(StepOutput(plan.number, {0: next(stream)}))
+    assert [word.token for word in words] == expected == item.output
+    assert [word.finish_reason for word in words] == [None] * (len(expected) - 1) + [reason]
+    assert item.finish_reason == reason
+    assert sampled <= min(item.params.max_tokens, 5)  # never planned past what could be emitted
+    assert scheduler.counters.dropped_tokens == sampled - len(expected)
+    scheduler.check()
+    assert scheduler.blocks.in_use == 0
+
+
+def test_logprobs_travel_with_their_token() -> None:
+    scheduler = scheduler_with(request(0))
+    plan = scheduler.schedule()
+    logprobs = TokenLogprobs(3, -0.5)
+    [word] = scheduler.commit(StepOutput(plan.number, {0: 3}, {0: logprobs}))  # type: ignore[union-attr]
+    assert word == Emitted(0, 3, logprobs, None)
+
+
+# Plans in flight
+
+
+def test_one_outstanding_plan_means_strict_turns() -> None:
+    scheduler = scheduler_with(request(0))
+    plan = scheduler.schedule()
+    assert scheduler.schedule() is None
+    answer(scheduler, plan)
+    assert counts(scheduler.schedule()) == {0: 1}
+
+
+def test_a_sampled_token_is_fed_on_the_device() -> None:
+    scheduler = scheduler_with(request(0, 5), max_outstanding=3, feed_on_device=True)
+    first, second, third = (scheduler.schedule() for _ in range(3))
+    assert [s.tokens for p in (second, third) for s in p.sequences] == [(FED,), (FED,)]  # type: ignore[union-attr]
+    assert [s.start for p in (first, second, third) for s in p.sequences] == [0, 5, 6]  # type: ignore[union-attr]
+    assert [s.output_len for p in (first, second, third) for s in p.sequences] == [0, 1, 2]  # type: ignore[union-attr]
+    assert scheduler.schedule() is None
+    assert [w.token for w in answer(scheduler, first, r0=11)] == [11]
+    answer(scheduler, second, r0=12)
+    answer(scheduler, third, r0=13)
+    [step] = scheduler.schedule().sequences  # type: ignore[union-attr]
+    assert step.tokens == (13,)  # all is committed, so the host knows it
+    assert scheduler.counters.fed_tokens == 2
+
+
+def test_penalties_wait_for_their_history() -> None:
+    item = request(0, 5, presence_penalty=0.5)
+    scheduler = scheduler_with(item, request(1, 5), max_outstanding=2, feed_on_device=True)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert counts(first) == {0: 5, 1: 5}
+    assert counts(second) == {1: 1}
+    answer(scheduler, first, r0=7)
+    step = part(scheduler.schedule(), item)
+    assert step.tokens == (7,)
+    assert step.history == (tuple(item.prompt), (7,))
+
+
+def test_without_feeding_others_fill_the_next_plan() -> None:
+    scheduler = scheduler_with(request(0, 4), request(1, 4), max_batch_tokens=4, max_outstanding=3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert counts(first) == {0: 4}
+    assert counts(second) == {1: 4}
+    assert scheduler.schedule() is None  # both await their token
+    answer(scheduler, first)
+    assert counts(scheduler.schedule()) == {0: 1}
+
+
+def test_chunks_of_a_prompt_need_no_commit_between() -> None:
+    scheduler = scheduler_with(request(0, 10), max_batch_tokens=4, max_outstanding=3)
+    assert [counts(scheduler.schedule()) for _ in range(3)] == [{0: 4}, {0: 4}, {0: 2}]
+
+
+def test_blocks_and_slot_stay_until_the_last_plan_lands() -> None:
+    item = request(0, 5)
+    scheduler = scheduler_with(item, max_num_seqs=1, max_outstanding=2, feed_on_device=True)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.add(request(1, 5))
+    [word] = answer(scheduler, first, r0=EOS)
+    assert word.finish_reason == "stop"
+    assert item.slot == 0
+    assert scheduler.blocks.in_use == 2
+    assert scheduler.schedule() is None  # the only slot is still in use
+    assert answer(scheduler, second, r0=55) == []
+    assert scheduler.counters.dropped_tokens == 1
+    assert scheduler.blocks.in_use == 0
+    assert counts(scheduler.schedule()) == {1: 5}
+
+
+def test_commits_come_in_order() -> None:
+    scheduler = scheduler_with(request(0), max_outstanding=2, feed_on_device=True)
+    scheduler.schedule()
+    scheduler.schedule()
+    with pytest.raises(ValueError, match="expected: 0"):
+        scheduler.commit(StepOutput(1, {0: 1}))
+
+
+# Cancelling
+
+
+def test_cancel_while_waiting_running_and_in_flight() -> None:
+    scheduler = scheduler_with(request(0), request(1), request(2), max_num_seqs=2)
+    assert scheduler.cancel(2) == [Emitted(2, None, None, "cancelled")]
+    assert scheduler.num_waiting == 2
+    plan = scheduler.schedule()
+    assert scheduler.cancel(0) == [Emitted(0, None, None, "cancelled")]  # in flight
+    assert scheduler.cancel(0) == []
+    scheduler.check()
+    assert [word.request_id for word in answer(scheduler, plan)] == [1]
+    scheduler.check()
+    assert scheduler.cancel(1) == [Emitted(1, None, None, "cancelled")]  # running, nothing in flight
+    assert scheduler.cancel(77) == []
+    assert not scheduler.has_work
+    assert scheduler.blocks.in_use == 0
+
+
+def test_finish_for_a_stop_string() -> None:
+    item = request(0)
+    scheduler = scheduler_with(item, max_outstanding=2, feed_on_device=True)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert len(answer(scheduler, first)) == 1
+    assert scheduler.finish(0, "stop")
+    assert not scheduler.finish(0, "stop")
+    assert item.finish_reason == "stop"
+    assert scheduler.has_work  # a plan is still to be committed
+    assert answer(scheduler, second) == []
+    assert not scheduler.has_work
+    scheduler.check()
+
+
+# Prefix reuse
+
+
+def test_a_prompt_seen_before_is_not_computed_again() -> None:
+    sim = Sim(config(), 64)
+    prompt = list(range(1, 13))
+    first = sim.add(prompt, max_tokens=6, ignore_eos=True)
+    sim.drain()
+    second = sim.add([*prompt, 3, 3], max_tokens=2)
+    third = sim.add(prompt, max_tokens=2)
+    # All three full blocks for the longer one; of the same prompt the last block is computed again, for its logits.
+    assert counts(sim.launch()) == {1: 2, 2: 4}
+    assert (first.cached_tokens, second.cached_tokens, third.cached_tokens) == (0, 12, 8)
+    assert sim.scheduler.counters.prefix_hit_tokens == 20
+    sim.drain()
+
+
+def test_the_next_turn_of_a_chat_finds_the_answer_cached() -> None:
+    sim = Sim(config(), 64)
+    first = sim.add([1, 2, 3], max_tokens=10, ignore_eos=True)
+    sim.drain()
+    second = sim.add([*first.prompt, *first.output, 4], max_tokens=1)
+    sim.drain()
+    assert second.cached_tokens == 12  # 3 + 10 tokens, of which the last was never computed
+
+
+def test_samples_of_one_prompt_compute_it_once() -> None:
+    sim = Sim(config(max_batch_tokens=8, max_outstanding=2), 64)
+    prompt = list(range(1, 18))
+    for seed in range(3):
+        sim.add(prompt, max_tokens=3, seed=seed, ignore_eos=True)
+    plans = [sim.launch(), sim.launch()]
+    assert [counts(plan) for plan in plans] == [{0: 8}, {0: 8}]
+    sim.drain()
+    assert sim.scheduler.counters.deferrals > 0
+    # The prompt once, its last token for the two others, and two more steps for each of the three.
+    assert sum(plan.num_tokens for plan in sim.plans) == 17 + 2 * 1 + 3 * 2
+    assert [r.cached_tokens for r in sim.requests.values()] == [0, 16, 16]
+
+
+def test_others_pass_a_deferred_request() -> None:
+    scheduler = scheduler_with(request(0, 9), request(1, 9, prompt=[*range(100, 109)]), request(2, 9))
+    assert counts(scheduler.schedule()) == {0: 9, 2: 9}
+
+
+def test_a_deferred_request_goes_on_when_its_leader_is_cancelled() -> None:
+    scheduler = scheduler_with(request(0, 9), request(1, 9, prompt=[*range(100, 109)]))
+    plan = scheduler.schedule()
+    scheduler.cancel(0)
+    answer(scheduler, plan)
+    assert counts(scheduler.schedule()) == {1: 1}  # what the cancelled one computed is kept
+
+
+def test_reuse_can_be_switched_off() -> None:
+    sim = Sim(config(prefix_reuse=False), 64)
+    for _ in range(2):
+        sim.add(list(range(1, 13)), max_tokens=2)
+        sim.drain()
+    sim.add(list(range(1, 13)), max_tokens=2)
+    sim.add(list(range(1, 13)), max_tokens=2)
+    assert counts(sim.launch()) == {2: 12, 3: 12}
+    sim.drain()
+    assert sim.scheduler.counters.prefix_hit_tokens == 0
+
+
+# Preemption
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize(("outstanding", "fed"), [(1, False), (2, True), (4, True), (3, False)])
+def test_out_of_blocks_the_youngest_makes_room(reuse: bool, outstanding: int, fed: bool) -> None:
+    settings = config(max_model_len=24, prefix_reuse=reuse, max_outstanding=outstanding, feed_on_device=fed)
+    sim = Sim(settings, 8)
+    for index in range(3):
+        sim.add([index + 1] * 4, max_tokens=20, ignore_eos=True)
+    order: list[int] = []
+    while sim.step():
+        order += [r.id for r in sim.requests.values() if r.finish_reason and r.id not in order]
+    sim.check_end()
+    assert sim.scheduler.counters.preemptions > 0
+    assert order == [0, 1, 2]
+    assert sim.requests[0].admissions == 1  # the oldest is never thrown out
+    assert sim.requests[2].admissions > 1
+
+
+def test_the_oldest_moves_on_although_all_others_are_in_flight() -> None:
+    """Both always have a plan in flight; the younger is left out of plans until its blocks can be taken."""
+    sim = Sim(config(max_model_len=16, max_outstanding=2, feed_on_device=True, prefix_reuse=False), 4)
+    sim.add([1] * 3, max_tokens=13, ignore_eos=True)
+    sim.add([2] * 5, max_tokens=9, ignore_eos=True)
+    gap, worst = 0, 0
+    while sim.requests[0].finish_reason is None:
+        plan = sim.launch()
+        if plan is None:
+            sim.commit()
+        else:
+            gap = 0 if 0 in counts(plan) else gap + 1
+            worst = max(worst, gap)
+    assert worst <= 2
+    assert sim.scheduler.counters.preemptions == 1
+    sim.drain()
+
+
+def test_a_preempted_request_goes_back_to_its_place() -> None:
+    sim = Sim(config(max_model_len=16, prefix_reuse=False), 4)
+    sim.add([1] * 4, max_tokens=12, ignore_eos=True)
+    sim.add([2] * 6, max_tokens=8, ignore_eos=True)
+    sim.add([3] * 4, max_tokens=8, ignore_eos=True)
+    while sim.scheduler.counters.preemptions == 0:
+        sim.step()
+    assert [r.id for r in sim.scheduler._waiting] == [1, 2]
+    sim.drain()
+    output, _ = alone([2] * 6, sim.requests[1].params, 16)
+    assert sim.requests[1].output == output
+
+
+def test_a_newcomer_leaves_its_elders_room_to_grow() -> None:
+    sim = Sim(config(max_model_len=16), 4)
+    sim.add([1] * 4, max_tokens=6, ignore_eos=True)
+    sim.add([2] * 12, max_tokens=2, ignore_eos=True)
+    sim.drain()
+    assert sim.scheduler.counters.preemptions == 0
+
+
+# Rotary factors that switch
+
+
+def test_a_long_prompt_is_long_in_every_chunk() -> None:
+    scheduler = scheduler_with(request(0, 10), request(1, 4), recompute_at=8, max_batch_tokens=7)
+    first = scheduler.schedule()
+    answer(scheduler, first)
+    second = scheduler.schedule()
+    assert [s.long_rope for plan in (first, second) for s in plan.sequences] == [True, True, False]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("outstanding", "fed"), [(1, False), (3, True)])
+def test_crossing_the_length_recomputes_once(outstanding: int, fed: bool) -> None:
+    sim = Sim(config(recompute_at=8, max_outstanding=outstanding, feed_on_device=fed), 64)
+    item = sim.add([1] * 6, max_tokens=6, ignore_eos=True)
+    sim.drain()
+    steps = [step for plan in sim.plans for step in plan.sequences]
+    assert [(s.start, s.count, s.long_rope) for s in steps] == [
+        (0, 6, False), (6, 1, False), (7, 1, False), (0, 9, True), (9, 1, True), (10, 1, True)]  # fmt: skip
+    assert sim.scheduler.counters.rope_switches == 1
+    assert sim.scheduler.counters.preemptions == 0
+    # What was rotated one way is never found by a sequence rotated the other way.
+    again = sim.add([*item.prompt, *item.output], max_tokens=1)
+    short = sim.add([1] * 6, max_tokens=1)
+    sim.drain()
+    assert again.cached_tokens == 8
+    assert short.cached_tokens == 4
+
+
+# Refusals
+
+
+def test_what_can_never_run_is_refused() -> None:
+    scheduler = scheduler_with(max_model_len=8)
+    with pytest.raises(YalisError, match="has 8 tokens and there is room for 8"):
+        scheduler.add(request(0, 8))
+    with pytest.raises(YalisError, match="empty"):
+        scheduler.add(request(0, prompt=[]))
+    scheduler.add(request(0, 7))
+    with pytest.raises(ValueError, match="already"):
+        scheduler.add(request(0, 3))
+    assert counts(scheduler.schedule()) == {0: 7}
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
+    with pytest.raises(YalisError, match="max_model_len is 64 and 15 blocks of 4 hold 60 tokens"):
+        Scheduler(config(), 15)
+    with pytest.raises(YalisError, match="max_num_seqs is 0"):
+        config(max_num_seqs=0)
+
+
+def test_nothing_to_do() -> None:
+    scheduler = scheduler_with()
+    assert not scheduler.has_work
+    assert scheduler.schedule() is None
+    scheduler.check()
