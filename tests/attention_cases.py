@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from yalis.attention.base import AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
+from yalis.kernels import reference
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Step:
     expected: Tensor  # [T, H, D] float64, on the CPU
 
 
-def make_step(case: Case) -> Step:
+def make_step(case: Case, slowly: bool = True) -> Step:
+    """`slowly`: expect what attend_one says; otherwise what the reference of the kernels says, which is checked with it."""
     rng = random.Random(case.seed)
     torch.manual_seed(case.seed)
     size, dim = case.block_size, case.head_dim
@@ -83,7 +85,7 @@ def make_step(case: Case) -> Step:
         keys[cached:], values[cached:] = k[row : row + count], v[row : row + count]
         for cache, rows in ((cache_k, keys), (cache_v, values)):
             cache.flatten(0, 1)[where[:cached]] = rows[:cached]
-        for j in range(count):
+        for j in range(count if slowly else 0):
             expected[row + j] = attend_one(q[row + j].double(), keys.double(), values.double(), cached + j, case.params)
         positions += range(cached, context)
         slots += where[cached:]
@@ -102,7 +104,19 @@ def make_step(case: Case) -> Step:
         query_lens=lens,
         context_lens=tuple(contexts),
     )
-    return move(Step(batch, LayerCache(cache_k, cache_v), q, k, v, expected), case.device)
+    step = move(Step(batch, LayerCache(cache_k, cache_v), q, k, v, expected), case.device)
+    return step if slowly else replace(step, expected=expect(step, case.params))
+
+
+def expect(step: Step, params: AttentionParams) -> Tensor:
+    """The reference's answer in float64, from a copy of the cache that holds the step's own keys and values."""
+    batch = step.batch
+    k, v = (x.double() for x in step.cache)
+    k.flatten(0, 1)[batch.slots], v.flatten(0, 1)[batch.slots] = step.k.double(), step.v.double()
+    where = (batch.query_start, batch.context_len, batch.block_tables)
+    return reference.paged_attention(
+        step.q.double(), k, v, *where, params.scale, params.window, params.softcap
+    ).cpu()
 
 
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: int, params: AttentionParams) -> Tensor:

@@ -18,7 +18,8 @@ from yalis.errors import YalisError
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
 from yalis.parallel.plan import Grid
-from yalis.sampling.sampler import Sampled, Sampler, SamplingBatch, SamplingRow
+from yalis.sampling.batch import SamplingBatch, SamplingRow
+from yalis.sampling.sampler import Sampled, Sampler
 from yalis.scheduling.plan import SequenceStep, StepOutput, StepPlan
 from yalis.spec import ModelSpec
 from yalis.types import SamplingParams
@@ -31,7 +32,7 @@ class PendingStep:
 
     def __init__(self, plan: StepPlan, sampled: Sampled | None) -> None:
         self._plan = plan
-        self._sampled = sampled.start_copy() if sampled is not None else None
+        self._sampled = sampled.begin_copy() if sampled is not None else None
 
     def result(self) -> StepOutput:
         if self._sampled is None:
@@ -70,7 +71,7 @@ class Runner:
                 f"{checkpoint.label} does not fit into {self.device}'s memory in {str(self.dtype).removeprefix('torch.')}; "
                 "give a smaller --dtype or --device cpu"
             ) from None
-        self.sampler = Sampler()
+        self.sampler = Sampler(spec.vocab_size, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.pool = self._make_pool(config, needs, wanted_len)
         self.caches = [LayerCache(*self.pool.layer(index)) for index in range(spec.num_layers)]
@@ -124,7 +125,7 @@ class Runner:
         if step.output_len < params.min_tokens:
             banned = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos))
         seed = params.seed if params.seed is not None else 0
-        return SamplingRow(params, seed, step.start + step.count, step.output_len, step.history, banned)
+        return SamplingRow(params, seed, step.start + step.count, history=step.history, banned=banned)
 
     def build(self, steps: Sequence[SequenceStep], logit_rows: Sequence[int] | None = None) -> ForwardBatch:
         """Pack the sequences' tokens into one batch: a few host arrays, one copy to the device."""

@@ -1,0 +1,78 @@
+"""The paged kernels in Triton's interpreter against their plain-torch reference, with contexts of several tiles."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+import pytest
+import torch
+
+from tests.attention_cases import Case, expect, make_step, relative_error
+
+kernels = pytest.importorskip("yalis.kernels.paged_attention", reason="triton is not installed")
+
+
+def run(case: Case, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor, object]:
+    """The kernels' output and the reference's, and how the kernels were launched."""
+    step, params, needs = make_step(case), case.params, case.needs
+    batch, (k, v) = step.batch, step.cache
+    k.flatten(0, 1)[batch.slots], v.flatten(0, 1)[batch.slots] = step.k, step.v
+    launch = kernels.plan_launch(
+        batch.query_start, batch.query_lens, batch.context_lens, needs.num_heads, needs.num_kv_heads,
+        needs.head_dim, needs.dtype, programs=16,
+    )  # fmt: skip
+    if splits is not None:
+        launch = launch._replace(splits=splits)
+    where = (k, v, batch.query_start, batch.context_len, batch.block_tables)
+    settings = (params.scale, params.window, params.softcap)
+    out = kernels.paged_attention(step.q, *where, launch, *settings)
+    expected = expect(step, params)
+    # The reference is itself checked, against attention written token by token.
+    assert relative_error(expected, step.expected) < 1e-12
+    return out, expected, launch
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 100, 1000])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_decode_splits(window: int | None, splits: int) -> None:
+    # One context fills every split, one leaves most of them empty.
+    out, expected, _ = run(Case(((299, 1), (10, 1)), kv_heads=1, group=3, window=window), splits)
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 33, 64, 90])
+def test_prefill_over_several_tiles(window: int | None) -> None:
+    out, expected, launch = run(Case(((70, 40), (0, 33)), kv_heads=1, group=2, window=window, block_size=16))
+    assert launch.tiles > 4  # type: ignore[attr-defined]
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("group", [1, 3, 7, 40])
+def test_groups_that_do_not_divide_a_tile(group: int) -> None:
+    out, expected, _ = run(Case(((3, 9), (20, 1)), kv_heads=2, group=group, softcap=2.0))
+    assert relative_error(out, expected) < 1e-5
+
+
+def test_long_context_is_split_and_a_mixed_step_uses_both_kernels() -> None:
+    out, expected, launch = run(Case(((200, 1), (2, 5), (7, 1)), kv_heads=1, group=2, head_dim=20))
+    assert launch.splits > 1  # type: ignore[attr-defined]
+    assert launch.tiles > 0  # type: ignore[attr-defined]
+    assert relative_error(out, expected) < 1e-5
+
+
+def test_launch_fits_the_step() -> None:
+    def plan(query_lens: tuple[int, ...], context_lens: tuple[int, ...], programs: int = 528) -> object:
+        start = torch.tensor([0, *query_lens]).cumsum(0).int()
+        return kernels.plan_launch(start, query_lens, context_lens, 32, 8, 128, torch.bfloat16, programs)
+
+    alone = plan((1,), (8192,))
+    crowd = plan((1,) * 256, (8192,) * 256)
+    assert (alone.tiles, crowd.tiles) == (0, 0)  # type: ignore[attr-defined]
+    assert alone.splits > 8  # type: ignore[attr-defined]
+    assert crowd.splits == 1  # type: ignore[attr-defined]
+    mixed = plan((1, 65, 1, 10), (9, 65, 9, 30))  # 128 rows hold 32 queries of 4 heads
+    assert mixed.tile_sequence.tolist() == [1, 1, 1, 3]  # type: ignore[attr-defined]
+    assert mixed.tile_start[[1, 3]].tolist() == [0, 3]  # type: ignore[attr-defined]
+    assert plan((7,), (7,)).splits == 0  # type: ignore[attr-defined]
