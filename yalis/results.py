@@ -181,6 +181,11 @@ def _check_rows(kind: str, rows: list[Any], label: str) -> None:
                 raise YalisError(f"{where} has {value!r} as {name!r}; it should be a {wanted.__name__}")
 
 
+def columns(kind: str) -> list[str]:
+    """What a row of this kind carries."""
+    return list(_ROWS[kind])
+
+
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"yalis": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "triton", "gguf"):

@@ -1,0 +1,67 @@
+"""`yalis doctor` and `yalis models` tell what is true here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from yalis.attention.base import BACKENDS
+from yalis.cli.doctor import examine
+from yalis.cli.main import main
+from yalis.spec import FAMILIES
+
+
+def test_doctor_finds_this_environment_usable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    findings = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    by_name = {(one["area"], one["name"]): one for one in findings}
+    assert by_name["software", "torch"]["detail"] == torch.__version__
+    assert "float32" in by_name["devices", "cpu"]["detail"]
+    for backend in BACKENDS.names():
+        finding = by_name["attention on cpu", backend]
+        assert finding["usable"] or finding["detail"]
+    assert by_name["attention on cpu", "sdpa"]["usable"]
+    assert by_name["communication", "single rank"]["usable"]
+    assert main(["doctor"]) == 0
+    assert "attention on cpu\n  ok  sdpa" in capsys.readouterr().out
+
+
+def test_doctor_names_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    finding = next(one for one in examine() if one.name == "torch")
+    assert (finding.usable, finding.needed) == (False, True)
+    assert finding.detail == "2.4.1 is too old; 2.11 or newer is needed: pip install -U torch"
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("yalis.results.package_version", lambda name: None if name in ("gguf", "triton") else "9")
+    assert main(["doctor"]) == 1  # gguf is needed, triton is not
+    out = capsys.readouterr().out
+    assert "--  gguf          not installed; pip install gguf" in out
+    assert "--  triton        not installed; only the triton attention backend needs it" in out
+
+
+def test_doctor_looks_at_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cache() -> SimpleNamespace:
+        return next(one for one in examine() if one.name == "cache")
+
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "new" / "cache"))
+    assert cache().usable
+    assert "not made yet" in cache().detail
+    (tmp_path / "new").write_text("a file")
+    assert not cache().usable
+    assert "set YALIS_CACHE" in cache().detail
+
+
+def test_models_lists_aliases_and_families(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "smollm2-135m" in out
+    assert all(architecture in out for architecture in FAMILIES)
+    assert main(["models", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["kind"] for row in rows} == {"model", "family"}

@@ -1,0 +1,56 @@
+"""Flags carry the names and the meaning of the Python fields."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from yalis.cli.flags import HELP, engine_config, sampling_fields
+from yalis.cli.main import build_parser
+from yalis.config import EngineConfig
+from yalis.errors import YalisError
+from yalis.types import SamplingParams
+
+
+def test_every_field_has_a_flag_and_help() -> None:
+    names = {one.name for kind in (EngineConfig, SamplingParams) for one in fields(kind)}
+    assert set(HELP) == names
+    parser = build_parser()
+    told = parser.parse_args(["generate", "x"])
+    assert not names & set(vars(told))  # nothing given, nothing set: the dataclasses' defaults hold
+    assert engine_config(told) == EngineConfig()
+    assert sampling_fields(told) == {}
+
+
+def test_flags_of_every_kind() -> None:
+    words = "generate x --model m --kv-blocks 7 --kv-memory 0.5 --no-prefix-reuse --max-tokens 3 --top-p 0.5"
+    words += " --stop a --stop b --stop-token-ids 4 --stop-token-ids 5 --ignore-eos --seed 9 --presence-penalty -1 --dtype float32"
+    told = build_parser().parse_args(words.split())
+    assert engine_config(told) == EngineConfig(
+        model="m", kv_blocks=7, kv_memory=0.5, prefix_reuse=False, dtype="float32"
+    )
+    assert SamplingParams(**sampling_fields(told)) == SamplingParams(
+        max_tokens=3, top_p=0.5, stop=("a", "b"), stop_token_ids=(4, 5), ignore_eos=True, seed=9, presence_penalty=-1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--max-tokens x", "'x' is not a whole number; type `yalis generate --help`"),
+        ("--top-p", "expected one argument"),
+        ("--max-tokens 0", "max_tokens is 0"),
+        ("--temperature nan", "temperature is nan"),
+        ("--dtype int8", "dtype is 'int8'; accepted: auto, float32"),
+        ("--block-size 12", "power of two"),
+    ],
+)
+def test_nonsense_is_a_sentence(words: str, sentence: str) -> None:
+    def read() -> None:
+        told = build_parser().parse_args(["generate", "hi", *words.split()])
+        engine_config(told)
+        sampling_fields(told)
+
+    with pytest.raises(YalisError, match=sentence):
+        read()

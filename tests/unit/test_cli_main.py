@@ -1,0 +1,100 @@
+"""The command as a whole: exit status, one sentence, and quick to start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from yalis.cli import models
+from yalis.cli.main import main
+from yalis.errors import YalisError, YalisFailure
+
+YALIS = [sys.executable, "-m", "yalis"]
+
+
+def test_starts_without_torch_in_half_a_second() -> None:
+    code = "import sys, runpy; sys.argv = ['yalis', '--help']\ntry: runpy.run_module('yalis', run_name='__main__')\n"
+    code += "except SystemExit: pass\n"
+    code += "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+    for command in (["-c", code], ["-c", "import yalis; yalis.SamplingParams"]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "no verb given; type `yalis --help`"),
+        (["sing"], "invalid choice: 'sing'"),
+        (["generate"], "no prompt given"),
+        (["generate", "x", "--bogus"], "unknown argument '--bogus'; type `yalis generate --help`"),
+        (["generate", "x", "--max-tok", "3"], "unknown argument '--max-tok'"),
+        (["generate", "--prompt-ids", "1,a"], "--prompt-ids is '1,a'"),
+        (["generate", "x", "--model", "/no/such/model"], "/no/such/model"),
+        (["chat", "x", "--n", "2"], "n is 2"),
+        (["batch", "/no/such.jsonl", "/no/out.jsonl"], "cannot read /no/such.jsonl"),
+        (["bench"], "yalis bench latency"),
+        (["bench", "latency", "--peer", "nobody"], "unknown peer 'nobody'; accepted: transformers"),
+        (["bench", "latency", "--batch", "1,x"], "'1,x' is not a list of whole numbers"),
+        (["bench", "latency", "--output-len", "1"], "output_len is 1"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("yalis: error: ")
+    assert err.count("\n") == 1
+    assert sentence in err
+
+
+def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (YalisError("mend\nthis"), 2, "yalis: error: mend this\n"),
+        (YalisFailure("the disk is full"), 1, "yalis: error: the disk is full\n"),
+        (OSError(28, "No space left on device"), 1, "yalis: error: No space left on device\n"),
+        (ValueError("a\nb"), 70, "yalis: internal error: ValueError: a b; run again with --debug for the traceback\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_how_a_verb_may_end(
+    error: BaseException, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "run", _raise(error))
+    monkeypatch.setattr("yalis.cli.main._drop_stdout", lambda: None)
+    assert main(["models"]) == status
+    assert capfd.readouterr().err == told
+    assert main(["models", "--debug"]) == status
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_quiet() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*YALIS, "models"], stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_full_standard_output_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*YALIS, "models"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"yalis: error: No space left on device\n")

@@ -1,0 +1,89 @@
+"""Answer every line of a JSONL file. After a crash or Ctrl-C the same command goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
+from yalis.cli.terminal import ProgressLine, duration, tell
+
+if TYPE_CHECKING:
+    from yalis.engine.llm import LLM
+    from yalis.engine.offline import JobProgress
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "input", metavar="IN.jsonl", type=Path, help='OpenAI-batch lines, or lines such as {"prompt": "..."}'
+    )
+    parser.add_argument(
+        "output", metavar="OUT.jsonl", type=Path, help="one result a line, in the order in which they finish"
+    )
+    add_engine_flags(parser)
+    add_sampling_flags(parser)  # for lines that do not say it themselves
+    add_common_flags(parser, json="print a summary object at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    config, defaults = engine_config(args), sampling_fields(args)
+    from yalis.engine.offline import OfflineJob
+
+    def make_llm() -> LLM:
+        from yalis.engine.llm import LLM
+
+        line.show("loading the model")
+        return LLM(**asdict(config))
+
+    line = ProgressLine()
+    try:
+        with OfflineJob(args.input, args.output, defaults) as job:
+            _warn(job.strangers, job.locked, args.output)
+            try:
+                job.run(make_llm, report=lambda progress: line.show(_status(progress)))
+            finally:
+                line.clear()
+    except KeyboardInterrupt:
+        now = job.progress
+        tell(f"stopped: {args.output} holds {now.done} of {now.total} results; run the same command again to continue")
+        return 130
+    _finish(job.progress, args)
+    return 0
+
+
+def _warn(strangers: list[str], locked: bool, output: Path) -> None:
+    if strangers:
+        count = f"{len(strangers)} results that the input does not ask for"
+        tell(f"{output} also holds {count} (such as {strangers[0]!r}); they stay")
+    if not locked:
+        tell(f"the file system of {output} has no locks; take care that only one job writes to it")
+
+
+def _status(now: JobProgress) -> str:
+    left = "" if now.seconds_left is None else f" · {duration(now.seconds_left)} left"
+    share = 100 * now.done // max(now.total, 1)
+    rates = f"{now.requests_per_s:.1f} requests/s · {now.tokens_per_s:.0f} tokens/s"
+    return f"{now.done}/{now.total} ({share}%) · {rates}{left}"
+
+
+def _finish(now: JobProgress, args: argparse.Namespace) -> None:
+    fresh = now.done - now.resumed
+    if args.json:
+        summary = {
+            "output": str(args.output),
+            "results": now.done,
+            "errors": now.errors,
+            "resumed": now.resumed,
+            "output_tokens": now.output_tokens,
+            "seconds": now.seconds,
+        }
+        print(json.dumps(summary))
+    told = f"{args.output} holds all {now.done} results, {now.errors} of them errors"
+    if now.resumed:
+        told += f"; {now.resumed} were there before"
+    if fresh and now.output_tokens:
+        told += f"; {now.output_tokens} tokens in {now.seconds:.1f} s, {now.tokens_per_s:.1f} tokens/s"
+    tell(told)

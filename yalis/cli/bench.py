@@ -1,0 +1,107 @@
+"""Measure: time to first token and of a decode step, beside the device's floor and beside peers in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
+from yalis.cli.terminal import ProgressLine, tell
+from yalis.errors import YalisError
+
+if TYPE_CHECKING:
+    from yalis.results import Result
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark")
+    latency = kinds.add_parser("latency", help="time to first token and of a decode step", description=__doc__)
+    latency.add_argument("--batch", metavar="1,8", type=_sizes, default=(1, 8), help="batch sizes (default: 1,8)")
+    for name, default, about in (
+        ("prompt-len", 64, "tokens in each prompt"),
+        ("output-len", 64, "tokens to generate for each"),
+        ("warmup", 1, "runs before any that counts"),
+        ("repeats", 3, "runs that count"),
+        ("seed", 0, "seed of the prompts"),
+    ):
+        latency.add_argument(
+            f"--{name}", metavar="N", type=whole, default=default, help=f"{about} (default: {default})"
+        )
+    latency.add_argument("--peer", action="append", default=[], metavar="NAME", help="also measure: transformers")
+    latency.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
+    add_engine_flags(latency)
+    add_common_flags(latency, json="print the result as one object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.benchmark is None:
+        raise YalisError("no benchmark given; type `yalis bench latency`")
+    config = engine_config(args)
+    from yalis import results
+    from yalis.study.latency import LatencyPlan, measure
+
+    plan = LatencyPlan(
+        args.batch, args.prompt_len, args.output_len, args.warmup, args.repeats, tuple(args.peer), args.seed
+    )
+    line = ProgressLine()
+    result = measure(config, plan, shlex.join(["yalis", *sys.argv[1:]]), line.show)
+    line.clear()
+    if args.json:
+        print(json.dumps(asdict(result)))
+    else:
+        _print_table(result)
+    if args.out is not None:
+        tell(f"wrote {results.write(result, args.out)}")
+    return 0
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,8") from None
+
+
+def _print_table(result: Result) -> None:
+    facts, device = result.parameters, result.devices[0]
+    threads = f", {device['threads']} threads" if "threads" in device else ""
+    print(f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}")
+    read, matmul = facts["read_bytes_per_s"] / 1e9, facts["matmul_flops_per_s"] / 1e9
+    lengths = f"prompt {facts['prompt_len']} · output {facts['output_len']}"
+    print(f"{lengths} · measured here: read {read:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
+    heads = (
+        ("first token", 13),
+        ("decode step", 13),
+        ("10%..90%", 16),
+        ("tokens/s", 10),
+        ("floor", 10),
+        ("of floor", 10),
+    )
+    print(f"{'engine':<20}{'batch':>6}" + "".join(f"{head:>{width}}" for head, width in heads))
+    for row in result.rows:
+        label = f"{row['engine']} {row['version']}".strip()
+        if row["status"] != "ok":
+            print(f"{label:<20}{row['batch']:>6}  {row['status']}")
+            continue
+        spread = f"{row['decode_ms_low']:.1f}..{row['decode_ms_high']:.1f}"
+        print(
+            f"{label:<20}{row['batch']:>6}{row['first_token_ms']:>10.1f} ms{row['decode_ms']:>10.2f} ms{spread:>16}"
+            f"{row['tokens_per_s']:>10.1f}{row['floor_ms']:>7.2f} ms{row['share_of_floor']:>10.0%}"
+        )
+    for row in result.rows:
+        if row["engine"] != "yalis" and row["status"] == "ok":
+            print(_comparison(row))
+
+
+def _comparison(row: dict[str, Any]) -> str:
+    told = f"batch {row['batch']}: a decode step of {row['engine']} takes {row['ratio']:.2f}x ours"
+    if row["same_tokens"] is None:
+        return f"{told}; tokens not compared, since the weights are random"
+    if row["same_tokens"] == 1:
+        return f"{told}; same tokens"
+    return f"{told}; same tokens in {row['same_tokens']:.0%} of the sequences"

@@ -1,0 +1,108 @@
+"""Complete one or more prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
+from yalis.cli.terminal import ProgressLine, speed, tell
+from yalis.errors import YalisError
+from yalis.types import Prompt, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from yalis.engine.llm import LLM
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="a text; - reads one from standard input")
+    parser.add_argument(
+        "--prompt-ids",
+        metavar="1,2,3",
+        action="append",
+        default=[],
+        help="a prompt as token ids; may be given several times",
+    )
+    add_engine_flags(parser)
+    add_sampling_flags(parser)
+    add_common_flags(parser, json="print one object per result")
+
+
+def run(args: argparse.Namespace) -> int:
+    config, sampling = engine_config(args), SamplingParams(**sampling_fields(args))
+    prompts = _prompts(args)
+    from yalis.engine.llm import LLM
+
+    with LLM(**asdict(config)) as llm:
+        start = time.monotonic()
+        if len(prompts) == 1 and sampling.n == 1 and sys.stdout.isatty() and not args.json:
+            tokens = _stream(llm, prompts[0], sampling)
+        else:
+            tokens = _print_all(llm, prompts, sampling, args.json)
+        tell(speed(tokens, time.monotonic() - start))
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    prompts: list[Prompt] = [_stdin() if prompt == "-" else prompt for prompt in args.prompts]
+    prompts += [_ids(text) for text in args.prompt_ids]
+    if not prompts:
+        raise YalisError(
+            'no prompt given; type one, such as `yalis generate "The capital of France is"`, or - to read it'
+        )
+    return prompts
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise YalisError("standard input is not UTF-8 text; give text") from None
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise YalisError(f"--prompt-ids is {text!r}; give whole numbers with commas between, such as 1,2,3") from None
+
+
+def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
+    tokens = 0
+    for chunk in llm.stream([prompt], sampling):
+        print(chunk.text, end="", flush=True)
+        tokens += len(chunk.token_ids)
+    print()
+    return tokens
+
+
+def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_json: bool) -> int:
+    line = ProgressLine()
+    outputs = llm.generate(prompts, sampling, progress=lambda now: line.show(f"{now.finished}/{now.total} prompts"))
+    line.clear()
+    for number, output in enumerate(outputs, 1):
+        if as_json:
+            print(json.dumps(_object(output)))
+        else:
+            _print_text(number, output, titled=len(prompts) > 1 or sampling.n > 1)
+    return sum(completion.metrics.output_tokens for output in outputs for completion in output.completions)
+
+
+def _object(output: RequestOutput) -> dict[str, Any]:
+    from yalis.engine.offline_output import answer
+
+    prompt = output.prompt if output.prompt is not None else output.prompt_token_ids
+    return {"prompt": prompt, **answer(output), "metrics": asdict(output.metrics)}
+
+
+def _print_text(number: int, output: RequestOutput, titled: bool) -> None:
+    prompt = output.prompt if output.prompt is not None else " ".join(map(str, output.prompt_token_ids))
+    for which, completion in enumerate(output.completions, 1):
+        if titled:
+            several = f".{which}" if len(output.completions) > 1 else ""
+            print(f"[{number}{several}] {prompt}")
+        print(completion.text + ("\n" if titled else ""))

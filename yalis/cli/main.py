@@ -1,0 +1,104 @@
+"""The yalis command: finds the verb, runs it, and turns what went wrong into one line and an exit status.
+
+Exit status: 0 done · 1 failed · 2 bad input · 70 a bug · 130 Ctrl-C · 141 the reader of our output went away.
+Parsing imports neither torch nor transformers, so `yalis --help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from yalis import __version__
+from yalis.cli import batch, bench, chat, doctor, generate, models
+from yalis.cli.flags import Parser
+from yalis.errors import YalisError
+
+VERBS = {
+    "generate": (generate, "complete one or more prompts"),
+    "chat": (chat, "talk with a model"),
+    "batch": (batch, "answer every line of a JSONL file, resuming where it stopped"),
+    "bench": (bench, "measure"),
+    "models": (models, "models with a short name, and the families that can be loaded"),
+    "doctor": (doctor, "what is installed and usable here"),
+}
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="yalis", description="Run large language models, and study how that scales.")
+    parser.add_argument("--version", action="version", version=f"yalis {__version__}")
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", parser_class=Parser)
+    for name, (module, summary) in VERBS.items():
+        verb = verbs.add_parser(name, help=summary, description=module.__doc__)
+        verb.set_defaults(run=module.run)
+        module.add_flags(verb)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in given
+    try:
+        args, unknown = build_parser().parse_known_args(given)
+        if unknown:
+            verb = f"yalis {args.verb}" if args.verb else "yalis"
+            raise YalisError(f"unknown argument {unknown[0]!r}; type `{verb} --help` for what is accepted")
+        if args.verb is None:
+            raise YalisError(
+                'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
+            )
+        run: Callable[[argparse.Namespace], int] = args.run
+        status = run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        return 130
+    except BrokenPipeError:
+        _drop_stdout()
+        return 141
+    except (YalisError, OSError, MemoryError) as error:
+        if debug:
+            traceback.print_exc()
+        _complain(_sentence(error))
+        if isinstance(error, OSError):
+            _drop_stdout()
+        return error.exit_code if isinstance(error, YalisError) else 1
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        name = type(error).__name__
+        _complain(f"{name}: {_one_line(error)}; run again with --debug for the traceback", "internal error")
+        return 70
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or _one_line(error)}"
+    if isinstance(error, MemoryError):
+        return "out of memory; give a smaller --kv-memory, --max-num-seqs or model"
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _complain(message: str, what: str = "error") -> None:
+    with contextlib.suppress(OSError):  # perhaps nobody reads stderr either
+        print(f"yalis: {what}: {message}", file=sys.stderr, flush=True)
+
+
+def _drop_stdout() -> None:
+    """What is still buffered has nowhere to go; without this Python complains about it on the way out."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,33 @@
+"""Models with a short name, and the families whose checkpoints can be loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from yalis.cli.flags import add_common_flags
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_common_flags(parser, json="print one object per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    from yalis.checkpoint.fetch import list_models
+    from yalis.spec import FAMILIES
+
+    if args.json:
+        for model in list_models():
+            facts = {"name": model.name, "about": model.about, "bytes": model.size, "path": str(model.path)}
+            print(json.dumps({"kind": "model", **facts, "cached": model.cached}))
+        for architecture, (family, about) in FAMILIES.items():
+            print(json.dumps({"kind": "family", "name": family, "architecture": architecture, "about": about}))
+        return 0
+    print("Models with a short name (--model NAME):")
+    for model in list_models():
+        state = "fetched" if model.cached else "fetched on first use"
+        print(f"  {model.name:<16}{model.about}, {model.size / 1e6:.0f} MB, {state}")
+    print("Families (--model FOLDER, FILE.gguf or a hub's org/name):")
+    for architecture, (family, about) in FAMILIES.items():
+        print(f"  {family:<16}{about} ({architecture})")
+    return 0

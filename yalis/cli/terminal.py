@@ -1,0 +1,51 @@
+"""What a terminal shows and a pipe does not: progress lines that are drawn over, and the closing line of figures."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import TextIO
+
+_REDRAW_SECONDS = 0.1
+
+
+class ProgressLine:
+    """One line on stderr, drawn over in place; silent where stderr is not a terminal."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._shown = self._stream.isatty()
+        self._last = 0.0
+
+    def show(self, text: str) -> None:
+        now = time.monotonic()
+        if not self._shown or now - self._last < _REDRAW_SECONDS:
+            return
+        self._last = now
+        width = shutil.get_terminal_size().columns
+        print(f"\r\x1b[K{text[: width - 1]}", end="", file=self._stream, flush=True)
+
+    def clear(self) -> None:
+        if self._shown and self._last:
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
+            self._last = 0.0
+
+
+def tell(text: str) -> None:
+    """A line for the person, beside the output."""
+    print(f"yalis: {text}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
+
+
+def speed(tokens: int, seconds: float) -> str:
+    rate = tokens / seconds if seconds > 0 else 0.0
+    return f"{tokens} token{'' if tokens == 1 else 's'} in {seconds:.2f} s, {rate:.1f} tokens/s"

@@ -1,0 +1,207 @@
+"""The latency benchmark: time to first token and time of a decode step, beside the device's floor and beside peers.
+
+Prompts are random token ids, fresh for every repeat so that no cache helps; decoding is greedy, past any end token.
+Ours and every peer take turns within each repeat, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from yalis import __version__, results
+from yalis.checkpoint.resolve import locate
+from yalis.config import EngineConfig
+from yalis.engine.device import resolve_device, resolve_dtype
+from yalis.engine.llm import LLM
+from yalis.errors import YalisError
+from yalis.spec import ModelSpec
+from yalis.study import bandwidth, peers
+from yalis.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class LatencyPlan:
+    batch: tuple[int, ...] = (1, 8)
+    prompt_len: int = 64
+    output_len: int = 64
+    warmup: int = 1
+    repeats: int = 3
+    peer: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("prompt_len", 1), ("output_len", 2), ("warmup", 0), ("repeats", 1)):
+            if getattr(self, name) < low:
+                raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least {low}")
+        if not self.batch or min(self.batch) < 1:
+            raise YalisError("batch needs sizes of at least 1; give for example --batch 1,8")
+        for name in self.peer:
+            if name not in peers.PEERS.names():
+                raise YalisError(f"unknown peer {name!r}; accepted: {', '.join(peers.PEERS.names())}")
+
+
+class Ours:
+    """This engine, driven step by step."""
+
+    name = "yalis"
+    version = __version__
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
+        sampling = SamplingParams(max_tokens=output_len, ignore_eos=True)
+        start = time.perf_counter()
+        ids = [self._llm.submit(prompt, sampling) for prompt in prompts]
+        done: dict[int, list[int]] = {}
+        stamps: list[float] = []
+        while len(done) < len(ids):
+            done.update((id, output.token_ids) for id, output in self._llm.poll())
+            stamps.append(time.perf_counter() - start)
+        # The last step gives the last sequence its last token; from its first token on, every step decodes.
+        decode = stamps[-output_len:]
+        steps = [after - before for before, after in pairwise(decode)]
+        return peers.Timing(decode[0], steps, stamps[-1], [done[id] for id in ids])
+
+
+def measure(
+    config: EngineConfig, plan: LatencyPlan, command: str, report: Callable[[str], None] = lambda text: None
+) -> results.Result:
+    """Run the whole benchmark; `report` hears what it is doing."""
+    report("loading the model")
+    with LLM(**asdict(config)) as llm:
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, llm.spec.dtype, device)
+        longest = plan.prompt_len + plan.output_len
+        if longest > llm.max_model_len:
+            raise YalisError(
+                f"prompt_len + output_len is {longest}, but the context holds {llm.max_model_len}; give less"
+            )
+        report("measuring the device")
+        rates = bandwidth.measure(device, dtype)
+        setup = peers.PeerSetup(locate(config.model), config.load == "random", dtype, device)
+        others = []
+        for name in plan.peer:
+            report(f"loading {name}")
+            others.append((name, peers.start(name, setup)))
+        engines: list[tuple[str, peers.Peer | str]] = [("yalis", Ours(llm)), *others]
+        rows = []
+        for batch in plan.batch:
+            timings = _take_turns(batch, plan, engines, llm.spec.vocab_size, report)
+            floor = decode_floor(llm.spec, dtype, batch, plan.prompt_len + plan.output_len / 2, rates)
+            rows += _tabulate(batch, plan, engines, timings, floor, comparable=config.load != "random")
+        parameters = {
+            **asdict(plan),
+            "engine": asdict(config),
+            "dtype": str(dtype).removeprefix("torch."),
+            **asdict(rates),
+        }
+        return results.new("latency", parameters, rows, command, [bandwidth.describe(device)])
+
+
+def decode_floor(
+    spec: ModelSpec, dtype: torch.dtype, batch: int, context: float, rates: bandwidth.DeviceRates
+) -> float:
+    """Seconds below which no decode step can go: reading its bytes once or multiplying, whichever takes longer."""
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    weights = spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+    cached = batch * context * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    return max(
+        (weights + cached) * dtype.itemsize / rates.read_bytes_per_s,
+        2 * weights * batch / rates.matmul_flops_per_s,
+    )
+
+
+def _take_turns(
+    batch: int,
+    plan: LatencyPlan,
+    engines: list[tuple[str, peers.Peer | str]],
+    vocab_size: int,
+    report: Callable[[str], None],
+) -> list[list[peers.Timing] | str]:
+    """The timings of each engine, or why it has none."""
+    taken: list[list[peers.Timing] | str] = [engine if isinstance(engine, str) else [] for _, engine in engines]
+    for turn in range(plan.warmup + plan.repeats):
+        noise = random.Random(f"{plan.seed}/{batch}/{turn}")
+        prompts = [[noise.randrange(vocab_size) for _ in range(plan.prompt_len)] for _ in range(batch)]
+        for index, (name, engine) in enumerate(engines):
+            timings = taken[index]
+            if isinstance(engine, str) or isinstance(timings, str):
+                continue
+            kind = f"repeat {turn - plan.warmup + 1}/{plan.repeats}" if turn >= plan.warmup else "warm-up"
+            report(f"batch {batch}: {name}, {kind}")
+            try:
+                timing = engine.run(prompts, plan.output_len)
+            except Exception as error:
+                if isinstance(engine, Ours):
+                    raise
+                taken[index] = peers.explain(error)
+                continue
+            if turn >= plan.warmup:
+                timings.append(timing)
+    return taken
+
+
+def _tabulate(
+    batch: int,
+    plan: LatencyPlan,
+    engines: list[tuple[str, peers.Peer | str]],
+    taken: list[list[peers.Timing] | str],
+    floor: float,
+    comparable: bool,
+) -> list[dict[str, Any]]:
+    """One row for each engine, ours first. `comparable`: whether all of them have the same weights."""
+    ours = taken[0]
+    assert not isinstance(ours, str)
+    our_step = median(step for timing in ours for step in timing.steps)
+    rows = []
+    for (name, engine), timings in zip(engines, taken, strict=True):
+        row: dict[str, Any] = dict.fromkeys(results.columns("latency"))
+        row.update(engine=name, version="" if isinstance(engine, str) else engine.version)
+        row.update(batch=batch, prompt_len=plan.prompt_len, output_len=plan.output_len)
+        if isinstance(timings, str):
+            row["status"] = timings
+        else:
+            steps = [step for timing in timings for step in timing.steps]
+            first, step = median(timing.first_token for timing in timings), median(steps)
+            low, high = _spread(steps)
+            row.update(
+                status="ok",
+                first_token_ms=1e3 * first,
+                prefill_tokens_per_s=batch * plan.prompt_len / first,
+                decode_ms=1e3 * step,
+                decode_ms_low=1e3 * low,
+                decode_ms_high=1e3 * high,
+                tokens_per_s=median(batch * plan.output_len / timing.total for timing in timings),
+                floor_ms=1e3 * floor,
+                share_of_floor=floor / step,
+                ratio=step / our_step,
+                same_tokens=_agreement(ours, timings) if comparable and timings is not ours else None,
+            )
+        rows.append(row)
+    return rows
+
+
+def _spread(steps: list[float]) -> tuple[float, float]:
+    """The tenth and ninetieth percentile."""
+    if len(steps) < 2:
+        return steps[0], steps[0]
+    cuts = quantiles(steps, n=10, method="inclusive")
+    return cuts[0], cuts[-1]
+
+
+def _agreement(ours: list[peers.Timing], theirs: list[peers.Timing]) -> float:
+    """The share of sequences, over all repeats, whose tokens are the same to the last."""
+    pairs = [
+        (a, b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine.tokens, other.tokens, strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs)
