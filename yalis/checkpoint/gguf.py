@@ -1,0 +1,158 @@
+"""A GGUF file: one file with metadata, tokenizer and tensors, mostly quantised in blocks.
+
+What llama.cpp's conversion changed is undone while reading, so that tensors look as transformers keeps them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from yalis.checkpoint.base import Checkpoint, LazyTensor
+from yalis.checkpoint.gguf_config import build_config, family_of, hugging_face_name
+from yalis.checkpoint.gguf_header import FLOATS, GgufEntry, import_gguf, read_header
+from yalis.checkpoint.mapped import MappedFile, row_chunks
+from yalis.errors import YalisError
+
+_ROPE = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GgufTensor(LazyTensor):
+    """`head_dim` is set where llama.cpp interleaved the rows of each head; `shift` is what it added to each element."""
+
+    def __init__(self, name: str, entry: GgufEntry, head_dim: int | None = None, shift: float = 0.0) -> None:
+        self.name = name
+        self.shape = entry.shape
+        self.dtype = FLOATS.get(entry.kind, torch.float32)
+        self._entry, self._head_dim, self._shift = entry, head_dim, shift
+
+    def read_into(self, out: Tensor, *index: slice) -> None:
+        entry = self._entry
+        taken = self.ranges(out, index)
+        if len(self.shape) == 1 and entry.block == 1:  # a vector: its elements are rows of one column
+            taken, out = [*taken, range(1)], out.unsqueeze(-1)
+            table = entry.file.view(entry.offset, (self.shape[0], entry.block_bytes), torch.uint8)
+        else:
+            taken, out = ([range(1), *taken], out.unsqueeze(0)) if len(self.shape) == 1 else (taken, out)
+            if len(taken) != 2:
+                raise YalisError(f"tensor {entry.name!r} in {entry.file.path} has more than 2 dimensions")
+            table = entry.file.view(entry.offset, (math.prod(self.shape[:-1]), entry.row_bytes), torch.uint8)
+        self._read_rows(table, out, *taken)
+
+    def _read_rows(self, table: Tensor, out: Tensor, rows: range, columns: range) -> None:
+        """`table` is [rows, bytes]; only the blocks that hold `columns` are touched."""
+        entry = self._entry
+        first, last = columns.start // entry.block, -(-columns.stop // entry.block)
+        inside = slice(columns.start - first * entry.block, columns.stop - first * entry.block)
+        wide = (last - first) * entry.block
+        for chunk in row_chunks(rows, wide * 4):
+            part = table[self._stored_rows(chunk), first * entry.block_bytes : last * entry.block_bytes]
+            entry.file.bytes_read += part.numel()
+            values = self._decode(part.contiguous()).view(len(chunk), wide)[:, inside]
+            if self._shift:
+                values = values.float() - self._shift
+            out[chunk.start - rows.start : chunk.stop - rows.start].copy_(values)
+            low, high = self._touched(chunk)
+            entry.file.release(entry.offset + low * table.shape[1], entry.offset + high * table.shape[1])
+
+    def _stored_rows(self, rows: range) -> slice | Tensor:
+        """Where these rows lie in the file: transformers rotates (i, i + d/2) in a head of d, llama.cpp (2i, 2i+1)."""
+        if self._head_dim is None:
+            return slice(rows.start, rows.stop)
+        half = self._head_dim // 2
+        row = torch.arange(rows.start, rows.stop)
+        within = row % self._head_dim
+        return row - within + 2 * (within % half) + within // half
+
+    def _touched(self, rows: range) -> tuple[int, int]:
+        step = self._head_dim or 1
+        return rows.start // step * step, -(-rows.stop // step) * step
+
+    def _decode(self, part: Tensor) -> Tensor:
+        entry = self._entry
+        if entry.kind in FLOATS:
+            return part.view(FLOATS[entry.kind])
+        gguf = import_gguf(entry.file)
+        # Blocks are independent, and the package works through 16 rows at a time: long rows keep it in numpy.
+        blocks = part.numel() // entry.block_bytes
+        rows = part.view(-1, math.gcd(blocks, 512) * entry.block_bytes).numpy()
+        return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType(entry.kind)))
+
+
+class GgufCheckpoint(Checkpoint):
+    def __init__(self, path: Path, label: str | None = None) -> None:
+        self.source = path
+        self.label = label or str(path)
+        self._files = [MappedFile(path)]
+        self.metadata, entries = read_header(self._files[0])
+        for other in _other_parts(path, self.metadata.get("split.count", 1)):
+            self._files.append(MappedFile(other))
+            entries += read_header(self._files[-1])[1]
+        by_name = {entry.name: entry for entry in entries}
+        self.family = family_of(self.metadata, self.label)
+        factors = {name: _read_vector(by_name[f"{name}.weight"]) for name in _ROPE if f"{name}.weight" in by_name}
+        shapes = {name: entry.shape for name, entry in by_name.items()}
+        self.config = build_config(self.metadata, shapes, factors, _main_dtype(entries), self.label)
+        known = ((hugging_face_name(entry.name, self.family), entry) for entry in entries)
+        self._entries = {name: entry for name, entry in known if name is not None}
+
+    def names(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def find(self, name: str) -> GgufTensor | None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        interleaved = self.family == "llama" and (".q_proj." in name or ".k_proj." in name)
+        shifted = self.family == "gemma2" and name.endswith("norm.weight")
+        return GgufTensor(name, entry, self.config["head_dim"] if interleaved else None, 1.0 if shifted else 0.0)
+
+    @property
+    def header_digest(self) -> str:
+        """Tells apart files that differ in anything but their weights."""
+        end = min((entry.offset for entry in self._entries.values() if entry.file is self._files[0]), default=None)
+        return hashlib.sha256(self._files[0].buffer[:end]).hexdigest()
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(file.bytes_read for file in self._files)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def _other_parts(path: Path, count: object) -> list[Path]:
+    """The rest of a model kept in several files, whose names tell their number."""
+    if not isinstance(count, int) or count < 2:
+        return []
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match[2]) != 1:
+        first = f"...-00001-of-{count:05}.gguf"
+        raise YalisError(f"{path} is a part of a model in {count} files; give the first of them, named {first}")
+    parts = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(2, count + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise YalisError(f"{path} is the first of {count} files, but {part.name} is not beside it; fetch that file")
+    return parts
+
+
+def _read_vector(entry: GgufEntry) -> list[float]:
+    out = torch.empty(entry.shape)
+    GgufTensor(entry.name, entry).read_into(out)
+    return [float(value) for value in out]
+
+
+def _main_dtype(entries: list[GgufEntry]) -> str:
+    """What to compute in on a GPU: the type of the matrices, and bfloat16 where they are quantised."""
+    kinds = Counter(entry.kind for entry in entries if len(entry.shape) > 1)
+    common = kinds.most_common(1)[0][0] if kinds else 0
+    return {0: "float32", 1: "float16", 28: "float32"}.get(common, "bfloat16")

@@ -1,0 +1,59 @@
+"""A weight file mapped into memory, whose pages are handed back as soon as they were copied out."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from yalis.errors import YalisError
+
+#: The most that is converted at once: what loading needs beside the model itself is a small multiple of this.
+CHUNK_BYTES = 8 << 20
+
+
+class MappedFile:
+    """Read-only in effect: the mapping is private, so that torch may take it as a writable buffer without a copy."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes_read = 0
+        try:
+            with path.open("rb") as file:
+                self.size = path.stat().st_size
+                if not self.size:
+                    raise YalisError(f"{path} is empty; fetch it again")
+                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise YalisError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The bytes at `offset` as a tensor, without a copy; nothing is read before it is used."""
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if offset % dtype.itemsize:  # legal in safetensors, and torch wants alignment
+            raw = torch.frombuffer(self.buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
+            return raw.clone().view(dtype).view(shape)
+        return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def close(self) -> None:
+        with suppress(BufferError):  # a view is still in use: the mapping goes when that does
+            self.buffer.close()
+
+    def release(self, start: int, stop: int) -> None:
+        """Drop the pages of these bytes from this process; the system's page cache keeps them."""
+        start -= start % mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED") and stop > start:
+            self.buffer.madvise(mmap.MADV_DONTNEED, start, min(stop, self.size) - start)
+
+
+def row_chunks(rows: range, row_bytes: int) -> Iterator[range]:
+    """`rows` in pieces of about CHUNK_BYTES."""
+    step = max(1, CHUNK_BYTES // max(1, row_bytes))
+    for start in range(rows.start, rows.stop, step):
+        yield range(start, min(start + step, rows.stop))

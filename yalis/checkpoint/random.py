@@ -1,0 +1,91 @@
+"""Weights nobody trained: numbers made on the device, the same however the model is split.
+
+An element is a hash of (seed, tensor name, its index in the whole tensor): 64-bit integer arithmetic and one
+multiplication in fp32, so a CPU and a GPU give the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yalis.checkpoint.base import Checkpoint, LazyTensor
+
+STD = 0.02
+#: Elements made at once; each takes 8 bytes twice while it is mixed.
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
+_MIX = (-0x61C8864680B583EB, -0x4B47D0C5E5E1B4A7)  # odd 64-bit constants, as signed numbers
+
+
+class RandomTensor(LazyTensor):
+    """Uniform numbers of standard deviation STD; a constant where `fill` says so."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, fill: float | None) -> None:
+        self.name = name
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self._fill = fill
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        self._key = int.from_bytes(digest[:8], "little") >> 2  # 62 bits: adding an index cannot overflow
+
+    def read_into(self, out: Tensor, *index: slice) -> None:
+        rows, *columns = self.ranges(out, index)
+        if self._fill is not None:
+            out.fill_(self._fill)
+            return
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        inner = torch.zeros((1,) * len(columns), dtype=torch.int64, device=out.device)
+        for axis, part in enumerate(columns):
+            where = _arange(part, out.device) * strides[axis + 1]
+            inner = inner + where.view([-1 if axis == other else 1 for other in range(len(columns))])
+        step = max(1, _CHUNK["cpu" if out.device.type == "cpu" else "cuda"] // max(1, inner.numel()))
+        for start in range(rows.start, rows.stop, step):
+            chunk = range(start, min(start + step, rows.stop))
+            first = (_arange(chunk, out.device) * strides[0] + self._key).view(-1, *(1,) * len(columns))
+            out[chunk.start - rows.start : chunk.stop - rows.start].copy_(_uniform(first + inner))
+
+
+class RandomCheckpoint(Checkpoint):
+    """Every tensor a config can ask for, in the shape it is asked in; so it has no list of names."""
+
+    def __init__(
+        self, config: dict[str, Any], seed: int = 0, label: str = "random", source: Path | None = None
+    ) -> None:
+        self.config = config
+        self.label = label
+        self.source = source or Path(label)
+        self._seed = seed
+        stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), None)
+        self._dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
+        # Gemma multiplies by 1 + weight, the others by weight.
+        self._norm = 0.0 if str(config.get("model_type", "")).startswith("gemma") else 1.0
+
+    def names(self) -> Iterator[str]:
+        return iter(())
+
+    def find(self, name: str) -> None:
+        """Nothing is known before it is asked for with its shape."""
+        return None
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> RandomTensor:
+        is_norm = name.endswith("norm.weight") or "layernorm" in name
+        return RandomTensor(name, shape, self._dtype, self._seed, self._norm if is_norm else None)
+
+
+def _arange(part: range, device: torch.device) -> Tensor:
+    return torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
+
+
+def _uniform(x: Tensor) -> Tensor:
+    """Two rounds of multiply and fold, wrapping at 64 bits; `x` is used up. The top 24 bits fit fp32 exactly."""
+    x.mul_(_MIX[0])
+    x.bitwise_xor_(x >> 32)
+    x.mul_(_MIX[1])
+    x.bitwise_right_shift_(40)
+    return x.to(torch.float32).mul_(STD * math.sqrt(3.0) / (1 << 23))

@@ -1,0 +1,149 @@
+"""A Hugging Face folder: config.json and one or more .safetensors files.
+
+The files' headers are read here rather than through the safetensors package, so that pages can be handed back while
+loading and so that a file which was cut short is found when it is opened, not when a tensor is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yalis.checkpoint.base import Checkpoint, LazyTensor
+from yalis.checkpoint.mapped import MappedFile, row_chunks
+from yalis.errors import YalisError
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
+_BITS |= {"U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64}
+_MAX_HEADER = 100_000_000  # the limit of the format's own library
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: MappedFile
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsTensor(LazyTensor):
+    def __init__(self, name: str, entry: _Entry) -> None:
+        self.name = name
+        self.shape = entry.shape
+        self.dtype = _DTYPES[entry.dtype]
+        self._entry = entry
+
+    def read_into(self, out: Tensor, *index: slice) -> None:
+        file, start = self._entry.file, self._entry.offset
+        rows, *columns = self.ranges(out, index)
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        inside = (slice(None), *(slice(part.start, part.stop) for part in columns))
+        for chunk in row_chunks(rows, row_bytes):
+            part = file.view(start + chunk.start * row_bytes, (len(chunk), *self.shape[1:]), self.dtype)[inside]
+            out[chunk.start - rows.start : chunk.stop - rows.start].copy_(part)
+            file.bytes_read += part.numel() * self.dtype.itemsize
+            file.release(start + chunk.start * row_bytes, start + chunk.stop * row_bytes)
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    def __init__(self, folder: Path, label: str | None = None) -> None:
+        self.source = folder
+        self.label = label or str(folder)
+        self.config = read_config(folder / "config.json")
+        self._entries: dict[str, _Entry] = {}
+        self._files = [MappedFile(path) for path in _weight_files(folder)]
+        for file in self._files:
+            self._entries.update(_read_header(file))
+
+    def names(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def find(self, name: str) -> SafetensorsTensor | None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        if entry.dtype not in _DTYPES:
+            raise YalisError(
+                f"tensor {name!r} in {entry.file.path} is stored as {entry.dtype}; "
+                f"accepted: {', '.join(_DTYPES)} (a checkpoint in one of these, or a GGUF file, works)"
+            )
+        return SafetensorsTensor(name, entry)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(file.bytes_read for file in self._files)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    return _read_json(path, "config.json")
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise YalisError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise YalisError(f"{path} is not valid JSON ({error}); fetch the model's {what} again") from error
+    if not isinstance(content, dict):
+        raise YalisError(f"{path} does not hold a JSON object; fetch the model's {what} again")
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if not index.exists():
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise YalisError(
+                f"{folder} has a config.json but no .safetensors file; give a folder with weights, or --load random"
+            )
+        return found
+    weight_map = _read_json(index, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise YalisError(f"{index} has no weight_map; fetch the model's {INDEX} again")
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise YalisError(f"{folder} lacks the shard {shard}, which its {INDEX} names; fetch that file")
+    return [folder / shard for shard in shards]
+
+
+def _read_header(file: MappedFile) -> dict[str, _Entry]:
+    """Name to place for every tensor of a file, having checked that each lies inside it."""
+    damaged = f"{file.path} is not a whole safetensors file: {{}}; fetch it again"
+    if file.size < 8:
+        raise YalisError(damaged.format("it is cut short"))
+    (length,) = struct.unpack_from("<Q", file.buffer, 0)
+    if length > min(_MAX_HEADER, file.size - 8):
+        raise YalisError(damaged.format(f"its header of {length} bytes does not fit its {file.size} bytes"))
+    try:
+        header = json.loads(bytes(file.buffer[8 : 8 + length]))
+        header.pop("__metadata__", None)
+        found = {}
+        for name, info in header.items():
+            begin, end = info["data_offsets"]
+            shape, dtype = tuple(int(size) for size in info["shape"]) or (1,), info["dtype"]
+            bits = torch.Size(shape).numel() * _BITS.get(dtype, 0)
+            if not 0 <= begin <= end or (bits and end - begin != bits // 8):
+                raise YalisError(damaged.format(f"the size of tensor {name!r} does not match its shape"))
+            if 8 + length + end > file.size:
+                raise YalisError(damaged.format(f"it ends before tensor {name!r} does"))
+            found[name] = _Entry(file, dtype, shape, 8 + length + begin)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise YalisError(damaged.format("its header cannot be read")) from error
+    return found
