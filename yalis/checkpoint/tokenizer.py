@@ -31,7 +31,7 @@ class Tokenizer:
         self.hf = hf
         self.label = label
         own = hf.eos_token_id
-        self.eos_token_ids = ends if own is None or own in ends else (*ends, int(own))
+        self.eos_ids = ends if own is None or own in ends else (*ends, int(own))
 
     @property
     def vocab_size(self) -> int:

@@ -88,28 +88,36 @@ class Detokenizer:
     def __init__(
         self, decoder: Decoder, stop: Sequence[str] = (), min_tokens: int = 0, skip_special_tokens: bool = True
     ) -> None:
-        self.text = ""  # what is sure
+        self.text = ""  # all that was given out
+        self.count = 0  # ids taken, up to and with the one that completed a stop string
         self._decoder = IncrementalDecoder(decoder, skip_special_tokens)
         self._watcher = StopWatcher(stop)
-        self._left = min_tokens
+        self._min_tokens = min_tokens
 
     @property
     def stopped(self) -> str | None:
         """The stop string that was met."""
         return self._watcher.found
 
-    def add(self, token: int) -> bool:
-        """Take the next id; True when it completes a stop string, where the text ends."""
-        if self.stopped is None:
-            self._left -= 1
-            self.text += self._watcher.feed(self._decoder.feed(token), allowed=self._left < 0)
-        return self.stopped is not None
+    def feed(self, ids: Sequence[int]) -> str:
+        """Take ids, up to the one that completes a stop string; gives the text that became sure."""
+        new = ""
+        for token in ids:
+            if self.stopped is not None:
+                break
+            self.count += 1
+            new += self._watcher.feed(self._decoder.feed(token), allowed=self.count > self._min_tokens)
+        self.text += new
+        return new
 
-    def finish(self) -> None:
-        """No more ids: what was held back is sure now."""
-        if self.stopped is None:
-            self.text += self._watcher.feed(self._decoder.finish(), allowed=self._left < 0)
-            self.text += self._watcher.finish()
+    def finish(self) -> str:
+        """No more ids: gives what was held back."""
+        if self.stopped is not None:
+            return ""
+        rest = self._watcher.feed(self._decoder.finish(), allowed=self.count > self._min_tokens)
+        rest += self._watcher.finish()
+        self.text += rest
+        return rest
 
 
 def _overlap(text: str, stop: str) -> int:
