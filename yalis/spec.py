@@ -49,7 +49,6 @@ class ModelSpec:
     activation: str  # silu | gelu_tanh | gelu
     tie_embeddings: bool
     dtype: str  # what the checkpoint prefers: float32 | bfloat16 | float16
-    eos_token_ids: tuple[int, ...] = ()
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -111,7 +110,6 @@ def read_spec(config: dict[str, Any], label: str = "config.json") -> ModelSpec:
         activation=_activation(config, label, gemma),
         tie_embeddings=bool(config.get("tie_word_embeddings", gemma)),
         dtype=_dtype(config),
-        eos_token_ids=_ids(config.get("eos_token_id")),
         qkv_bias=attention_bias or family == "qwen2",
         out_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -187,12 +185,6 @@ def _windows(config: dict[str, Any], family: str, layers: int) -> tuple[int | No
 def _dtype(config: dict[str, Any]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return name if name in ("float32", "bfloat16", "float16") else "bfloat16"
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
 def _rope(config: dict[str, Any], label: str, head_dim: int, max_position: int, family: str) -> RopeSpec:

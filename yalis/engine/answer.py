@@ -29,9 +29,9 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self._text = Detokenizer(tokenizer, params.stop) if tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
+        self._new_text: list[str] = []
         self._told_tokens = 0
-        self._told_text = 0
         self._begin = time.perf_counter()
         self._first = self._last = self._begin
 
@@ -46,21 +46,28 @@ class Answer:
             self._tokens.append(item.token)
             if self._logprobs is not None and item.logprobs is not None:
                 self._logprobs.append(item.logprobs)
-            if self._text is not None and self._text.add(item.token):
-                self.finish_reason = "stop"
-                return item.finish_reason is None
+            if self._detokenizer is not None:
+                self._new_text.append(self._detokenizer.feed([item.token]))
+                if self._detokenizer.stopped is not None:
+                    self.finish_reason = "stop"
+                    return item.finish_reason is None
         if item.finish_reason is not None:
-            self.finish_reason = item.finish_reason
-            if self._text is not None:
-                self._text.finish()
+            self._finish(item.finish_reason)
         return False
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self._detokenizer is not None:
+            self._new_text.append(self._detokenizer.finish())
+            if self._detokenizer.stopped is not None:  # completed by what was held back
+                self.finish_reason = "stop"
 
     def take_delta(self) -> tuple[str, list[int]]:
         """Text and tokens that became sure since the last call."""
-        text = self._text.text if self._text is not None else ""
-        delta = text[self._told_text :], self._tokens[self._told_tokens :]
-        self._told_text, self._told_tokens = len(text), len(self._tokens)
-        return delta
+        text, tokens = "".join(self._new_text), self._tokens[self._told_tokens :]
+        self._new_text.clear()
+        self._told_tokens = len(self._tokens)
+        return text, tokens
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, "an answer is a completion only once it has ended"
@@ -73,5 +80,5 @@ class Answer:
             cached_tokens=self.sequence.cached_tokens,
             output_tokens=len(self._tokens),
         )
-        text = self._text.text if self._text is not None else ""
+        text = self._detokenizer.text if self._detokenizer is not None else ""
         return Completion(text, list(self._tokens), self.finish_reason, self._logprobs, metrics)

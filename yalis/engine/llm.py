@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Union
 
 from yalis.checkpoint.resolve import open_checkpoint
-from yalis.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.config import DEFAULT_MODEL, EngineConfig
 from yalis.engine.answer import Answer, Progress
 from yalis.engine.engine import Engine, EngineStats
@@ -37,7 +37,7 @@ class LLM:
         try:
             self.spec: ModelSpec = read_spec(checkpoint.config, checkpoint.label)
             self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint, self.config.tokenizer)
-            eos = self.spec.eos_token_ids + (self.tokenizer.eos_token_ids if self.tokenizer else ())
+            eos = (*eos_token_ids(checkpoint), *(self.tokenizer.eos_ids if self.tokenizer is not None else ()))
             self._engine: Engine | None = Engine(self.config, self.spec, checkpoint, frozenset(eos))
         finally:
             checkpoint.close()

@@ -47,7 +47,7 @@ class Sampled:
         report = self.logprobs
         if report is not None:
             report = Logprobs(report.packed.to("cpu", non_blocking=True), report.report)
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         return Sampled(tokens, report, arrived)
 
