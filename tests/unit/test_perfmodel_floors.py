@@ -1,0 +1,110 @@
+"""The floors against the figures measured machines were compared with, and against sums done the slow way."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefill_floor_s, prefill_flops
+
+LLAMA_8B = ModelDims(
+    hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, tied=False
+)
+SMOLLM2 = ModelDims(
+    hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152, tied=True,
+    weight_bytes=4, kv_bytes=4,
+)  # fmt: skip
+H200_READ, H200_FLOPS = 4.65e12, 790e12
+
+
+def decode_ms(batch: int, context: float) -> float:
+    work = decode_work(LLAMA_8B, [context] * batch)
+    return 1e3 * decode_floor_s(work.bytes, work.flops, H200_READ, H200_FLOPS)
+
+
+def test_parameter_counts_are_the_published_ones() -> None:
+    assert LLAMA_8B.params == 8_030_261_248
+    assert SMOLLM2.params == 134_515_008
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "milliseconds"),
+    [(1, 128, 3.23), (16, 256, 3.34), (16, (2480 + 2990) / 2, 4.46), (64, 512 + 128, 4.4)],
+)
+def test_decode_floors_of_llama_8b_on_an_h200(batch: int, context: float, milliseconds: float) -> None:
+    assert decode_ms(batch, context) == pytest.approx(milliseconds, rel=0.005)
+
+
+def test_prefill_floor_of_llama_8b_on_an_h200() -> None:
+    seconds = prefill_floor_s(prefill_flops(LLAMA_8B, [2480] * 16), H200_FLOPS)
+    assert seconds == pytest.approx(0.74, rel=0.01)
+
+
+def test_floor_of_a_whole_job() -> None:
+    prefill = prefill_floor_s(prefill_flops(LLAMA_8B, [2480] * 16), H200_FLOPS)
+    decode = sum(decode_ms(16, 2480 + step) for step in range(2048)) / 1e3
+    assert prefill + decode == pytest.approx(10.6, rel=0.005)
+
+
+def test_smollm2_reads_538_megabytes_a_step() -> None:
+    work = decode_work(SMOLLM2, [0])
+    assert work.bytes == pytest.approx(538e6, rel=0.001)
+    assert work.weight_bytes == SMOLLM2.params * 4  # tied: the table is read once, as lm_head
+    assert 1e3 * decode_floor_s(work.bytes, work.flops, 26.8e9, 1e15) == pytest.approx(20, rel=0.01)
+
+
+def test_bytes_and_operations_cross_near_170_rows() -> None:
+    def bound_by_bytes(batch: int) -> bool:
+        work = decode_work(LLAMA_8B, [0] * batch)
+        return work.bytes / H200_READ > work.flops / H200_FLOPS
+
+    assert bound_by_bytes(165)
+    assert not bound_by_bytes(175)
+
+
+def test_an_untied_table_costs_only_the_rows_looked_up() -> None:
+    tied = dataclasses.replace(LLAMA_8B, tied=True)
+    more = decode_work(LLAMA_8B, [10] * 3).weight_bytes - decode_work(tied, [10] * 3).weight_bytes
+    assert more == 3 * 4096 * 2
+    assert LLAMA_8B.params - tied.params == 128256 * 4096
+
+
+def test_prefill_computes_lm_head_for_sampled_rows_only() -> None:
+    per_row = 2 * 128256 * 4096
+    assert prefill_flops(LLAMA_8B, [7, 9]) - prefill_flops(LLAMA_8B, [7, 9], sampled_rows=0) == 2 * per_row
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 12, 40])
+def test_attention_counts_each_visible_pair(window: int | None) -> None:
+    dims = dataclasses.replace(SMOLLM2, windows=(window,) * 30)
+    pairs = sum(q - k < (window or 99) for q in range(12) for k in range(q + 1))
+    without = 2 * dims.matrix_params * 12
+    assert prefill_flops(dims, [12], sampled_rows=0) - without == 4 * 9 * 64 * 30 * pairs
+    assert decode_work(dims, [12]).kv_bytes == min(12, window or 12) * 2 * 30 * 3 * 64 * 4
+
+
+def test_parameter_count_of_every_family_is_that_of_transformers() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+
+    from yalis.spec import read_spec
+
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 96, "vocab_size": 101, "head_dim": 16, "pad_token_id": 0,
+    }  # fmt: skip
+    configs = [kind(**sizes) for kind in (LlamaConfig, Gemma2Config, Phi3Config, Qwen2Config, Qwen3Config)]
+    configs.append(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True, tie_word_embeddings=True))
+    for config in configs:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        fields = config.to_dict() | {"architectures": [type(model).__name__]}
+        assert ModelDims.of(read_spec(fields), 2, 2).params == sum(p.numel() for p in model.parameters()), config
+
+
+def test_the_arithmetic_needs_no_torch() -> None:
+    code = "import sys, yalis.perfmodel.floors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

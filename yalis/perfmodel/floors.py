@@ -1,0 +1,136 @@
+"""How fast a step could be at best: the bytes it must read and the operations it must do, over what the machine can do.
+
+Pure arithmetic. A matrix of p parameters costs 2p operations a token; bytes are those read, each once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from yalis.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """The sizes that decide a model's cost. Every layer is attention and a gated MLP."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool  # lm_head is the embedding table
+    weight_bytes: float = 2.0  # bytes per weight as it is read
+    kv_bytes: float = 2.0  # bytes per element of the KV cache
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
+    windows: tuple[int | None, ...] = ()  # a sliding window per layer; empty: every layer sees everything
+
+    @classmethod
+    def of(cls, spec: ModelSpec, weight_bytes: float, kv_bytes: float) -> ModelDims:
+        return cls(
+            hidden=spec.hidden_size,
+            layers=spec.num_layers,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            intermediate=spec.intermediate_size,
+            vocab=spec.vocab_size,
+            tied=spec.tie_embeddings,
+            weight_bytes=weight_bytes,
+            kv_bytes=kv_bytes,
+            qkv_bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+            mlp_bias=spec.mlp_bias,
+            qk_norm=spec.qk_norm,
+            sandwich_norms=spec.sandwich_norms,
+            windows=spec.windows,
+        )
+
+    @property
+    def matrix_params(self) -> int:
+        """What every token is multiplied by, in all layers, lm_head apart."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.intermediate)
+
+    @property
+    def small_params(self) -> int:
+        """Norms and biases."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        layer = (4 if self.sandwich_norms else 2) * self.hidden
+        layer += 2 * self.head_dim if self.qk_norm else 0
+        layer += qkv if self.qkv_bias else 0
+        layer += self.hidden if self.out_bias else 0
+        layer += 2 * self.intermediate + self.hidden if self.mlp_bias else 0
+        return self.layers * layer + self.hidden
+
+    @property
+    def table_params(self) -> int:
+        """One vocabulary matrix: the embedding table, or lm_head."""
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> int:
+        return self.matrix_params + self.small_params + self.table_params * (1 if self.tied else 2)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    def layer_windows(self) -> tuple[int | None, ...]:
+        return self.windows or (None,) * self.layers
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step must read and do."""
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes
+
+
+def decode_work(dims: ModelDims, contexts: Sequence[float]) -> Work:
+    """One token for each sequence, attending to so many tokens (a mean over steps may be fractional)."""
+    batch = len(contexts)
+    looked_up = 0 if dims.tied else batch * dims.hidden  # a tied table is already read whole, as lm_head
+    weights = dims.matrix_params + dims.small_params + dims.table_params + looked_up
+    attended = sum(min(n, window or n) for n in contexts for window in dims.layer_windows())
+    return Work(
+        weight_bytes=weights * dims.weight_bytes,
+        kv_bytes=attended * dims.kv_bytes_per_token / dims.layers,
+        flops=2 * (dims.matrix_params + dims.table_params) * batch + 4 * dims.heads * dims.head_dim * attended,
+    )
+
+
+def prefill_flops(dims: ModelDims, lengths: Sequence[int], sampled_rows: int | None = None) -> float:
+    """Whole prompts of these lengths, causal attention; lm_head only for the sampled rows (by default one a prompt)."""
+    rows = len(lengths) if sampled_rows is None else sampled_rows
+    pairs = sum(_causal_pairs(n, window) for n in lengths for window in dims.layer_windows())
+    matrices = dims.matrix_params * sum(lengths) + dims.table_params * rows
+    return 2 * matrices + 4 * dims.heads * dims.head_dim * pairs
+
+
+def decode_floor_s(bytes_read: float, flops: float, bandwidth: float, flop_rate: float) -> float:
+    """Seconds: the slower of reading at `bandwidth` bytes/s and computing at `flop_rate` FLOP/s."""
+    return max(bytes_read / bandwidth, flops / flop_rate)
+
+
+def prefill_floor_s(flops: float, flop_rate: float) -> float:
+    return flops / flop_rate
+
+
+def _causal_pairs(length: int, window: int | None) -> int:
+    """The (query, key) pairs of a causal layer; with a window, a query sees itself and those just before it."""
+    seen = min(window or length, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
