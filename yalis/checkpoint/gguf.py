@@ -37,6 +37,8 @@ class GgufTensor(LazyTensor):
     def read_into(self, out: Tensor, *index: slice) -> None:
         entry = self._entry
         taken = self.ranges(out, index)
+        if not out.numel():
+            return
         if len(self.shape) == 1 and entry.block == 1:  # a vector: its elements are rows of one column
             taken, out = [*taken, range(1)], out.unsqueeze(-1)
             table = entry.file.view(entry.offset, (self.shape[0], entry.block_bytes), torch.uint8)
@@ -112,6 +114,8 @@ class GgufCheckpoint(Checkpoint):
         if entry is None:
             return None
         interleaved = self.family == "llama" and (".q_proj." in name or ".k_proj." in name)
+        if interleaved and entry.shape[0] % self.config["head_dim"]:
+            raise YalisError(f"tensor {entry.name!r} in {entry.file.path} is not made of whole heads; fetch it again")
         shifted = self.family == "gemma2" and name.endswith("norm.weight")
         return GgufTensor(name, entry, self.config["head_dim"] if interleaved else None, 1.0 if shifted else 0.0)
 

@@ -1,0 +1,108 @@
+"""GGUF files of transformers models, written the way llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+
+def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rows inside each head, for the rotary embedding it uses."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    path: Path,
+    model: transformers.PreTrainedModel,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    tokens: list[str] | None = None,
+    merges: list[str] | None = None,
+    extra: dict[str, Any] | None = None,
+    factors: dict[str, list[float]] | None = None,
+) -> Path:
+    """`kind` is how matrices are stored; `extra` adds metadata, `factors` rope tensors by GGUF name."""
+    config = model.config
+    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    if family in ("qwen3", "gemma2", "llama"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if family in ("gemma2", "phi3", "llama") and getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if tokens is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
+        writer.add_token_merges(merges or [])
+    for key, value in {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, **(extra or {})}.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key, value)
+    for name, values in (factors or {}).items():
+        writer.add_tensor(f"{name}.weight", np.array(values, dtype=np.float32))
+
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = weight.float().numpy()
+        if family == "llama" and ".q_proj." in name:
+            values = interleave_heads(values, config.num_attention_heads)
+        if family == "llama" and ".k_proj." in name:
+            values = interleave_heads(values, config.num_key_value_heads)
+        if family == "gemma2" and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        as_kind = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(values), as_kind), raw_dtype=as_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_matrix(path: Path, data: np.ndarray, kind: gguf.GGMLQuantizationType, hidden: int) -> Path:
+    """A file with one matrix, already encoded, and as much metadata as a Llama needs to be opened."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("token_embd.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def read_all(checkpoint: Any) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name in checkpoint.names():
+        lazy = checkpoint.find(name)
+        tensors[name] = torch.full(lazy.shape, torch.nan)
+        lazy.read_into(tensors[name])
+    return tensors

@@ -1,0 +1,302 @@
+"""GGUF files: the tensors and the config transformers would have, read in slices, and every way a file can be bad."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.families import Case
+from tests.gguf_files import read_all, write_gguf, write_matrix
+from tests.peak_memory import peak_extra_bytes
+from yalis import LLM, SamplingParams
+from yalis.checkpoint.gguf import GgufCheckpoint
+from yalis.errors import YalisError
+from yalis.spec import FAMILIES, read_spec
+
+Kind = gguf.GGMLQuantizationType
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LONG = {"long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0], "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5]}
+CASES = [
+    Case("llama-tied", "LlamaConfig", {"tie_word_embeddings": True}),
+    Case("llama-bias", "LlamaConfig", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    Case("llama-wide-heads", "LlamaConfig", {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    Case("llama3", "LlamaConfig", {"rope_parameters": _LLAMA3}),
+    Case("llama3-other", "LlamaConfig", {"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 32}}),
+    Case("mistral", "MistralConfig", {"sliding_window": 8}),
+    Case("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
+    Case("qwen3", "Qwen3Config", {"head_dim": 24}),
+    Case("gemma2", "Gemma2Config", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+    Case("phi3", "Phi3Config", {"num_key_value_heads": 4, "sliding_window": 12}),
+    Case(
+        "phi3-partial",
+        "Phi3Config",
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    Case(
+        "phi3-longrope",
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 24,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG},
+        },
+    ),
+]
+
+
+def _write(case: Case, folder: Path, kind: Kind = Kind.F32) -> tuple[Path, transformers.PreTrainedModel]:
+    model = case.build(seed=3)
+    extra: dict[str, object] = {}
+    factors = {}
+    if case.name.startswith("llama3"):
+        # as llama.cpp does: how much slower each pair of dimensions turns
+        plain = 1.0 / 5e5 ** (torch.arange(0, 12, 2) / 12)
+        factors["rope_freqs"] = (plain / model.model.rotary_emb.inv_freq).tolist()
+    if case.name == "phi3-longrope":
+        factors = {"rope_factors_long": _LONG["long_factor"], "rope_factors_short": _LONG["short_factor"]}
+        extra["phi3.rope.scaling.original_context_length"] = 24
+    return write_gguf(folder / f"{case.name}.gguf", model, kind, extra=extra, factors=factors), model
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_tensors_and_config_make_the_same_model(case: Case, tmp_path: Path) -> None:
+    path, model = _write(case, tmp_path)
+    checkpoint = GgufCheckpoint(path)
+    tensors = read_all(checkpoint)
+    expected = {name: weight for name, weight in model.state_dict().items() if name in tensors}
+    missing = set(model.state_dict()) - set(tensors)
+    assert missing == ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    for name, weight in expected.items():
+        # Gemma's shift by one costs a rounding, in the file already
+        tolerance = 1e-6 if case.name == "gemma2" and "norm" in name else 0
+        assert torch.allclose(tensors[name], weight, rtol=0, atol=tolerance), name
+
+    # the config, given to transformers with these tensors, computes what the first model computes
+    config = dict(checkpoint.config)
+    assert config["architectures"][0] in FAMILIES
+    read_spec(config)
+    rebuilt_config = getattr(transformers, case.config)(**config)
+    rebuilt_config._attn_implementation = "eager"
+    rebuilt = transformers.AutoModelForCausalLM.from_config(rebuilt_config, dtype=torch.float32).eval()
+    rebuilt.load_state_dict(tensors, strict=False)
+    for length in (9, 40):  # on both sides of the sliding windows and of longrope's switch
+        ids = torch.randint(3, 251, (1, length), generator=torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            assert torch.allclose(rebuilt(ids).logits, model(ids).logits, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_engine_generates_what_the_first_model_does(case: Case, tmp_path: Path) -> None:
+    path, model = _write(case, tmp_path)
+    prompt = torch.randint(3, 251, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 20:].tolist()
+    with LLM(str(path), dtype="float32", device="cpu", kv_blocks=16) as llm:
+        output = llm.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    assert output.token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3", "gemma2", "phi3"])
+def test_transformers_reads_the_same_from_the_same_file(name: str, tmp_path: Path) -> None:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path, model = _write(next(case for case in CASES if case.name == name), tmp_path, Kind.F16)
+    checkpoint = GgufCheckpoint(path)
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    tensors = read_all(checkpoint)
+    assert set(tensors) == set(theirs["tensors"]) - {"lm_head.weight"} | ({"lm_head.weight"} & set(tensors))
+    for name, weight in tensors.items():
+        assert torch.equal(weight, theirs["tensors"][name]), name
+    skipped = {"_model_name_or_path", "model_type", "dtype", "torch_dtype"}
+    for key in theirs["config"].keys() & checkpoint.config.keys() - skipped:
+        assert checkpoint.config[key] == theirs["config"][key], key
+    assert checkpoint.config["dtype"] == "float16"
+
+
+def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
+    path, _ = _write(CASES[3], tmp_path)
+    scaling = GgufCheckpoint(path).config["rope_scaling"]
+    assert scaling.pop("factor") == pytest.approx(32.0)
+    assert scaling == {key: value for key, value in _LLAMA3.items() if key not in ("rope_theta", "factor")}
+
+
+def _dequantisable() -> list[Kind]:
+    kinds = []
+    for kind in Kind:
+        try:
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+        except NotImplementedError:
+            continue
+        kinds.append(kind)
+    return kinds
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes make infinite scales
+@pytest.mark.parametrize("kind", _dequantisable(), ids=lambda kind: kind.name)
+def test_every_type_the_package_can_decode(kind: Kind, tmp_path: Path) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    columns = 512
+    row_bytes = columns // block * size
+    data = np.random.default_rng(int(kind)).integers(0, 256, (37, row_bytes), dtype=np.uint8)
+    if kind in (Kind.F32, Kind.F16):
+        data = data.view({Kind.F32: np.float32, Kind.F16: np.float16}[kind])
+    checkpoint = GgufCheckpoint(write_matrix(tmp_path / "m.gguf", data, kind, columns))
+    expected = torch.from_numpy(np.array(gguf.dequantize(data, kind), dtype=np.float32))
+    lazy = checkpoint.tensor("model.embed_tokens.weight", (37, columns))
+    before = checkpoint.bytes_read
+    left, right = slice(3, 70), slice(256, 512)
+    for rows, cols in ((slice(0, 37), slice(0, columns)), (slice(5, 20), right), (slice(36, 37), left)):
+        out = torch.empty(expected[rows, cols].shape)
+        lazy.read_into(out, rows, cols)
+        assert torch.allclose(out, expected[rows, cols], rtol=0, atol=0, equal_nan=True)
+    # whole, half the columns of 15 rows, and the blocks that hold columns 3 to 69 of one row
+    blocks = 37 * (columns // block) + 15 * (256 // block if block <= 256 else 1) + (-(-70 // block) - 3 // block)
+    assert checkpoint.bytes_read - before == blocks * size
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_slice_of_interleaved_heads(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "llama.gguf"
+    if not path.exists():
+        write_gguf(path, CASES[1].build(seed=3))
+    model = CASES[1].build(seed=3)
+    checkpoint = GgufCheckpoint(path)
+    name = data.draw(st.sampled_from(["q_proj.weight", "k_proj.weight", "q_proj.bias", "v_proj.weight"]))
+    whole = model.state_dict()[f"model.layers.1.self_attn.{name}"]
+    index = []
+    for size in whole.shape:
+        start = data.draw(st.integers(0, size))
+        index.append(slice(start, data.draw(st.integers(start, size))))
+    expected = whole[tuple(index)]
+    out = torch.full(expected.shape, torch.nan, dtype=torch.bfloat16)
+    checkpoint.tensor(f"model.layers.1.self_attn.{name}", tuple(whole.shape)).read_into(out, *index)
+    assert torch.equal(out, expected.bfloat16())
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_K], ids=lambda kind: kind.name)
+def test_reading_holds_little_beside_the_result(kind: Kind, tmp_path: Path) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.zeros((32768, 1024 // block * size), dtype=np.uint8)  # 128 MiB as fp32
+    data = data.view(np.float32) if kind == Kind.F32 else data
+    checkpoint = GgufCheckpoint(write_matrix(tmp_path / "m.gguf", data, kind, 1024))
+    del data
+    out = torch.ones(32768, 1024)
+    lazy = checkpoint.tensor("model.embed_tokens.weight", (32768, 1024))
+    lazy.read_into(torch.empty(8, 1024), slice(0, 8))  # imports and thread pools
+    assert peak_extra_bytes(lambda: lazy.read_into(out)) < 48 << 20
+    assert not out.any()
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    model = CASES[0].build(seed=3)
+    whole = tmp_path / "whole.gguf"
+    write_gguf(whole, model)
+    expected = read_all(GgufCheckpoint(whole))
+    first = tmp_path / "m-00001-of-00002.gguf"
+    write_gguf(first, model, extra={"split.count": 2})
+    writer = gguf.GGUFWriter(tmp_path / "m-00002-of-00002.gguf", "llama")
+    writer.add_tensor("output.weight", np.full((251, 48), 2.0, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = GgufCheckpoint(first)
+    tensors = read_all(checkpoint)
+    assert tensors.pop("lm_head.weight").unique().tolist() == [2.0]
+    assert tensors.keys() == expected.keys()
+    assert not checkpoint.config["tie_word_embeddings"]
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(YalisError, match=r"m-00002-of-00002.gguf is not beside it"):
+        GgufCheckpoint(first)
+
+
+def _one_sentence(error: pytest.ExceptionInfo[YalisError]) -> str:
+    message = str(error.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
+    path, _ = _write(CASES[0], tmp_path)
+    whole = path.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in [0, 1, 4, 10, 24, 50, *range(100, len(whole), len(whole) // 40), len(whole) - 40]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(YalisError, match=r"cut\.gguf") as error:
+            GgufCheckpoint(cut)
+        _one_sentence(error)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_damaged_header_is_a_sentence_or_harmless(tmp_path: Path, flips: list[tuple[float, int]]) -> None:
+    path = tmp_path / "llama-tied.gguf"
+    if not path.exists():
+        _write(CASES[0], tmp_path)
+    content = bytearray(path.read_bytes())
+    for where, value in flips:
+        content[int(where * 2200)] = value  # metadata and the table of tensors
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(content)
+    with suppress(YalisError):
+        checkpoint = GgufCheckpoint(damaged)
+        for name in checkpoint.names():
+            lazy = checkpoint.find(name)
+            assert lazy is not None
+            if torch.Size(lazy.shape).numel() < 1 << 20:
+                lazy.read_into(torch.empty(lazy.shape))
+
+
+def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "bert")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(YalisError, match="architecture 'bert'; known: llama, qwen2, qwen3, gemma2, phi3"):
+        GgufCheckpoint(tmp_path / "other.gguf")
+
+    rows = np.zeros((8, 40), dtype=np.uint8)
+    with pytest.raises(YalisError, match=r"'token_embd.weight'.* is stored as Q8_1"):
+        GgufCheckpoint(write_matrix(tmp_path / "q8_1.gguf", rows, Kind.Q8_1, 32))
+
+    content = bytearray((tmp_path / "q8_1.gguf").read_bytes())
+    at = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
+    content[at] = 99
+    (tmp_path / "new.gguf").write_bytes(content)
+    with pytest.raises(YalisError, match=r"ggml type 99, .* pip install -U gguf"):
+        GgufCheckpoint(tmp_path / "new.gguf")
+
+    (tmp_path / "text.gguf").write_text("not a model at all")
+    with pytest.raises(YalisError, match="is not a GGUF file"):
+        GgufCheckpoint(tmp_path / "text.gguf")
+
+    quantised = write_matrix(tmp_path / "q8_0.gguf", np.zeros((8, 34), dtype=np.uint8), Kind.Q8_0, 32)
+    plain = write_matrix(tmp_path / "f32.gguf", np.zeros((8, 32), dtype=np.float32), Kind.F32, 32)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(YalisError, match="pip install gguf"):
+        GgufCheckpoint(quantised)
+    assert read_all(GgufCheckpoint(plain))["model.embed_tokens.weight"].eq(0).all()
+
+
+def test_a_wrong_shape_and_a_missing_tensor(tmp_path: Path) -> None:
+    checkpoint = GgufCheckpoint(_write(CASES[0], tmp_path)[0])
+    with pytest.raises(YalisError, match=r"has shape \(251, 48\), but its config asks for \(251, 49\)"):
+        checkpoint.tensor("model.embed_tokens.weight", (251, 49))
+    with pytest.raises(YalisError, match=r"has no tensor 'lm_head.weight'"):
+        checkpoint.tensor("lm_head.weight", (251, 48))
