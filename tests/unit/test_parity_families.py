@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from yalis import LLM, SamplingParams
 STEPS = 12
 SEEDS = (1, 2)
 LENGTHS = (21, 1, 30, 37, 6, 26)
-GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True)
+EVERY = tuple(range(len(LENGTHS)))
 #: chunked prefill, prefix reuse, forced preemption: each off and on
 SCENARIOS = list(itertools.product((False, True), repeat=3))
 ALL_ON = (True, True, True)
@@ -34,7 +35,7 @@ def reference(tmp_path_factory):
     return find
 
 
-def open_llm(ref: Reference, backend: str, chunked: bool, reuse: bool, preempt: bool) -> LLM:
+def open_llm(ref: Reference, backend: str, chunked: bool, reuse: bool, preempt: bool, tight: int = 17) -> LLM:
     return LLM(
         str(ref.path),
         device="cpu",
@@ -42,28 +43,37 @@ def open_llm(ref: Reference, backend: str, chunked: bool, reuse: bool, preempt: 
         block_size=4,
         max_batch_tokens=11 if chunked else 512,
         prefix_reuse=reuse,
-        kv_blocks=17 if preempt else 128,  # the longest sequence needs 13 blocks
-        max_model_len=60,
+        kv_blocks=tight if preempt else 128,  # the longest sequence needs 13 blocks
+        max_model_len=50,
     )
 
 
-def check(ref: Reference, llm: LLM, mixed: bool) -> None:
-    """All prompts, together or one after the other: the reference's tokens exactly, its logits within 1e-4."""
+def check(ref: Reference, llm: LLM, mixed: bool, chosen: Sequence[int] = EVERY, steps: int = STEPS) -> None:
+    """The prompts, together or one after the other: the reference's tokens exactly, its logits within 1e-4."""
     tap = LogitTap(llm)
-    groups = [ref.prompts] if mixed else [[prompt] for prompt in ref.prompts]
-    outputs = [output for group in groups for output in llm.generate(group, GREEDY)]
-    for index, output in enumerate(outputs):
-        assert output.token_ids == ref.tokens[index], f"prompt {index} of {ref.case.name}"
+    asked = [ref.prompts[index] for index in chosen]
+    groups = [asked] if mixed else [[prompt] for prompt in asked]
+    greedy = SamplingParams(max_tokens=steps, ignore_eos=True)
+    outputs = [output for group in groups for output in llm.generate(group, greedy)]
+    for place, (index, output) in enumerate(zip(chosen, outputs, strict=True)):
+        assert output.token_ids == ref.tokens[index][:steps], f"prompt {index} of {ref.case.name}"
         assert output.finish_reason == "length"
-        worst = (tap.of(index) - ref.logits[index]).abs().max().item()
+        worst = (tap.of(place) - ref.logits[index][:steps]).abs().max().item()
         assert worst < 1e-4, f"prompt {index} of {ref.case.name}: logits off by {worst:.2e}"
     llm._engine.scheduler.blocks.check()
 
 
-def check_scenario(ref: Reference, backend: str, scenario: tuple[bool, bool, bool]) -> None:
+def check_scenario(
+    ref: Reference,
+    backend: str,
+    scenario: tuple[bool, bool, bool],
+    chosen: Sequence[int] = EVERY,
+    steps: int = STEPS,
+    tight: int = 17,
+) -> None:
     chunked, reuse, preempt = scenario
-    with open_llm(ref, backend, *scenario) as llm:
-        check(ref, llm, mixed=True)
+    with open_llm(ref, backend, *scenario, tight) as llm:
+        check(ref, llm, True, chosen, steps)
         counted = llm._engine.scheduler.counters
         assert (counted.chunked_prefills > 0) == chunked
         assert (counted.preemptions > 0) == preempt
@@ -90,7 +100,8 @@ def test_alone(reference, case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["flex", "triton"])
 def test_other_backends(reference, backend, case):
-    check_scenario(reference(case, SEEDS[0]), backend, ALL_ON)
+    # Triton's interpreter takes milliseconds a program: just enough work for every counter.
+    check_scenario(reference(case, SEEDS[0]), backend, ALL_ON, chosen=(1, 4, 5, 0), steps=8, tight=13)
 
 
 @pytest.mark.full
@@ -120,6 +131,6 @@ def test_seeded_request_same_alone_and_in_any_batch(reference):
 
 def test_weights_are_read_in_bf16(reference):
     ref = reference(CASES[0], SEEDS[0])
-    with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=60) as llm:
+    with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=50) as llm:
         assert {p.dtype for p in llm._engine.runner.model.parameters()} == {torch.bfloat16}
-        assert len(llm.generate([ref.prompts[0]], GREEDY)[0].token_ids) == STEPS
+        assert len(llm.generate([ref.prompts[0]], SamplingParams(max_tokens=STEPS, ignore_eos=True))[0].token_ids) == STEPS

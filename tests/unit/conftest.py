@@ -1,0 +1,5 @@
+"""Unit tests run on the CPU, where Triton's kernels run in its interpreter; it must be chosen before triton is imported."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
