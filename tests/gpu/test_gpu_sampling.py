@@ -1,0 +1,74 @@
+"""Sampling on a GPU: the CPU's noise and tokens, the same in any batch, and no waiting for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yalis.sampling.batch import SamplingBatch, SamplingRow
+from yalis.sampling.noise import uniform
+from yalis.sampling.sampler import Sampler
+from yalis.types import SamplingParams
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU here", allow_module_level=True)
+
+KINDS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.1, "top_k": 12},
+    {"temperature": 1.1, "top_k": 5, "top_p": 0.6},
+    {"temperature": 0.9, "top_p": 0.7},
+    {"temperature": 2.0, "top_p": 0.97, "min_p": 0.01},
+    {"temperature": 1.5, "min_p": 0.05, "repetition_penalty": 1.3},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logprobs": 2},
+    {"temperature": 1e-5, "logprobs": 0},
+]
+HISTORY = ([1, 2, 3, 3], [5, 5, 6])
+
+
+def mixed_rows(count: int) -> list[SamplingRow]:
+    params = [SamplingParams(**KINDS[i * 7 % len(KINDS)]) for i in range(count)]  # type: ignore[arg-type]
+    return [SamplingRow(params[i], i, 100 + i, HISTORY, (i,)) for i in range(count)]
+
+
+def tokens_on(device: str, logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    vocab = logits.shape[1]
+    return Sampler(vocab, device).sample(logits.to(device), SamplingBatch.build(rows, vocab, device)).to_host()[0]
+
+
+def test_uniform_noise_has_the_bits_of_the_cpu() -> None:
+    seeds, positions, ids = torch.arange(20) << 40, torch.arange(20) * 7, torch.arange(50_021)
+    there = uniform(seeds.cuda(), positions.cuda(), ids.cuda()).cpu()
+    assert torch.equal(there, uniform(seeds, positions, ids))
+
+
+@pytest.mark.parametrize("vocab", [1009, 50_021])
+def test_tokens_are_those_of_the_cpu_and_of_any_batch(vocab: int) -> None:
+    rows = mixed_rows(54)
+    logits = torch.randn(54, vocab, generator=torch.Generator().manual_seed(2)) * 2
+    tokens = tokens_on("cuda", logits, rows)
+    assert tokens == tokens_on("cpu", logits, rows)
+    for i in range(54):
+        assert tokens_on("cuda", logits[i : i + 1], rows[i : i + 1]) == [tokens[i]]
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(3, 128_256, dtype=torch.bfloat16)
+    logits[1, [70, 5_000, 128_255]] = 3
+    assert tokens_on("cuda", logits, [SamplingRow(SamplingParams(), 0, 0)] * 3) == [0, 70, 0]
+
+
+def test_building_and_sampling_never_wait_for_the_device() -> None:
+    rows = mixed_rows(18)
+    logits = torch.randn(18, 8191, device="cuda", dtype=torch.bfloat16)
+    sampler = Sampler(8191, "cuda")
+    sampler.sample(logits, SamplingBatch.build(rows, 8191, "cuda"))  # one-time set-up of the kernels may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        waiting = sampler.sample(logits, SamplingBatch.build(rows, 8191, "cuda")).begin_copy()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    tokens, logprobs = waiting.to_host()
+    assert len(tokens) == 18
+    assert [found is not None for found in logprobs] == [row.params.logprobs is not None for row in rows]
