@@ -39,7 +39,8 @@ _ROWS: dict[str, dict[str, type]] = {
         "decode_ms_low": float,
         "decode_ms_high": float,
         "tokens_per_s": float,
-        "floor_ms": float,
+        "prefill_floor_ms": float,
+        "floor_ms": float,  # of a decode step
         "share_of_floor": float,
         "ratio": float,  # this engine's decode step over ours
         "same_tokens": float,  # the share of its sequences whose tokens equal ours

@@ -25,7 +25,8 @@ def test_every_field_has_a_flag_and_help() -> None:
 
 def test_flags_of_every_kind() -> None:
     words = "generate x --model m --kv-blocks 7 --kv-memory 0.5 --no-prefix-reuse --max-tokens 3 --top-p 0.5"
-    words += " --stop a --stop b --stop-token-ids 4 --stop-token-ids 5 --ignore-eos --seed 9 --presence-penalty -1 --dtype float32"
+    words += " --stop a --stop b --stop-token-ids 4 --stop-token-ids 5 --ignore-eos --seed 9"
+    words += " --presence-penalty -1 --dtype float32"
     told = build_parser().parse_args(words.split())
     assert engine_config(told) == EngineConfig(
         model="m", kv_blocks=7, kv_memory=0.5, prefix_reuse=False, dtype="float32"

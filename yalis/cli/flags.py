@@ -54,8 +54,8 @@ HELP = {
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line. Flags are spelt out: an abbreviation could come to mean another one."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **settings)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "allow_abbrev": False})
 
     def error(self, message: str) -> Any:
         raise YalisError(f"{message}; type `{self.prog} --help` for what is accepted")

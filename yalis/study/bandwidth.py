@@ -23,6 +23,11 @@ class DeviceRates:
     read_bytes_per_s: float
     matmul_flops_per_s: float
 
+    def best(self, other: DeviceRates) -> DeviceRates:
+        return DeviceRates(
+            max(self.read_bytes_per_s, other.read_bytes_per_s), max(self.matmul_flops_per_s, other.matmul_flops_per_s)
+        )
+
 
 def measure(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     return DeviceRates(read_bandwidth(device), matmul_rate(device, dtype))

@@ -14,15 +14,13 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
-import torch
-
 from yalis import __version__, results
 from yalis.checkpoint.resolve import locate
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError
-from yalis.spec import ModelSpec
+from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefill_floor_s, prefill_flops
 from yalis.study import bandwidth, peers
 from yalis.types import SamplingParams
 
@@ -86,18 +84,21 @@ def measure(
                 f"prompt_len + output_len is {longest}, but the context holds {llm.max_model_len}; give less"
             )
         report("measuring the device")
-        rates = bandwidth.measure(device, dtype)
+        before = bandwidth.measure(device, dtype)
         setup = peers.PeerSetup(locate(config.model), config.load == "random", dtype, device)
         others = []
         for name in plan.peer:
             report(f"loading {name}")
             others.append((name, peers.start(name, setup)))
         engines: list[tuple[str, peers.Peer | str]] = [("yalis", Ours(llm)), *others]
+        taken = {batch: _take_turns(batch, plan, engines, llm.spec.vocab_size, report) for batch in plan.batch}
+        report("measuring the device again")
+        rates = before.best(bandwidth.measure(device, dtype))  # what it could do at its best in this run
+        dims = ModelDims.of(llm.spec, dtype.itemsize, dtype.itemsize)
         rows = []
         for batch in plan.batch:
-            timings = _take_turns(batch, plan, engines, llm.spec.vocab_size, report)
-            floor = decode_floor(llm.spec, dtype, batch, plan.prompt_len + plan.output_len / 2, rates)
-            rows += _tabulate(batch, plan, engines, timings, floor, comparable=config.load != "random")
+            floors = find_floors(dims, batch, plan, rates)
+            rows += _tabulate(batch, plan, engines, taken[batch], floors, comparable=config.load != "random")
         parameters = {
             **asdict(plan),
             "engine": asdict(config),
@@ -107,17 +108,20 @@ def measure(
         return results.new("latency", parameters, rows, command, [bandwidth.describe(device)])
 
 
-def decode_floor(
-    spec: ModelSpec, dtype: torch.dtype, batch: int, context: float, rates: bandwidth.DeviceRates
-) -> float:
-    """Seconds below which no decode step can go: reading its bytes once or multiplying, whichever takes longer."""
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size)
-    weights = spec.num_layers * layer + spec.vocab_size * spec.hidden_size
-    cached = batch * context * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    return max(
-        (weights + cached) * dtype.itemsize / rates.read_bytes_per_s,
-        2 * weights * batch / rates.matmul_flops_per_s,
+@dataclass(frozen=True)
+class Floors:
+    """Seconds below which nothing can go on this device."""
+
+    prefill: float
+    decode: float  # a step, at the middle of the output
+
+
+def find_floors(dims: ModelDims, batch: int, plan: LatencyPlan, rates: bandwidth.DeviceRates) -> Floors:
+    work = decode_work(dims, [plan.prompt_len + plan.output_len / 2] * batch)
+    flops = prefill_flops(dims, [plan.prompt_len] * batch)
+    return Floors(
+        prefill=prefill_floor_s(flops, rates.matmul_flops_per_s),
+        decode=decode_floor_s(work.bytes, work.flops, rates.read_bytes_per_s, rates.matmul_flops_per_s),
     )
 
 
@@ -156,7 +160,7 @@ def _tabulate(
     plan: LatencyPlan,
     engines: list[tuple[str, peers.Peer | str]],
     taken: list[list[peers.Timing] | str],
-    floor: float,
+    floors: Floors,
     comparable: bool,
 ) -> list[dict[str, Any]]:
     """One row for each engine, ours first. `comparable`: whether all of them have the same weights."""
@@ -182,8 +186,9 @@ def _tabulate(
                 decode_ms_low=1e3 * low,
                 decode_ms_high=1e3 * high,
                 tokens_per_s=median(batch * plan.output_len / timing.total for timing in timings),
-                floor_ms=1e3 * floor,
-                share_of_floor=floor / step,
+                prefill_floor_ms=1e3 * floors.prefill,
+                floor_ms=1e3 * floors.decode,
+                share_of_floor=floors.decode / step,
                 ratio=step / our_step,
                 same_tokens=_agreement(ours, timings) if comparable and timings is not ours else None,
             )

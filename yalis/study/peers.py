@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,9 +53,8 @@ class TransformersPeer:
 
         self.version = transformers.__version__
         self._device = setup.device
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        self._model = _load(setup)
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars, which ask nobody whether to show
+            self._model = _load(setup)
         # No end token at all: one that is only suppressed would change which tokens are chosen.
         self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
 

@@ -1,0 +1,188 @@
+"""`yalis generate` and `yalis chat` on a tiny model, in a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_chat import save_tiny_chat
+from yalis.cli.main import main
+from yalis.engine.llm import LLM
+from yalis.types import SamplingParams
+
+SMALL = ["--threads", "1", "--kv-memory", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model"), max_position=32768))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> dict[str, Any]:
+    """What the library gives for the same prompts."""
+    with LLM(model, threads=1, kv_memory=0.1) as llm:
+        sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+        turns: list[dict[str, str]] = [{"role": "system", "content": "s"}]
+        said = []
+        for text in ("Hello", "again"):
+            turns.append({"role": "user", "content": text})
+            said.append(llm.chat(turns, sampling)[0].text)
+            turns.append({"role": "assistant", "content": said[-1]})
+        first, second, ids = llm.generate(["abc", "x y", [5, 6, 7]], sampling)
+        return {"abc": first, "x y": second, "ids": ids, "said": said}
+
+
+def test_generate_prints_the_completion(
+    model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "abc", "--model", model, "--max-tokens", "6", "--ignore-eos", *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected["abc"].text + "\n"
+    assert err.startswith("yalis: 6 tokens in ")
+    assert err.endswith(" tokens/s\n")
+
+
+def test_generate_several(
+    model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x y"))
+    words = [
+        "generate",
+        "abc",
+        "-",
+        "--prompt-ids",
+        "5,6,7",
+        "--model",
+        model,
+        "--max-tokens",
+        "6",
+        "--ignore-eos",
+        *SMALL,
+    ]
+    assert main(words) == 0
+    texts = {name: expected[name].text for name in ("abc", "x y", "ids")}
+    told = f"[1] abc\n{texts['abc']}\n\n[2] x y\n{texts['x y']}\n\n[3] 5 6 7\n{texts['ids']}\n\n"
+    assert capsys.readouterr().out == told
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x y"))
+    assert main([*words, "--json", "--logprobs", "1"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["abc", "x y", [5, 6, 7]]
+    assert [row["token_ids"] for row in rows] == [expected[name].token_ids for name in ("abc", "x y", "ids")]
+    assert all(len(row["logprobs"]) == row["output_tokens"] == 6 and row["metrics"]["total"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([""], "the prompt is empty"),
+        (["--prompt-ids", "1,99999"], "token id 99999 is out of range"),
+        (["x" * 40_000], "40000 tokens"),
+        (["x", "--device", "cuda:77"], "device 'cuda:77' is not there"),
+        (["x", "--attention", "magic"], "unknown attention backend 'magic'"),
+    ],
+)
+def test_generate_refuses(model: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *words, "--model", model, *SMALL]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert sentence in err
+
+
+def test_chat_once_and_in_a_pipe(
+    model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--system", "s", "--model", model, "--max-tokens", "6", "--ignore-eos", *SMALL]
+    assert main(["chat", "Hello", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected["said"][0] + "\n"
+    assert err.startswith("yalis: 6 tokens in ")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nagain\n"))  # the second answer sees the first
+    assert main(["chat", "--json", *flags]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["content"] for row in rows] == expected["said"]
+    assert {row["finish_reason"] for row in rows} == {"length"}
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=_own
+        )
+        os.close(slave)
+
+    def wait_for(self, text: bytes, seconds: float = 90) -> bytes:
+        seen, end = b"", time.monotonic() + seconds
+        while text not in seen and time.monotonic() < end:
+            if select.select([self.master], [], [], 0.1)[0]:
+                seen += os.read(self.master, 4096)
+        assert text in seen, seen[-500:]
+        return seen
+
+    def type(self, text: bytes) -> None:
+        os.write(self.master, text)
+
+
+def _own() -> None:
+    """Make standard input the controlling terminal, so that ^C becomes a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_chat_on_a_terminal(model: str) -> None:
+    command = [sys.executable, "-m", "yalis", "chat", "--model", model, "--max-tokens", "30000", "--ignore-eos", *SMALL]
+    terminal = Terminal(command)
+    try:
+        terminal.wait_for(b"> ")
+        terminal.type(b"Hello\n")
+        time.sleep(1.0)
+        terminal.type(b"\x03")  # stops the answer, long before its 30000 tokens
+        told = terminal.wait_for(b"tokens/s")
+        assert int(told.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000
+        terminal.wait_for(b"> ")
+        terminal.type(b"\x03")  # nothing to stop
+        terminal.wait_for(b"> ")
+        terminal.type(b"/dance\n")
+        terminal.wait_for(b"unknown command '/dance'; accepted: /reset, /exit")
+        terminal.type(b"/reset\n")
+        terminal.wait_for(b"> ")
+        terminal.type(b"\x04")  # end of input leaves
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)
+
+
+def test_progress_needs_a_terminal(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").write_text('{"prompt": "abc", "max_tokens": 3, "ignore_eos": true}\n' * 5)
+    assert main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), "--model", model, "--json", *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert "\r" not in err
+    assert err.count("\n") == 1
+    assert json.loads(out)["results"] == 5
+    (tmp_path / "out").unlink()
+    terminal = Terminal(
+        [sys.executable, "-m", "yalis", "batch", str(tmp_path / "in"), str(tmp_path / "out"), "--model", model, *SMALL]
+    )
+    try:
+        told = terminal.wait_for(b"holds all 5 results")
+        assert b"requests/s" in told
+    finally:
+        terminal.process.wait(30)
+        os.close(terminal.master)

@@ -1,0 +1,96 @@
+"""The latency benchmark on a tiny model, with its peer in the same run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_chat import save_tiny_chat
+from yalis import results
+from yalis.cli.main import main
+from yalis.study import bandwidth, peers
+
+
+class Broken:
+    """A peer that loads and then fails."""
+
+    name, version = "broken", "1"
+
+    def __init__(self, setup: peers.PeerSetup) -> None:
+        pass
+
+    def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
+        raise RuntimeError("out of\nluck")
+
+
+class Missing:
+    def __init__(self, setup: peers.PeerSetup) -> None:
+        import a_package_that_is_not_there  # noqa: F401
+
+
+@pytest.fixture
+def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bandwidth._READ_BYTES, "cpu", 2**22)
+    monkeypatch.setitem(bandwidth._MATMUL_SIZE, "cpu", 128)
+    own = {**peers.PEERS._entries, "broken": f"{__name__}:Broken", "missing": f"{__name__}:Missing"}
+    monkeypatch.setattr(peers.PEERS, "_entries", own)
+
+
+@pytest.mark.usefixtures("small_measurements")
+def test_ours_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save_tiny_chat(tmp_path / "model"))
+    capsys.readouterr()  # saving draws a progress bar
+    words = "bench latency --batch 1,3 --prompt-len 9 --output-len 5 --repeats 2 --threads 1"
+    words += f" --peer transformers --peer broken --peer missing --model {model} --out {tmp_path / 'out'}"
+    assert main(words.split()) == 0
+    out, err = capsys.readouterr()
+    (path,) = (tmp_path / "out").iterdir()
+    assert err == f"yalis: wrote {path}\n"
+    result = results.read(path)
+    assert [(row["engine"], row["batch"]) for row in result.rows] == [
+        (engine, batch) for batch in (1, 3) for engine in ("yalis", "transformers", "broken", "missing")
+    ]
+    for row in result.rows[0], result.rows[1], result.rows[4], result.rows[5]:
+        _check(row)
+    ours, theirs, broken, missing = result.rows[4:]
+    assert (ours["ratio"], ours["same_tokens"]) == (1.0, None)
+    assert theirs["ratio"] == pytest.approx(theirs["decode_ms"] / ours["decode_ms"])
+    assert theirs["same_tokens"] == 1.0
+    assert broken["status"] == "RuntimeError: out of luck"
+    assert missing["status"] == "not installed (a_package_that_is_not_there)"
+    assert broken["decode_ms"] is missing["decode_ms"] is None
+    assert "batch 3: a decode step of transformers takes" in out
+    assert "x ours; same tokens\n" in out
+    assert "not installed (a_package_that_is_not_there)" in out
+
+
+def _check(row: dict[str, Any]) -> None:
+    assert row["status"] == "ok"
+    assert 0 < row["decode_ms_low"] <= row["decode_ms"] <= row["decode_ms_high"]
+    assert row["first_token_ms"] > 0
+    assert row["tokens_per_s"] > 0
+    assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["decode_ms"])
+
+
+@pytest.mark.usefixtures("small_measurements")
+def test_random_weights_are_not_compared_and_json_is_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save_tiny_chat(tmp_path / "model"))
+    words = "bench latency --batch 2 --prompt-len 4 --output-len 3 --repeats 1 --warmup 0 --threads 1 --json"
+    assert main([*words.split(), "--peer", "transformers", "--load", "random", "--model", model]) == 0
+    data = json.loads(capsys.readouterr().out)
+    results.check(data, "printed")
+    assert [row["same_tokens"] for row in data["rows"]] == [None, None]
+
+
+@pytest.mark.usefixtures("small_measurements")
+def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save_tiny_chat(tmp_path / "model", max_position=64))
+    assert (
+        main(["bench", "latency", "--prompt-len", "60", "--output-len", "5", "--threads", "1", "--model", model]) == 2
+    )
+    assert "prompt_len + output_len is 65, but the context holds 64" in capsys.readouterr().err
