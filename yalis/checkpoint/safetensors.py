@@ -138,8 +138,8 @@ def _read_header(file: MappedFile) -> dict[str, _Entry]:
         for name, info in header.items():
             begin, end = info["data_offsets"]
             shape, dtype = tuple(int(size) for size in info["shape"]) or (1,), info["dtype"]
-            bits = torch.Size(shape).numel() * _BITS.get(dtype, 0)
-            if not 0 <= begin <= end or (bits and end - begin != bits // 8):
+            bits = math.prod(shape) * _BITS.get(dtype, 0)
+            if not 0 <= begin <= end or min(shape) < 0 or (dtype in _BITS and end - begin != bits // 8):
                 raise YalisError(damaged.format(f"the size of tensor {name!r} does not match its shape"))
             if 8 + length + end > file.size:
                 raise YalisError(damaged.format(f"it ends before tensor {name!r} does"))

@@ -27,10 +27,13 @@ class IncrementalDecoder:
         self._start = 0  # the window
         self._known = 0  # ids whose text was given out
         self._length = 0  # characters given out
+        self._in_bytes = False
 
     def feed(self, token: int) -> str:
         self._ids.append(token)
-        if self._decoder.is_byte(token):  # a later byte may change what this one spells
+        # A later byte may change what this one spells, and a token that is left out does not come between them.
+        self._in_bytes = self._decoder.is_byte(token) or (self._in_bytes and not self._decode([token]))
+        if self._in_bytes:
             return ""
         text = self._decode(self._ids[self._start :])
         if text.endswith(_UNSURE):

