@@ -14,11 +14,10 @@ import subprocess
 import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from yalis import __version__
 from yalis.errors import YalisError, YalisFailure
 
 SCHEMA = "yalis-result"
@@ -188,7 +187,9 @@ def columns(kind: str) -> list[str]:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"yalis": __version__, "python": platform.python_version()}
+    # By name, because the package's face knows the engine, which lies above this file.
+    own: str = import_module("yalis").__version__
+    found: dict[str, str | None] = {"yalis": own, "python": platform.python_version()}
     for package in ("torch", "transformers", "triton", "gguf"):
         found[package] = package_version(package)
     return found
