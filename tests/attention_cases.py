@@ -54,7 +54,7 @@ class Step:
 
 
 def make_step(case: Case, slowly: bool = True) -> Step:
-    """`slowly`: expect what attend_one says; otherwise what the reference of the kernels says, itself checked with it."""
+    """`slowly`: expect what attend_one says; otherwise what the reference of the kernels says, checked beside it."""
     rng = random.Random(case.seed)
     torch.manual_seed(case.seed)
     size, dim = case.block_size, case.head_dim

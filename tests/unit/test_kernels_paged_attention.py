@@ -72,7 +72,7 @@ def test_launch_fits_the_step() -> None:
     assert (alone.tiles, crowd.tiles) == (0, 0)  # type: ignore[attr-defined]
     assert alone.splits > 8  # type: ignore[attr-defined]
     assert crowd.splits == 1  # type: ignore[attr-defined]
-    mixed = plan((1, 65, 1, 10), (9, 65, 9, 30))  # 128 rows hold 32 queries of 4 heads
+    mixed = plan((1, 33, 1, 10), (9, 33, 9, 30))  # 64 rows hold 16 queries of 4 heads
     assert mixed.tile_sequence.tolist() == [1, 1, 1, 3]  # type: ignore[attr-defined]
     assert mixed.tile_start[[1, 3]].tolist() == [0, 3]  # type: ignore[attr-defined]
     assert plan((7,), (7,)).splits == 0  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ class TritonAttention(AttentionBackend):
         self.kernels: Any = paged_attention
         self.programs = 16
         if needs.device.type == "cuda":
-            self.programs = 4 * torch.cuda.get_device_properties(needs.device).multi_processor_count
+            self.programs = 3 * torch.cuda.get_device_properties(needs.device).multi_processor_count
 
     @classmethod
     def unusable(cls, needs: AttentionNeeds) -> str | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
 NEVER = tl.constexpr(-1.0e30)
+MOST_SPLITS = 64
 
 
 @triton.jit
@@ -68,7 +69,8 @@ def _absorb(
     return m_new, total, acc
 
 
-@triton.jit
+# Numbers that change from step to step must not each compile another kernel.
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill(
     out_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables, tile_sequence, tile_start,
     out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
@@ -133,13 +135,13 @@ def _prefill(
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window", "splits"])
 def _decode(
     out_ptr, part_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables,
     out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
-    scale, window, softcap,
+    scale, window, softcap, splits,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -167,7 +169,7 @@ def _decode(
     low = 0
     if WINDOW:
         low = tl.maximum(0, context - window)
-    share = ((context - low + SPLITS - 1) // SPLITS + N - 1) // N * N
+    share = ((context - low + splits - 1) // splits + N - 1) // N * N
     begin = low + split * share
     end = tl.minimum(context, begin + share)
     full = begin + tl.maximum(0, end - begin) // N * N
@@ -183,31 +185,31 @@ def _decode(
         )  # fmt: skip
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLITS == 1:
-        at = out_ptr + token * out_token + (head * out_head)[:, None] + d[None, :]
-        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
-    else:
-        part = (sequence * tl.num_programs(1) * G + head) * SPLITS + split
+    if SPLIT:
+        part = (sequence * tl.num_programs(1) * G + head) * splits + split
         tl.store(part_ptr + (part * D)[:, None] + d[None, :], acc, mask=access)
         tl.store(lse_ptr + part, tl.where(total > 0, m + tl.log2(tl.where(total > 0, total, 1.0)), NEVER), mask=r < G)
+    else:
+        at = out_ptr + token * out_token + (head * out_head)[:, None] + d[None, :]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
-    out_ptr, part_ptr, lse_ptr, query_start, out_token, out_head,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
+    out_ptr, part_ptr, lse_ptr, query_start, out_token, out_head, splits,
+    D: tl.constexpr, DP: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = tl.load(query_start + sequence)
     if tl.load(query_start + sequence + 1) - row != 1:
         return
-    s = tl.arange(0, SP)
+    s = tl.arange(0, MOST)
     d = tl.arange(0, DP)
-    part = (sequence * tl.num_programs(1) + head) * SPLITS + s
-    lse = tl.load(lse_ptr + part, mask=s < SPLITS, other=NEVER)
+    part = (sequence * tl.num_programs(1) + head) * splits + s
+    lse = tl.load(lse_ptr + part, mask=s < splits, other=NEVER)
     weight = tl.exp2(lse - tl.max(lse, 0))
-    access = (s < SPLITS)[:, None] & (d < D)[None, :]
+    access = (s < splits)[:, None] & (d < D)[None, :]
     acc = tl.load(part_ptr + (part * D)[:, None] + d[None, :], mask=access, other=0.0)
     result = tl.sum(acc * weight[:, None], 0) / tl.sum(weight, 0)
     at = out_ptr + row.to(tl.int64) * out_token + head * out_head + d
@@ -233,19 +235,24 @@ class Shape(NamedTuple):
 
 
 def prefill_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
-    wide = triton.next_power_of_2(head_dim) > 128
-    if dtype == torch.float32:  # exact products run outside the tensor cores: small tiles, or registers spill
+    """Chosen on an H200 with 32 heads over 8 key heads of 128, bf16."""
+    # Exact float32 products run outside the tensor cores, and wide heads fill registers: smaller tiles for both.
+    if dtype == torch.float32:
         shape = Shape(32, 32, 4, 2)
-    elif wide:
+    elif head_dim > 128:
         shape = Shape(64, 32, 4, 2)
     else:
-        shape = Shape(128, 64, 8, 3)
+        shape = Shape(64, 64, 4, 2)
     return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
 
 
 def decode_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
-    n = 32 if triton.next_power_of_2(head_dim) * dtype.itemsize > 256 else 64
-    return Shape(max(16, triton.next_power_of_2(group)), n, 4, 3 if dtype.itemsize == 2 else 2)
+    """Chosen as above. Sixteen rows are the least a matrix product takes."""
+    if dtype == torch.float32:
+        shape = Shape(16, 32, 4, 2)
+    else:
+        shape = Shape(16, 64 if head_dim <= 128 else 32, 2 if group <= 16 else 4, 2)
+    return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
 
 
 def plan_launch(
@@ -267,10 +274,10 @@ def plan_launch(
     decoding = [c for n, c in zip(query_lens, context_lens, strict=True) if n == 1]
     splits = 0
     if decoding:
-        # A split of fewer than two tiles of keys costs more to combine than it saves.
-        most = -(-max(decoding) // (2 * decode_shape(group, head_dim, dtype).n))
+        most = -(-max(decoding) // decode_shape(group, head_dim, dtype).n)
         wanted = -(-programs // (len(decoding) * num_kv_heads))
-        splits = triton.next_power_of_2(max(1, min(most, wanted, 64)))
+        # A few tiles are read sooner than a second kernel starts.
+        splits = min(most, wanted, MOST_SPLITS) if most > 4 else 1
     return Launch(tiles, tile_sequence, tile_start, splits)
 
 
@@ -314,12 +321,11 @@ def paged_attention(
             part = torch.empty((sequences, heads, splits, dim), dtype=torch.float32, device=q.device)
             lse = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
         _decode[(sequences, kv_heads, splits)](
-            out, part, lse, q, k_cache, v_cache, query_start, context_len, block_tables, *strides, *numbers, **sizes,
-            M=shape.m, N=shape.n, SPLITS=splits, **flags, num_warps=shape.warps, num_stages=shape.stages,
+            out, part, lse, q, k_cache, v_cache, query_start, context_len, block_tables, *strides, *numbers, splits,
+            **sizes, M=shape.m, N=shape.n, **flags, SPLIT=splits > 1, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         if splits > 1:
             _combine[(sequences, heads)](
-                out, part, lse, query_start, *out.stride()[:2], D=dim, DP=padded, SPLITS=splits,
-                SP=splits, num_warps=4,
+                out, part, lse, query_start, *out.stride()[:2], splits, D=dim, DP=padded, MOST=MOST_SPLITS, num_warps=4
             )  # fmt: skip
     return out
