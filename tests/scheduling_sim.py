@@ -88,7 +88,12 @@ class Sim:
             self.ended_by_us.add(request_id)
 
     def launch(self) -> StepPlan | None:
+        oldest = next((r for r in self.requests.values() if r.finish_reason is None), None)
+        ran = oldest is not None and oldest.slot is not None
+        switches = self.scheduler.counters.rope_switches
         plan = self.scheduler.schedule()
+        if oldest is not None and ran and oldest.slot is None:
+            assert self.scheduler.counters.rope_switches > switches, "the oldest was preempted"
         if plan is not None:
             self.plans.append(plan)
             self.launched.append((plan, self.run(plan)))
@@ -135,7 +140,8 @@ class Sim:
         assert plan.num_tokens <= config.max_batch_tokens
         assert len(plan.sequences) <= config.max_num_seqs
         assert len({s.slot for s in plan.sequences}) == len(plan.sequences)
-        assert len({s.request_id for s in plan.sequences}) == len(plan.sequences)
+        ids = [s.request_id for s in plan.sequences]
+        assert ids == sorted(set(ids)), "not in order of arrival"
         flying = [s for other, _ in self.launched for s in other.sequences]
         states: dict[int, list[int]] = {}
         for step in plan.sequences:

@@ -193,6 +193,9 @@ class Scheduler:
         slots = [request.slot for request in self._requests.values() if request.slot is not None]
         if sorted(slots + self._free_slots) != list(range(self.config.max_num_seqs)):
             raise RuntimeError("a slot is held twice, or lost")
+        for queue in (list(self._waiting), self._running):
+            if queue != sorted(queue, key=_by_arrival):
+                raise RuntimeError("requests are not in order of arrival")
         if not self._in_flight and (self._filling or len(self._requests) != len(self._running) + len(self._waiting)):
             raise RuntimeError("something is left of a plan or a request that is over")
 
@@ -339,7 +342,6 @@ class Scheduler:
         """Back to the queue, at its place by arrival, to be computed anew; what the cache keeps of it is a gift."""
         self._running.remove(request)
         self._release(request)
-        request.planned = request.registered = 0
         place = 0
         for other in self._waiting:
             if other.arrival > request.arrival:
