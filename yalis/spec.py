@@ -89,7 +89,9 @@ def read_spec(config: dict[str, Any], label: str = "config.json") -> ModelSpec:
     head_dim = get.whole("head_dim", {"qwen3": 128, "gemma2": 256}.get(family, hidden // heads))
     max_position = get.whole("max_position_embeddings", 2048)
     if heads % kv_heads:
-        raise YalisError(f"{label} has {heads} attention heads over {kv_heads} key/value heads; the first must be a multiple")
+        raise YalisError(
+            f"{label} has {heads} attention heads over {kv_heads} key/value heads; the first must be a multiple"
+        )
     gemma = family == "gemma2"
     attention_bias = bool(config.get("attention_bias", False))
     scalar = config.get("query_pre_attn_scalar") if gemma else None
@@ -189,7 +191,10 @@ def _dtype(config: dict[str, Any]) -> str:
 
 def _rope(config: dict[str, Any], label: str, head_dim: int, max_position: int, family: str) -> RopeSpec:
     """Both spellings are read: transformers 5's rope_parameters, and rope_theta with rope_scaling before it."""
-    rope = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": config.get("partial_rotary_factor")}
+    rope: dict[str, Any] = {
+        "rope_theta": config.get("rope_theta"),
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
+    }
     rope.update(config.get("rope_scaling") or {})
     rope.update(config.get("rope_parameters") or {})
     theta = float(rope.get("rope_theta") or 10000.0)
@@ -197,7 +202,9 @@ def _rope(config: dict[str, Any], label: str, head_dim: int, max_position: int, 
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if family == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"
-    original = int(config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position)
+    original = int(
+        config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position
+    )
     stretch = float(rope.get("factor") or max_position / original)
     try:
         if kind == "default":
@@ -212,13 +219,14 @@ def _rope(config: dict[str, Any], label: str, head_dim: int, max_position: int, 
             scale, truncate = _yarn_scale(rope, stretch), bool(rope.get("truncate", True))
             return RopeSpec(theta, dim, kind, scale, stretch, original, low, high, truncate)
         if kind == "longrope":
-            scale = rope.get("attention_factor")
-            if scale is None:
-                scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+            scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+            scale = float(rope.get("attention_factor") or scale)
             short, long = tuple(rope["short_factor"]), tuple(rope["long_factor"])
             if len(short) != dim // 2 or len(long) != dim // 2:
-                raise YalisError(f"{label} gives {len(short)} short and {len(long)} long rope factors; {dim // 2} of each are needed")
-            return RopeSpec(theta, dim, kind, float(scale), stretch, original, short_factor=short, long_factor=long)
+                raise YalisError(
+                    f"{label} gives {len(short)} short and {len(long)} long rope factors; {dim // 2} of each are needed"
+                )
+            return RopeSpec(theta, dim, kind, scale, stretch, original, short_factor=short, long_factor=long)
     except KeyError as missing:
         raise YalisError(f"{label} asks for {kind} rope scaling but lacks its {missing} entry") from None
     raise YalisError(f"{label} asks for rope scaling {kind!r}; known: default, linear, llama3, yarn, longrope")

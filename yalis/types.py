@@ -45,7 +45,9 @@ class SamplingParams:
         _whole("max_tokens", self.max_tokens, 1)
         _whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
-            raise YalisError(f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); give at most that many")
+            raise YalisError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); give at most that many"
+            )
         _number("temperature", self.temperature, 0.0, math.inf)
         _whole("top_k", self.top_k, 0)
         _number("top_p", self.top_p, 0.0, 1.0, open_below=True)
@@ -83,9 +85,16 @@ def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float, open_below: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+    ok = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and low <= value <= high
+    )
     if not ok or (open_below and value == low):
-        accepted = f"{'above' if open_below else 'of at least'} {low:g}" + (f" and at most {high:g}" if math.isfinite(high) else "")
+        accepted = f"{'above' if open_below else 'of at least'} {low:g}" + (
+            f" and at most {high:g}" if math.isfinite(high) else ""
+        )
         raise YalisError(f"{name} is {value!r}; give a number {accepted}")
 
 

@@ -1,4 +1,4 @@
-"""Unit tests run on the CPU, where Triton's kernels run in its interpreter; it must be chosen before triton is imported."""
+"""Unit tests run on the CPU, where Triton's kernels run in its interpreter, chosen before triton is imported."""
 
 import os
 

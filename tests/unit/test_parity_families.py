@@ -83,7 +83,9 @@ def check_scenario(
             assert counted.rope_switches > 0
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags)))
+@pytest.mark.parametrize(
+    "scenario", SCENARIOS, ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags))
+)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sdpa(reference, case, seed, scenario):
@@ -105,7 +107,9 @@ def test_other_backends(reference, backend, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags)))
+@pytest.mark.parametrize(
+    "scenario", SCENARIOS, ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags))
+)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["flex", "triton"])
@@ -116,7 +120,9 @@ def test_other_backends_full(reference, backend, case, seed, scenario):
 def test_seeded_request_same_alone_and_in_any_batch(reference):
     ref = reference(CASES[0], SEEDS[0])
     sampling = [
-        SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.9, seed=100 + index, top_p=0.95 if index % 2 else 1.0)
+        SamplingParams(
+            max_tokens=STEPS, ignore_eos=True, temperature=0.9, seed=100 + index, top_p=0.95 if index % 2 else 1.0
+        )
         for index in range(len(ref.prompts))
     ]
     with open_llm(ref, "sdpa", False, True, False) as llm:
@@ -133,4 +139,6 @@ def test_weights_are_read_in_bf16(reference):
     ref = reference(CASES[0], SEEDS[0])
     with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=50) as llm:
         assert {p.dtype for p in llm._engine.runner.model.parameters()} == {torch.bfloat16}
-        assert len(llm.generate([ref.prompts[0]], SamplingParams(max_tokens=STEPS, ignore_eos=True))[0].token_ids) == STEPS
+        assert (
+            len(llm.generate([ref.prompts[0]], SamplingParams(max_tokens=STEPS, ignore_eos=True))[0].token_ids) == STEPS
+        )

@@ -87,7 +87,9 @@ class LLM:
                     text, tokens = answer.take_delta()
                     if answer.finish_reason is not None:
                         left.discard((request.id, index))
-                        yield StreamChunk(ids[request.id], index, text, tokens, answer.finish_reason, answer.completion())
+                        yield StreamChunk(
+                            ids[request.id], index, text, tokens, answer.finish_reason, answer.completion()
+                        )
                     elif text or tokens:
                         yield StreamChunk(ids[request.id], index, text, tokens, None)
                 self._forget_finished()
@@ -160,12 +162,14 @@ class LLM:
         return self._engine
 
     def _submit_all(self, prompts: Any, sampling: Sampling) -> dict[int, int]:
-        """Request ids in order, each with its place among the prompts; nothing is queued unless every prompt is good."""
+        """Request ids in order, each with its prompt's place; nothing is queued unless every prompt is good."""
         prompts = list(prompts) if _is_many(prompts) else [prompts]
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
-            raise YalisError(f"{len(prompts)} prompts came with {len(sampling)} SamplingParams; give one, or one for each")
+            raise YalisError(
+                f"{len(prompts)} prompts came with {len(sampling)} SamplingParams; give one, or one for each"
+            )
         ids: dict[int, int] = {}
         try:
             for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
@@ -180,12 +184,16 @@ class LLM:
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise YalisError(f"{self.config.model} has no tokenizer; give token ids, or a tokenizer's folder with --tokenizer")
+                raise YalisError(
+                    f"{self.config.model} has no tokenizer; give token ids, or a tokenizer's folder with --tokenizer"
+                )
             if not prompt:
                 raise YalisError("the prompt is empty; give at least one character or token id")
             return prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, (list, tuple)):
-            raise YalisError(f"a prompt is {type(prompt).__name__}; give a string, a list of token ids, or a list of messages")
+            raise YalisError(
+                f"a prompt is {type(prompt).__name__}; give a string, a list of token ids, or a list of messages"
+            )
         if not prompt:
             raise YalisError("the prompt is empty; give at least one character or token id")
         if isinstance(prompt[0], dict):
@@ -203,11 +211,13 @@ class LLM:
                 raise YalisError(f"token id {token!r} is out of range; this model has ids 0 to {vocab - 1}")
         if len(tokens) >= engine.max_model_len:
             raise YalisError(
-                f"the prompt has {len(tokens)} tokens, but the context holds {engine.max_model_len} with at least one to "
-                "generate; shorten it, or raise --max-model-len or --kv-memory where the model allows"
+                f"the prompt has {len(tokens)} tokens, but the context holds {engine.max_model_len} and one "
+                "of them is to be generated; shorten it, or raise --max-model-len or --kv-memory where the model allows"
             )
         if sampling.stop and self.tokenizer is None:
-            raise YalisError("stop strings need a tokenizer; give stop_token_ids, or a tokenizer's folder with --tokenizer")
+            raise YalisError(
+                "stop strings need a tokenizer; give stop_token_ids, or a tokenizer's folder with --tokenizer"
+            )
 
     def _advance(self) -> list[tuple[_Request, int]]:
         """One engine step; returns which answers gained a token or an end."""

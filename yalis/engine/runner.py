@@ -62,14 +62,19 @@ class Runner:
             window=any(spec.windows), softcap=spec.attention_softcap is not None,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
-        wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
+        wanted_len = config.max_model_len or spec.max_position
+        if wanted_len > spec.max_position:
+            raise YalisError(
+                f"max_model_len is {wanted_len}, but {checkpoint.label} was made for {spec.max_position} positions; "
+                "give at most that"
+            )
         try:
             self.model = Decoder(spec, grid, wanted_len, self.dtype, self.device)
             self.model.load(checkpoint)
         except torch.OutOfMemoryError:
             raise YalisError(
-                f"{checkpoint.label} does not fit into {self.device}'s memory in {str(self.dtype).removeprefix('torch.')}; "
-                "give a smaller --dtype or --device cpu"
+                f"{checkpoint.label} does not fit the memory of {self.device} in {self.dtype}; "
+                "give --dtype bfloat16, --device cpu or a smaller model"
             ) from None
         self.sampler = Sampler(spec.vocab_size, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
@@ -145,7 +150,17 @@ class Runner:
         if logit_rows is None:
             logit_rows = [int(starts[row + 1]) - 1 for row, step in enumerate(steps) if step.samples]
         contexts = tuple(step.start + step.count for step in steps)
-        parts = [tokens, positions, rope_rows, slots, feeders, starts, np.array(contexts), tables.reshape(-1), logit_rows]
+        parts = [
+            tokens,
+            positions,
+            rope_rows,
+            slots,
+            feeders,
+            starts,
+            np.array(contexts),
+            tables.reshape(-1),
+            logit_rows,
+        ]
         sizes = [len(part) for part in parts]
         packed = self._to_device(np.concatenate(parts)).split(sizes)
         ids, places, rows, where, slot_of, begin, context, table, wanted = packed

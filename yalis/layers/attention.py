@@ -31,8 +31,12 @@ class SelfAttention(nn.Module):
         kept = range(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         width = spec.num_heads * spec.head_dim
         self.out = down_linear(grid, f"{prefix}.o_proj", width, kept, spec.hidden_size, spec.out_bias, dtype, device)
-        self.q_norm = HeadNorm(f"{prefix}.q_norm", spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
-        self.k_norm = HeadNorm(f"{prefix}.k_norm", spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.q_norm = (
+            HeadNorm(f"{prefix}.q_norm", spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        )
+        self.k_norm = (
+            HeadNorm(f"{prefix}.k_norm", spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        )
 
     def forward(
         self,

@@ -57,9 +57,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(
-        self, spec: ModelSpec, grid: Grid, max_len: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, grid: Grid, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec = spec
         # Rounded to the compute dtype, as the reference multiplies.

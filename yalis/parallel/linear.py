@@ -1,4 +1,4 @@
-"""Linear layers of an r x c grid. With c = 1 they are the usual column- and row-parallel layers; with 1 x 1, plain ones.
+"""Linear layers of an r x c grid. With c = 1 they are the usual column- and row-parallel ones; with 1 x 1, plain.
 
 Up (qkv, gate + up): W keeps out/r x in/c, partial sums are reduced over the columns.
 Down (attention output, mlp down): W keeps out/c x in/r, partial sums are reduced over the rows.
@@ -36,7 +36,9 @@ class GridLinear(ParallelLayer):
         self.weight = DenseWeight(rows, len(cols), dtype, device)
         # The bias joins one partial sum only, so that it is added once.
         has_bias = bias and reduce.rank == 0
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if has_bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if has_bias else None
+        )
 
     def load(self, source: TensorSource) -> None:
         self.weight.fill(source, self.pieces, self.total_cols, self.cols)
@@ -60,7 +62,14 @@ def up_linear(
 
 
 def down_linear(
-    grid: Grid, name: str, total_in: int, kept_in: range, hidden: int, bias: bool, dtype: torch.dtype, device: torch.device
+    grid: Grid,
+    name: str,
+    total_in: int,
+    kept_in: range,
+    hidden: int,
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> GridLinear:
     """From heads or MLP width, split over the rows, back to the hidden size, split over the columns."""
     piece = Piece(name, hidden, grid.hidden(hidden))

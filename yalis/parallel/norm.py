@@ -23,7 +23,9 @@ class RMSNorm(ParallelLayer):
         self.weight = nn.Parameter(torch.empty(len(self.part), dtype=kept, device=device), requires_grad=False)
 
     def load(self, source: TensorSource) -> None:
-        source.tensor(f"{self.name}.weight", (self.size,)).read_into(self.weight, slice(self.part.start, self.part.stop))
+        source.tensor(f"{self.name}.weight", (self.size,)).read_into(
+            self.weight, slice(self.part.start, self.part.stop)
+        )
         if self.offset:
             self.weight.add_(self.offset)
 

@@ -1,0 +1,206 @@
+"""The public LLM: results, stops, streams, cancellation, and one sentence for every bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.families import CASES, VOCAB, make_prompts, make_reference
+from yalis import LLM, SamplingParams, YalisError
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def ref(tmp_path_factory):
+    prompts = make_prompts(3, (5, 19, 8), shared=4)
+    return make_reference(CASES[0], tmp_path_factory.mktemp("llm"), 3, prompts, STEPS)
+
+
+@pytest.fixture(scope="module")
+def llm(ref):
+    with LLM(str(ref.path), device="cpu", kv_blocks=64, block_size=4, max_model_len=64) as model:
+        yield model
+
+
+def plain(**fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": STEPS, "ignore_eos": True, **fields})
+
+
+def test_stop_token_ends_with_it(llm, ref):
+    stop = ref.tokens[0][3]
+    output = llm.generate(ref.prompts[0], plain(stop_token_ids=(stop,)))[0]
+    assert output.token_ids == ref.tokens[0][: ref.tokens[0].index(stop) + 1]
+    assert output.finish_reason == "stop"
+
+
+def test_min_tokens_holds_the_stop_back(llm, ref):
+    stop = ref.tokens[0][3]
+    output = llm.generate(ref.prompts[0], plain(stop_token_ids=(stop,), min_tokens=6))[0]
+    assert stop not in output.token_ids[:6]
+    assert len(output.token_ids) >= 6
+
+
+def test_eos_ends_unless_ignored(tmp_path):
+    """The id the reference samples third is made the end token."""
+    ref = make_reference(CASES[0], tmp_path, 3, make_prompts(3, (5,), shared=0), STEPS)
+    config = (ref.path / "config.json").read_text()
+    eos = ref.tokens[0][2]
+    (ref.path / "config.json").write_text(config.replace('"eos_token_id": 2', f'"eos_token_id": {eos}'))
+    (ref.path / "generation_config.json").unlink()
+    with LLM(str(ref.path), device="cpu", kv_blocks=64) as llm:
+        ended = llm.generate(ref.prompts, SamplingParams(max_tokens=STEPS))[0]
+        assert ended.token_ids == ref.tokens[0][: ref.tokens[0].index(eos) + 1]
+        assert ended.finish_reason == "stop"
+        assert llm.generate(ref.prompts, plain())[0].token_ids == ref.tokens[0]
+
+
+def test_context_end_is_length(ref):
+    with LLM(str(ref.path), device="cpu", kv_blocks=64, max_model_len=10) as llm:
+        output = llm.generate(ref.prompts[0], plain(max_tokens=100))[0]
+        assert output.token_ids == ref.tokens[0][:5]
+        assert output.finish_reason == "length"
+
+
+def test_n_completions_differ_and_repeat(llm, ref):
+    sampling = plain(n=3, temperature=1.0, seed=7)
+    first, second = (llm.generate(ref.prompts[1], sampling)[0] for _ in range(2))
+    answers = [tuple(completion.token_ids) for completion in first.completions]
+    assert len(set(answers)) == 3
+    assert answers == [tuple(completion.token_ids) for completion in second.completions]
+    alone = llm.generate(ref.prompts[1], plain(temperature=1.0, seed=7))[0]
+    assert tuple(alone.token_ids) == answers[0]
+    # The three share their prompt's blocks instead of computing them three times.
+    assert [completion.metrics.cached_tokens > 0 for completion in first.completions][1:] == [True, True]
+
+
+def test_unseeded_requests_differ(llm, ref):
+    answers = {tuple(llm.generate(ref.prompts[0], plain(temperature=1.5))[0].token_ids) for _ in range(4)}
+    assert len(answers) > 1
+
+
+def test_logprobs_are_the_models(llm, ref):
+    output = llm.generate(ref.prompts[0], plain(logprobs=3))[0]
+    wanted = torch.log_softmax(ref.logits[0], -1)
+    for step, (token, found) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        assert found.token_id == token
+        assert found.logprob == pytest.approx(wanted[step, token].item(), abs=1e-4)
+        assert list(found.top) == wanted[step].topk(3).indices.tolist()
+
+
+def test_penalty_changes_what_repeats(llm, ref):
+    output = llm.generate(ref.prompts[0], plain(max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0))[0]
+    calm = llm.generate(ref.prompts[0], plain(max_tokens=40))[0]
+    assert len(set(output.token_ids)) > len(set(calm.token_ids))
+
+
+def test_cancel_gives_what_is_there(llm, ref):
+    keep, drop = llm.submit(ref.prompts[0], plain()), llm.submit(ref.prompts[1], plain())
+    done = {}
+    for step in range(100):
+        done.update(llm.poll())
+        if step == 4:
+            llm.cancel(drop)
+        if llm.num_unfinished == 0:
+            break
+    assert done[keep].token_ids == ref.tokens[0]
+    assert done[drop].finish_reason == "cancelled"
+    assert done[drop].token_ids == ref.tokens[1][: len(done[drop].token_ids)]
+    assert 0 < len(done[drop].token_ids) < STEPS
+    llm._engine.scheduler.check()
+
+
+def test_leaving_a_stream_cancels(llm, ref):
+    for chunk in llm.stream(ref.prompts, plain()):
+        if chunk.token_ids:
+            break
+    llm.poll()
+    assert llm.num_unfinished == 0
+    llm._engine.scheduler.check()
+    assert llm.generate(ref.prompts[0], plain())[0].token_ids == ref.tokens[0]
+
+
+def test_many_more_requests_than_fit(llm, ref):
+    outputs = llm.generate(ref.prompts * 40, plain())
+    assert [output.token_ids for output in outputs] == ref.tokens * 40
+
+
+def test_metrics(llm, ref):
+    metrics = llm.generate(ref.prompts[1], plain())[0].metrics
+    assert metrics.prompt_tokens == 19
+    assert metrics.output_tokens == STEPS
+    assert 0 < metrics.time_to_first_token < metrics.total
+    assert metrics.total == pytest.approx(metrics.time_to_first_token + (STEPS - 1) * metrics.time_per_token)
+
+
+def test_progress_counts_up(llm, ref):
+    seen = []
+    llm.generate(ref.prompts, plain(), progress=seen.append)
+    assert seen[-1].finished == seen[-1].total == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([], "empty"),
+        ("text", "no tokenizer"),
+        ([1, VOCAB], f"ids 0 to {VOCAB - 1}"),
+        ([1, -1], "out of range"),
+        ([1.5], "out of range"),
+        (list(range(64)), "64 tokens, but the context holds 64"),
+        ([{"role": "user", "content": "hi"}], "no tokenizer"),
+        (3, "give a string"),
+    ],
+)
+def test_bad_prompts_are_a_sentence(llm, prompt, says):
+    with pytest.raises(YalisError, match=says):
+        llm.generate([prompt] if prompt != 3 else prompt, plain())
+    assert llm.num_unfinished == 0
+
+
+def test_one_bad_prompt_queues_nothing(llm, ref):
+    with pytest.raises(YalisError, match="out of range"):
+        llm.generate([ref.prompts[0], [VOCAB]], plain())
+    llm.poll()
+    assert llm.num_unfinished == 0
+
+
+def test_stop_string_needs_a_tokenizer(llm):
+    with pytest.raises(YalisError, match="stop strings need a tokenizer"):
+        llm.generate([[1, 2]], plain(stop=("x",)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"device": "cuda"}, "--device cpu"),
+        ({"device": "tpu"}, "give auto, cpu, cuda or cuda:N"),
+        ({"dtype": "int3"}, "float32"),
+        ({"attention": "magic"}, "sdpa"),
+        ({"attention": "flash"}, "usable: auto, sdpa"),
+        ({"kv_blocks": 2, "block_size": 4, "max_model_len": 64}, "KV"),
+        ({"max_batch_tokens": 0}, "at least 1"),
+        ({"blok_size": 4}, "no argument 'blok_size'"),
+        ({"kv_memory": 1e-9}, "no memory is left for the KV cache"),
+        ({"max_model_len": 100_000}, "256"),
+    ],
+)
+def test_bad_settings_are_a_sentence(ref, fields, says):
+    if fields.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    with pytest.raises(YalisError, match=says) as error:
+        LLM(str(ref.path), **{"device": "cpu", **fields})
+    assert "\n" not in str(error.value)
+
+
+def test_small_pool_shrinks_the_context_it_was_not_asked_for(ref):
+    with LLM(str(ref.path), device="cpu", kv_blocks=4, block_size=4) as llm:
+        assert llm.max_model_len == 16
+        assert llm.generate(ref.prompts[0], plain())[0].token_ids == ref.tokens[0][:11]
+
+
+def test_closed_llm_says_so(ref):
+    llm = LLM(str(ref.path), device="cpu", kv_blocks=8)
+    llm.close()
+    with pytest.raises(YalisError, match="closed"):
+        llm.generate([[1]])
