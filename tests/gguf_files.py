@@ -10,6 +10,22 @@ import numpy as np
 import torch
 import transformers
 
+from tests.families import Case
+
+#: What these tests take for granted of a tiny model; 12 dimensions a head.
+SIZES = {
+    "vocab_size": 251,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TINY = Case("tiny", "LlamaConfig", {**SIZES, "tie_word_embeddings": True})
+
 
 def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order of the rows inside each head, for the rotary embedding it uses."""

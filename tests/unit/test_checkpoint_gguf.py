@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.families import Case
-from tests.gguf_files import read_all, write_gguf, write_matrix
+from tests.gguf_files import SIZES, read_all, write_gguf, write_matrix
 from tests.peak_memory import peak_extra_bytes
 from yalis import LLM, SamplingParams
 from yalis.checkpoint.gguf import GgufCheckpoint
@@ -33,25 +33,30 @@ _LLAMA3 = {
 }
 _LONG = {"long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0], "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5]}
 CASES = [
-    Case("llama-tied", "LlamaConfig", {"tie_word_embeddings": True}),
-    Case("llama-bias", "LlamaConfig", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
-    Case("llama-wide-heads", "LlamaConfig", {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3}),
-    Case("llama3", "LlamaConfig", {"rope_parameters": _LLAMA3}),
-    Case("llama3-other", "LlamaConfig", {"rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 32}}),
-    Case("mistral", "MistralConfig", {"sliding_window": 8}),
-    Case("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
-    Case("qwen3", "Qwen3Config", {"head_dim": 24}),
-    Case("gemma2", "Gemma2Config", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
-    Case("phi3", "Phi3Config", {"num_key_value_heads": 4, "sliding_window": 12}),
+    Case("llama-tied", "LlamaConfig", {**SIZES, "tie_word_embeddings": True}),
+    Case("llama-bias", "LlamaConfig", {**SIZES, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    Case(
+        "llama-wide-heads", "LlamaConfig", {**SIZES, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3}
+    ),
+    Case("llama3", "LlamaConfig", {**SIZES, "rope_parameters": _LLAMA3}),
+    Case(
+        "llama3-other", "LlamaConfig", {**SIZES, "rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 32}}
+    ),
+    Case("mistral", "MistralConfig", {**SIZES, "sliding_window": 8}),
+    Case("qwen2", "Qwen2Config", {**SIZES, "tie_word_embeddings": True}),
+    Case("qwen3", "Qwen3Config", {**SIZES, "head_dim": 24}),
+    Case("gemma2", "Gemma2Config", {**SIZES, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+    Case("phi3", "Phi3Config", {**SIZES, "num_key_value_heads": 4, "sliding_window": 12}),
     Case(
         "phi3-partial",
         "Phi3Config",
-        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
+        {**SIZES, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
     ),
     Case(
         "phi3-longrope",
         "Phi3Config",
         {
+            **SIZES,
             "original_max_position_embeddings": 24,
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG},
         },

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.families import CASES
-from tests.gguf_files import write_gguf
+from tests.gguf_files import TINY, write_gguf
 from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.checkpoint.random import RandomCheckpoint
 from yalis.checkpoint.resolve import open_checkpoint
@@ -22,7 +21,7 @@ HUB = "yalis-tests/tiny-llama"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
-    CASES[0].build(seed=1).save_pretrained(path)
+    TINY.build(seed=1).save_pretrained(path)
     return path
 
 
@@ -50,7 +49,7 @@ def test_a_folder(folder: Path) -> None:
 
 
 def test_a_gguf_file_by_any_name(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", CASES[0].build(seed=1))
+    path = write_gguf(tmp_path / "tiny.gguf", TINY.build(seed=1))
     assert isinstance(open_checkpoint(str(path)), GgufCheckpoint)
     renamed = path.rename(tmp_path / "blob")
     assert isinstance(open_checkpoint(str(renamed)), GgufCheckpoint)

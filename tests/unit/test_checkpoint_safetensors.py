@@ -13,18 +13,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.families import CASES
-from tests.gguf_files import read_all
+from tests.families import Case
+from tests.gguf_files import SIZES, read_all
 from tests.peak_memory import peak_extra_bytes
 from yalis.checkpoint.safetensors import INDEX, SafetensorsCheckpoint
 from yalis.errors import YalisError
+
+MODEL = Case("bias", "LlamaConfig", {**SIZES, "attention_bias": True})
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model saved whole and in shards."""
     base = tmp_path_factory.mktemp("folders")
-    model = CASES[1].build(seed=5)
+    model = MODEL.build(seed=5)
     model.save_pretrained(base / "whole")
     model.save_pretrained(base / "sharded", max_shard_size="60KB")
     assert len(list((base / "sharded").glob("*.safetensors"))) > 2
@@ -41,7 +43,7 @@ def _folder(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 def test_all_tensors(folders: dict[str, Path], kind: str) -> None:
     checkpoint = SafetensorsCheckpoint(folders[kind])
-    expected = CASES[1].build(seed=5).state_dict()
+    expected = MODEL.build(seed=5).state_dict()
     found = read_all(checkpoint)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import CASES
-from tests.gguf_files import write_gguf
+from tests.gguf_files import TINY, write_gguf
 from tests.tokenizer_files import TEMPLATE, VARIED, byte_fallback, byte_level, save
 from yalis.checkpoint import fetch
 from yalis.checkpoint.base import Checkpoint
@@ -22,7 +21,7 @@ HELLO = [{"role": "user", "content": "hello there"}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
-    CASES[0].build(seed=1).save_pretrained(path)
+    TINY.build(seed=1).save_pretrained(path)
     return save(byte_level(), path)
 
 
@@ -64,7 +63,7 @@ def test_no_template_and_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(YalisError, match="has no chat template"):
         tokenizer.encode_chat(HELLO)
 
-    CASES[0].build(seed=1).save_pretrained(tmp_path / "bare")
+    TINY.build(seed=1).save_pretrained(tmp_path / "bare")
     bare = open_checkpoint(str(tmp_path / "bare"))
     assert load_tokenizer(bare) is None
     with pytest.raises(YalisError, match="holds no tokenizer"):
@@ -84,7 +83,7 @@ def test_random_weights_keep_their_tokenizer(folder: Path) -> None:
 
 def test_the_ids_that_end_a_text(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "model"
-    CASES[0].build(seed=1).save_pretrained(path)
+    TINY.build(seed=1).save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     save(byte_level(), path)
     checkpoint, tokenizer = _open(path)
@@ -106,7 +105,7 @@ def _gguf(path: Path, **extra: object) -> Path:
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     merges = [" ".join(merge) for merge in model["merges"]]
     ids = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, "tokenizer.chat_template": TEMPLATE}
-    return write_gguf(path, CASES[0].build(seed=1), tokens=tokens, merges=merges, extra={**ids, **extra})
+    return write_gguf(path, TINY.build(seed=1), tokens=tokens, merges=merges, extra={**ids, **extra})
 
 
 def test_a_gguf_file_carries_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +146,7 @@ def test_a_gguf_file_may_ask_for_a_first_token(tmp_path: Path, monkeypatch: pyte
 
 def test_a_gguf_file_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))
-    path = write_gguf(tmp_path / "bare.gguf", CASES[0].build(seed=1))
+    path = write_gguf(tmp_path / "bare.gguf", TINY.build(seed=1))
     assert load_tokenizer(open_checkpoint(str(path))) is None
 
 

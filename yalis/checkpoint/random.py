@@ -20,7 +20,7 @@ from yalis.checkpoint.base import Checkpoint, LazyTensor
 STD = 0.02
 #: Elements made at once; each takes 8 bytes twice while it is mixed. On a CPU few enough for one thread and its cache:
 #: spreading such short work over threads costs more than it gives, most of all where ranks share the cores.
-_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 26}
+_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 22}
 _MIX = (-0x61C8864680B583EB, -0x4B47D0C5E5E1B4A7)  # odd 64-bit constants, as signed numbers
 
 
