@@ -114,9 +114,7 @@ def expect(step: Step, params: AttentionParams) -> Tensor:
     k, v = (x.double() for x in step.cache)
     k.flatten(0, 1)[batch.slots], v.flatten(0, 1)[batch.slots] = step.k.double(), step.v.double()
     where = (batch.query_start, batch.context_len, batch.block_tables)
-    return reference.paged_attention(
-        step.q.double(), k, v, *where, params.scale, params.window, params.softcap
-    ).cpu()
+    return reference.paged_attention(step.q.double(), k, v, *where, params.scale, params.window, params.softcap).cpu()
 
 
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: int, params: AttentionParams) -> Tensor:

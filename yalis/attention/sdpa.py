@@ -99,8 +99,10 @@ def group(query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> list[Gr
     row = first = 0
     while first < len(query_lens):
         queries, end = query_lens[first], first + 1
-        while end < len(query_lens) and query_lens[end] == queries and (
-            queries == 1 or context_lens[end] == context_lens[first]
+        while (
+            end < len(query_lens)
+            and query_lens[end] == queries
+            and (queries == 1 or context_lens[end] == context_lens[first])
         ):
             end += 1
         groups.append(Group(first, end - first, row, queries, context_lens[first:end]))
