@@ -85,7 +85,7 @@ def measure(
             )
         report("measuring the device")
         before = bandwidth.measure(device, dtype)
-        setup = peers.PeerSetup(locate(config.model), config.load == "random", dtype, device)
+        setup = peers.PeerSetup(locate(config.model, config.load == "auto"), config.load == "random", dtype, device)
         others = []
         for name in plan.peer:
             report(f"loading {name}")
