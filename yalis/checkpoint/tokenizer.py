@@ -21,6 +21,7 @@ from yalis.errors import YalisError
 from yalis.types import Message
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_CACHE_FORMAT = 1  # raised when a tokenizer built here would come out different
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -113,7 +114,7 @@ def _from_gguf(path: Path) -> Any:
         return None
     import transformers
 
-    made = f"{transformers.__version__}:{checkpoint.header_digest}"
+    made = f"{_CACHE_FORMAT}:{transformers.__version__}:{checkpoint.header_digest}"
     folder = env.cache_dir() / "tokenizers" / hashlib.sha256(made.encode()).hexdigest()[:32]
     if folder.is_dir():
         with suppress(Exception):  # a damaged entry is built again
@@ -125,23 +126,28 @@ def _from_gguf(path: Path) -> Any:
         raise YalisError(
             f"cannot build a tokenizer from {path} ({_first_line(error)}); name a tokenizer's folder with --tokenizer"
         ) from error
-    if checkpoint.metadata.get("tokenizer.ggml.add_bos_token"):
-        _add_first_token(hf)
+    _mend(hf, checkpoint.metadata)
     with suppress(OSError):  # without a cache it is built every time
         _keep(hf, folder)
     return hf
 
 
-def _add_first_token(hf: Any) -> None:
-    """transformers drops the file's wish for a first token where the tokenizer is of the byte-level kind."""
-    first = hf.bos_token_id
-    if first is None or hf.encode("a")[:1] == [first]:
-        return
+def _mend(hf: Any, metadata: dict[str, Any]) -> None:
+    """What some versions of transformers leave out of the file's wishes."""
+    from tokenizers import decoders
     from tokenizers.processors import TemplateProcessing
 
-    hf.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{hf.bos_token} $A", special_tokens=[(hf.bos_token, first)]
-    )
+    tokens = metadata["tokenizer.ggml.tokens"]
+    for name in ("bos", "eos"):
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token is not None and token < len(tokens):
+            setattr(hf, f"{name}_token", tokens[token])
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        hf.backend_tokenizer.decoder = decoders.ByteLevel()  # not one that drops a space in front
+    first = hf.bos_token_id
+    if metadata.get("tokenizer.ggml.add_bos_token") and first is not None and hf.encode("a")[:1] != [first]:
+        special = [(hf.bos_token, first)]
+        hf.backend_tokenizer.post_processor = TemplateProcessing(single=f"{hf.bos_token} $A", special_tokens=special)
 
 
 def _keep(hf: Any, folder: Path) -> None:
