@@ -1,5 +1,6 @@
 # make demo    a real model answers, from nothing but Python 3.10+
 # make test    lint, types, import direction and tests on the CPU; what CI runs
+# make gpu-test   the same contracts on a GPU
 PYTHON ?= python3
 # A torch already in the environment is kept; this is what an empty one gets.
 TORCH ?= torch==2.13.0
@@ -7,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-full lint fetch gpu-test gpu-bench bench clean help
+.PHONY: demo test test-full lint fetch gpu-test $(GPU_PARTS) clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -41,9 +42,15 @@ test: lint fetch
 test-full: lint fetch
 	$(PYTEST) tests/unit
 
-# On a machine with a GPU, with the Python that holds its torch: nothing is installed.
+# On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
+# backend and one for the rest, side by side: most of the time is compilation.
+GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest)
 gpu-test:
-	$(PYTHON) -m pytest tests/gpu
+	$(MAKE) --keep-going --output-sync=target -j 5 $(GPU_PARTS)
+
+$(GPU_PARTS): gpu-test-%:
+	$(PYTHON) -m pytest tests/gpu -p no:cacheprovider --show-capture=no -rfEs --durations=3 \
+	  -k '$(if $(filter rest,$*),not (sdpa or flex or triton or flash),$*)'
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

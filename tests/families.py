@@ -152,6 +152,19 @@ class Reference:
     tokens: list[list[int]]
     logits: list[torch.Tensor]  # [steps, vocabulary] of each answer
 
+    def forced(self) -> list[list[int]]:
+        """Every prompt with each beginning of its answer: the reference's tokens, teacher-forced."""
+        return [p + t[:step] for p, t in zip(self.prompts, self.tokens, strict=True) for step in range(len(t))]
+
+    def bf16_noise(self) -> float:
+        """How far transformers' own bf16 logits are from its fp32 logits, at worst, over the teacher-forced prompts."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.path, dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            rows = [model(torch.tensor([ids]), use_cache=False).logits[0, -1].float() for ids in self.forced()]
+        return (torch.stack(rows) - torch.cat(self.logits)).abs().max().item()
+
 
 def make_prompts(seed: int, lengths: tuple[int, ...], shared: int) -> list[list[int]]:
     """Random prompts; all longer than `shared` begin with the same `shared` tokens."""

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from tests.families import CASES, Case, Reference, make_prompts, make_reference
-from tests.tap import LogitTap
+from tests.tap import LogitTap, check_near_ties
 from yalis import LLM, SamplingParams
 
 STEPS = 12
@@ -135,10 +134,9 @@ def test_seeded_request_same_alone_and_in_any_batch(reference):
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
 
 
-def test_weights_are_read_in_bf16(reference):
-    ref = reference(CASES[0], SEEDS[0])
-    with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=50) as llm:
-        assert {p.dtype for p in llm._engine.runner.model.parameters()} == {torch.bfloat16}
-        assert (
-            len(llm.generate([ref.prompts[0]], SamplingParams(max_tokens=STEPS, ignore_eos=True))[0].token_ids) == STEPS
-        )
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
+def test_bf16_differs_only_at_near_ties(reference, case):
+    ref = reference(case, SEEDS[0])
+    with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=64, kv_blocks=64) as llm:
+        asked, wrong = check_near_ties(ref, llm)
+    print(f"{case.name}: {wrong} near-ties of {asked} tokens went the other way")
