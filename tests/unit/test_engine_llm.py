@@ -120,6 +120,16 @@ def test_leaving_a_stream_cancels(llm, ref):
     assert llm.generate(ref.prompts[0], plain())[0].token_ids == ref.tokens[0]
 
 
+def test_generate_and_stream_leave_other_results_alone(llm, ref):
+    mine = llm.submit(ref.prompts[1], plain(max_tokens=3))
+    assert llm.generate(ref.prompts[0], plain())[0].token_ids == ref.tokens[0]
+    other = llm.submit(ref.prompts[2], plain(max_tokens=3))
+    assert [chunk.token_ids for chunk in llm.stream(ref.prompts[0], plain(max_tokens=6))][-1]
+    done = dict(llm.poll())
+    assert done[mine].token_ids == ref.tokens[1][:3]
+    assert done[other].token_ids == ref.tokens[2][:3]
+
+
 def test_many_more_requests_than_fit(llm, ref):
     outputs = llm.generate(ref.prompts * 40, plain())
     assert [output.token_ids for output in outputs] == ref.tokens * 40

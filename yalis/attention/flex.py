@@ -113,7 +113,9 @@ def flex_call(device: str) -> Callable[..., Tensor]:
     flex_attention: Any = module.flex_attention
     if device == "cuda":
         # Past this number of variants (models, windows, caps) dynamo would silently run the slow, uncompiled way.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        from torch._dynamo import config
+
+        config.recompile_limit = max(config.recompile_limit, 64)
         compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)
         return compiled
 

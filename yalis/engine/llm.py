@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Union
 
 from yalis.checkpoint.resolve import open_checkpoint
@@ -43,6 +43,7 @@ class LLM:
             checkpoint.close()
         self._requests: dict[int, _Request] = {}
         self._by_sequence: dict[int, tuple[_Request, int]] = {}
+        self._done: dict[int, RequestOutput] = {}  # results nobody has taken yet
         self._next_id = 0
 
     # Whole jobs
@@ -59,12 +60,12 @@ class LLM:
         done: dict[int, RequestOutput] = {}
         try:
             while len(done) < len(ids):
-                done.update((id, output) for id, output in self.poll() if id in ids)
+                self._advance()
+                done.update((id, self._done.pop(id)) for id in ids if id in self._done)
                 if progress is not None:
                     progress(Progress(len(done), len(ids), self.stats.output_tokens))
         finally:
-            for id in ids.keys() - done.keys():
-                self.cancel(id)
+            self._drop(ids.keys() - done.keys())
         return [done[id] for id in ids]
 
     def chat(
@@ -92,10 +93,8 @@ class LLM:
                         )
                     elif text or tokens:
                         yield StreamChunk(ids[request.id], index, text, tokens, None)
-                self._forget_finished()
         finally:
-            for id in ids.keys() & self._requests.keys():
-                self.cancel(id)
+            self._drop(ids)
 
     # One request at a time
 
@@ -117,9 +116,10 @@ class LLM:
         return request.id
 
     def poll(self) -> list[tuple[int, RequestOutput]]:
-        """Run one engine step; returns (request id, result) of the requests that finished."""
+        """Run one engine step; returns (request id, result) of the requests that finished since the last call."""
         self._advance()
-        return self._forget_finished()
+        done, self._done = self._done, {}
+        return list(done.items())
 
     def cancel(self, request_id: int) -> None:
         """Stop a request. Its result, with what it has so far, comes from the next poll(); unknown ids are ignored."""
@@ -132,6 +132,7 @@ class LLM:
 
     @property
     def num_unfinished(self) -> int:
+        """Requests without a result yet."""
         return len(self._requests)
 
     @property
@@ -147,6 +148,7 @@ class LLM:
         self._engine = None
         self._requests.clear()
         self._by_sequence.clear()
+        self._done.clear()
 
     def __enter__(self) -> LLM:
         return self
@@ -175,9 +177,7 @@ class LLM:
             for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
                 ids[self.submit(prompt, params)] = index
         except BaseException:
-            for id in ids:
-                self.cancel(id)
-            self._forget_finished()
+            self._drop(ids)
             raise
         return ids
 
@@ -234,15 +234,19 @@ class LLM:
                 # A stop string was found: the scheduler learns it here, one step late.
                 self._running().scheduler.finish(answer.sequence.id, "stop")
             touched[request.id, index] = (request, index)
+        for request, _ in touched.values():
+            if request.finished and request.id in self._requests:
+                del self._requests[request.id]
+                for answer in request.answers:
+                    del self._by_sequence[answer.sequence.id]
+                self._done[request.id] = request.output()
         return list(touched.values())
 
-    def _forget_finished(self) -> list[tuple[int, RequestOutput]]:
-        finished = [request for request in self._requests.values() if request.finished]
-        for request in finished:
-            del self._requests[request.id]
-            for answer in request.answers:
-                del self._by_sequence[answer.sequence.id]
-        return [(request.id, request.output()) for request in finished]
+    def _drop(self, ids: Iterable[int]) -> None:
+        """Cancel requests whose results nobody wants any more."""
+        for id in ids:
+            self.cancel(id)
+            self._done.pop(id, None)
 
 
 @dataclasses.dataclass
