@@ -9,13 +9,20 @@ from yalis.cli.flags import add_common_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fetch", metavar="NAME", help="fetch this model now instead of on first use, and print its path"
+    )
     add_common_flags(parser, json="print one object per line")
 
 
 def run(args: argparse.Namespace) -> int:
-    from yalis.checkpoint.fetch import list_models
+    from yalis.checkpoint.fetch import fetch_model, list_models
     from yalis.spec import FAMILIES
 
+    if args.fetch is not None:
+        path = str(fetch_model(args.fetch))
+        print(json.dumps({"kind": "model", "name": args.fetch, "path": path}) if args.json else path)
+        return 0
     if args.json:
         for model in list_models():
             facts = {"name": model.name, "about": model.about, "bytes": model.size, "path": str(model.path)}
