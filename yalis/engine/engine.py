@@ -23,6 +23,7 @@ class EngineStats:
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    preemptions: int = 0  # requests that lost their KV blocks and were computed anew
     schedule_seconds: float = 0.0  # host time spent planning and committing
     launch_seconds: float = 0.0  # host time spent building batches and launching them; on a CPU, running them
 
@@ -87,4 +88,5 @@ class Engine:
         emitted = self.scheduler.commit(output)
         self.stats.schedule_seconds += time.perf_counter() - begin
         self.stats.output_tokens += sum(item.token is not None for item in emitted)
+        self.stats.preemptions = self.scheduler.counters.preemptions
         return emitted
