@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny_chat import save_tiny_chat
 from yalis import results
 from yalis.cli.main import main
+from yalis.config import EngineConfig
+from yalis.engine.llm import LLM
+from yalis.errors import YalisFailure
 from yalis.study import bandwidth, peers
+from yalis.study.latency import LatencyPlan, Ours, fit
 
 
 class Broken:
@@ -60,11 +66,11 @@ def test_ours_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert theirs["ratio"] == pytest.approx(theirs["decode_ms"] / ours["decode_ms"])
     assert theirs["same_tokens"] == 1.0
     assert broken["status"] == "RuntimeError: out of luck"
-    assert missing["status"] == "not installed (a_package_that_is_not_there)"
+    assert missing["status"] == "not installed: pip install a_package_that_is_not_there"
     assert broken["decode_ms"] is missing["decode_ms"] is None
     assert "batch 3: a decode step of transformers takes" in out
     assert "x ours; same tokens\n" in out
-    assert "not installed (a_package_that_is_not_there)" in out
+    assert "not installed: pip install a_package_that_is_not_there" in out
 
 
 def _check(row: dict[str, Any]) -> None:
@@ -94,3 +100,43 @@ def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path, capsys: pytest.C
         main(["bench", "latency", "--prompt-len", "60", "--output-len", "5", "--threads", "1", "--model", model]) == 2
     )
     assert "prompt_len + output_len is 65, but the context holds 64" in capsys.readouterr().err
+
+
+def test_a_batch_beyond_max_num_seqs_still_runs_at_once(tmp_path: Path) -> None:
+    model = str(save_tiny_chat(tmp_path / "model"))
+    plan = LatencyPlan(batch=(2, 5), prompt_len=9, output_len=5)
+    config = fit(EngineConfig(model, max_num_seqs=2, threads=1), plan)
+    assert (config.max_num_seqs, config.kv_blocks) == (5, 10)
+    assert fit(EngineConfig(max_num_seqs=64), plan).max_num_seqs == 64
+    assert fit(EngineConfig(kv_memory=0.5), plan).kv_blocks is None
+    assert fit(EngineConfig(kv_blocks=3), plan).kv_blocks == 3
+    assert fit(EngineConfig(max_model_len=1000), plan).kv_blocks == 63
+    with LLM(model, max_num_seqs=5, kv_blocks=config.kv_blocks, threads=1) as llm:
+        timing = Ours(llm).run([[7, number] * 4 for number in range(5)], 5)
+        assert llm.stats.steps == 5
+        assert len(timing.steps) == 4
+        assert [len(tokens) for tokens in timing.tokens] == [5] * 5
+
+
+def test_only_steps_in_which_all_decode_count(tmp_path: Path) -> None:
+    model = str(save_tiny_chat(tmp_path / "model"))
+    with LLM(model, max_num_seqs=2, max_batch_tokens=8, threads=1) as llm:
+        # 8 tokens a step: the second prompt takes one step beside the first's decoding, and ends one step later.
+        timing = Ours(llm).run([[1] * 8, [2] * 7], 6)
+        assert llm.stats.steps == 7
+        assert len(timing.steps) == 4
+        assert timing.first_token < timing.total
+
+
+@pytest.mark.parametrize("engine", [{"max_num_seqs": 2}, {"max_num_seqs": 3, "kv_blocks": 5}])
+def test_a_batch_that_ran_in_waves_has_no_step_time(tmp_path: Path, engine: dict[str, int]) -> None:
+    model = str(save_tiny_chat(tmp_path / "model"))
+    with LLM(model, threads=1, **engine) as llm, pytest.raises(YalisFailure, match="a batch of 3 never decoded all"):
+        Ours(llm).run([[1] * 8, [2] * 8, [3] * 8], 30)
+
+
+@pytest.mark.usefixtures("small_measurements")
+def test_a_peer_that_lacks_a_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    setup = peers.PeerSetup(tmp_path / "model.gguf", False, torch.float32, torch.device("cpu"))
+    assert peers.start("transformers", setup) == "not installed: pip install accelerate"

@@ -9,18 +9,19 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
 from yalis import __version__, results
-from yalis.checkpoint.resolve import locate
+from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
 from yalis.engine.llm import LLM
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefill_floor_s, prefill_flops
+from yalis.spec import read_spec
 from yalis.study import bandwidth, peers
 from yalis.types import SamplingParams
 
@@ -45,6 +46,10 @@ class LatencyPlan:
             if name not in peers.PEERS.names():
                 raise YalisError(f"unknown peer {name!r}; accepted: {', '.join(peers.PEERS.names())}")
 
+    @property
+    def longest(self) -> int:
+        return self.prompt_len + self.output_len
+
 
 class Ours:
     """This engine, driven step by step."""
@@ -57,32 +62,42 @@ class Ours:
 
     def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
         sampling = SamplingParams(max_tokens=output_len, ignore_eos=True)
+        stats = self._llm.stats
+        preempted = stats.preemptions
         start = time.perf_counter()
         ids = [self._llm.submit(prompt, sampling) for prompt in prompts]
         done: dict[int, list[int]] = {}
         stamps: list[float] = []
+        counts: list[int] = []  # tokens that each step gave
         while len(done) < len(ids):
+            before = stats.output_tokens
             done.update((id, output.token_ids) for id, output in self._llm.poll())
             stamps.append(time.perf_counter() - start)
-        # The last step gives the last sequence its last token; from its first token on, every step decodes.
-        decode = stamps[-output_len:]
-        steps = [after - before for before, after in pairwise(decode)]
-        return peers.Timing(decode[0], steps, stamps[-1], [done[id] for id in ids])
+            counts.append(stats.output_tokens - before)
+        # The last step gives the last sequence its last token, so from its first token on no prompt is computed;
+        # until the first sequence ends, each of those steps gives a token to every sequence.
+        first = len(stamps) - output_len
+        steps = [stamps[i] - stamps[i - 1] for i in range(first + 1, len(stamps)) if counts[i] == len(ids)]
+        if stats.preemptions > preempted or not steps:
+            raise YalisFailure(
+                f"a batch of {len(ids)} never decoded all at once, so its step has no time; "
+                "give a larger --kv-memory, --kv-blocks, --max-batch-tokens or --output-len, or a smaller --batch"
+            )
+        return peers.Timing(stamps[first], steps, stamps[-1], [done[id] for id in ids])
 
 
 def measure(
     config: EngineConfig, plan: LatencyPlan, command: str, report: Callable[[str], None] = lambda text: None
 ) -> results.Result:
     """Run the whole benchmark; `report` hears what it is doing."""
+    config = fit(config, plan)
+    with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
+        _check_length(plan, config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position)
     report("loading the model")
     with LLM(**asdict(config)) as llm:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, llm.spec.dtype, device)
-        longest = plan.prompt_len + plan.output_len
-        if longest > llm.max_model_len:
-            raise YalisError(
-                f"prompt_len + output_len is {longest}, but the context holds {llm.max_model_len}; give less"
-            )
+        _check_length(plan, llm.max_model_len)  # a KV cache the user chose may hold less
         report("measuring the device")
         before = bandwidth.measure(device, dtype)
         setup = peers.PeerSetup(locate(config.model, config.load == "auto"), config.load == "random", dtype, device)
@@ -106,6 +121,22 @@ def measure(
             **asdict(rates),
         }
         return results.new("latency", parameters, rows, command, [bandwidth.describe(device)])
+
+
+def fit(config: EngineConfig, plan: LatencyPlan) -> EngineConfig:
+    """An engine that runs the largest batch at once and, unless told otherwise, leaves the other memory to peers."""
+    most = max(plan.batch)
+    blocks = config.kv_blocks
+    if blocks is None and config.kv_memory is None:
+        longest = -(-plan.longest // config.block_size)
+        # A sequence starts only where every older one has a block to spare.
+        blocks = max(most * (longest + 1), -(-(config.max_model_len or 0) // config.block_size))
+    return replace(config, max_num_seqs=max(config.max_num_seqs, most), kv_blocks=blocks)
+
+
+def _check_length(plan: LatencyPlan, limit: int) -> None:
+    if plan.longest > limit:
+        raise YalisError(f"prompt_len + output_len is {plan.longest}, but the context holds {limit}; give less")
 
 
 @dataclass(frozen=True)

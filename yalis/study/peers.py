@@ -94,6 +94,8 @@ def _load(setup: PeerSetup) -> Any:
         with setup.device:
             return auto.from_config(config, dtype=setup.dtype).eval()
     if setup.path.suffix == ".gguf":
+        import accelerate  # noqa: F401  (without it transformers reads no GGUF file)
+
         model = auto.from_pretrained(str(setup.path.parent), gguf_file=setup.path.name, dtype=setup.dtype)
     else:
         model = auto.from_pretrained(str(setup.path), dtype=setup.dtype)
@@ -116,5 +118,5 @@ def start(name: str, setup: PeerSetup) -> Peer | str:
 def explain(error: Exception) -> str:
     """Why a peer has no numbers; it may fail in ways of its own."""
     if isinstance(error, ImportError):
-        return f"not installed ({error.name or error})"
+        return f"not installed: pip install {error.name}" if error.name else f"not installed ({error})"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
