@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from yalis.errors import YalisError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 def cache_dir() -> Path:
     """Where fetched models and built files are kept: $YALIS_CACHE, else $XDG_CACHE_HOME/yalis, else ~/.cache/yalis."""
@@ -14,17 +18,27 @@ def cache_dir() -> Path:
 
 
 def log_level() -> str:
-    return os.environ.get("YALIS_LOG", "warning")
+    """$YALIS_LOG: from which level on messages are shown."""
+    level = os.environ.get("YALIS_LOG", "warning")
+    if level not in LOG_LEVELS:
+        raise YalisError(f"YALIS_LOG is {level!r}; accepted: {', '.join(LOG_LEVELS)}")
+    return level
 
 
 def rank() -> int:
     """This process's rank under torchrun, srun or mpirun; 0 without a launcher."""
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        if name in os.environ:
-            return int(os.environ[name])
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
     return 0
 
 
 def triton_interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, which works on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def c_compiler() -> str | None:
+    """The command of the C compiler to build native kernels with: $CC, with any flags of its own."""
+    return os.environ.get("CC") or None

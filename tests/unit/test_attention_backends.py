@@ -14,7 +14,7 @@ from tests.attention_cases import Case, make_step, relative_error
 from yalis.attention.base import BACKENDS
 from yalis.attention.choose import choose_backend
 
-TOLERANCE = {"sdpa": 2e-5, "flex": 2e-5, "triton": 2e-5}
+TOLERANCE = {"sdpa": 2e-5, "flex": 2e-5, "triton": 2e-5, "native": 2e-5}
 MIXES = {
     "prefill": ((0, 5),),
     "equal prompts": ((0, 6), (0, 6)),
@@ -91,6 +91,18 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 @given(cases(40))
 def test_sdpa_random(case: Case) -> None:
     check("sdpa", case)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(cases(40))
+def test_native_random(case: Case) -> None:
+    check("native", case)
+
+
+def test_native_reads_long_contexts_in_pieces() -> None:
+    """More keys than one pass scores, more heads of a group than one pass serves, a window that starts between."""
+    for window in (None, 130):
+        check("native", Case(((300, 1), (64, 1), (63, 1), (127, 1)), kv_heads=1, group=18, window=window))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=SLOW)

@@ -11,28 +11,36 @@ from tests.attention_cases import Case
 from yalis.attention.base import BACKENDS
 from yalis.attention.choose import ON_CPU, ON_GPU, choose_backend
 from yalis.errors import YalisError
+from yalis.kernels import native
 
 NEEDS = Case(((0, 1),)).needs
 
 
-def test_auto_takes_sdpa_on_a_cpu() -> None:
+def test_auto_takes_native_on_a_cpu() -> None:
+    assert choose_backend("auto", NEEDS).name == "native"
+    assert choose_backend("auto", replace(NEEDS, softcap=True, window=True, head_dim=20)).name == "native"
+
+
+def test_auto_takes_sdpa_where_native_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_backend("auto", replace(NEEDS, dtype=torch.bfloat16)).name == "sdpa"
+    monkeypatch.setattr(native, "_found", native.Unavailable("no C compiler; install gcc"))
     assert choose_backend("auto", NEEDS).name == "sdpa"
-    assert choose_backend("auto", replace(NEEDS, softcap=True, window=True, head_dim=20)).name == "sdpa"
+    with pytest.raises(YalisError, match="'native' cannot be used here: no C compiler; install gcc; usable: auto, "):
+        choose_backend("native", NEEDS)
 
 
 def test_orders_name_every_backend() -> None:
-    assert sorted(ON_GPU) == sorted(BACKENDS.names())
-    assert set(ON_CPU) < set(ON_GPU)
+    assert {*ON_GPU, *ON_CPU} == set(BACKENDS.names())
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(YalisError, match="unknown attention backend 'flsh'; accepted: auto, sdpa, flex, triton, flash"):
+    with pytest.raises(YalisError, match=r"unknown attention backend .flsh.; accepted: auto, sdpa, .*, flash, native"):
         choose_backend("flsh", NEEDS)
 
 
 def test_unusable_name_says_why_and_what_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(YalisError, match=r"'triton' cannot be used here: it needs a GPU.*usable: auto, sdpa, flex$"):
+    with pytest.raises(YalisError, match=r"'triton' cannot be used here: it needs a GPU.*: auto, sdpa, flex, native$"):
         choose_backend("triton", NEEDS)
     with pytest.raises(YalisError, match="'flash' cannot be used here: it needs a GPU"):
         choose_backend("flash", NEEDS)

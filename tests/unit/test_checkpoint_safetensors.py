@@ -83,7 +83,6 @@ def test_a_slice_of_the_wrong_size_is_refused(folders: dict[str, Path]) -> None:
 
 
 def test_a_strided_result_is_filled(folders: dict[str, Path]) -> None:
-    """Layers may keep a matrix transposed."""
     lazy = SafetensorsCheckpoint(folders["whole"]).tensor("model.embed_tokens.weight", (251, 48))
     straight, turned = torch.empty(251, 48), torch.empty(48, 251)
     lazy.read_into(straight)

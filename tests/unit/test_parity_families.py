@@ -87,14 +87,16 @@ def check_scenario(
 )
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_sdpa(reference, case, seed, scenario):
-    check_scenario(reference(case, seed), "sdpa", scenario)
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+def test_every_scenario(reference, backend, case, seed, scenario):
+    check_scenario(reference(case, seed), backend, scenario)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_alone(reference, case):
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+def test_alone(reference, backend, case):
     ref = reference(case, SEEDS[0])
-    with open_llm(ref, "sdpa", False, False, False) as llm:
+    with open_llm(ref, backend, False, False, False) as llm:
         check(ref, llm, mixed=False)
 
 

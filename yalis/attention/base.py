@@ -104,5 +104,6 @@ BACKENDS: Registry[type[AttentionBackend]] = Registry(
         "flex": "yalis.attention.flex:FlexAttention",
         "triton": "yalis.attention.triton:TritonAttention",
         "flash": "yalis.attention.flash:FlashAttention",
+        "native": "yalis.attention.native:NativeAttention",
     },
 )

@@ -7,8 +7,9 @@ from yalis.errors import YalisError
 
 # Best first. On a GPU our kernels read the paged cache in place; flash packs it first; sdpa gathers and masks.
 ON_GPU = ("triton", "flash", "sdpa", "flex")
-# On a CPU sdpa is the fused kernel, flex runs uncompiled, and triton in its interpreter is for tests.
-ON_CPU = ("sdpa", "flex", "triton")
+# On a CPU native reads the paged cache in place, sdpa needs no compiler, flex runs uncompiled, and triton in its
+# interpreter is for tests.
+ON_CPU = ("native", "sdpa", "flex", "triton")
 
 
 def choose_backend(name: str, needs: AttentionNeeds) -> type[AttentionBackend]:

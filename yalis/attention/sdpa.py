@@ -55,16 +55,17 @@ class SdpaAttention(AttentionBackend):
         self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: list[Group], params: AttentionParams
     ) -> Tensor:
         if len(shared) == 1:
-            return self._attend(q, cache, batch, shared[0], params)
+            return self.attend_group(q, cache, batch, shared[0], params)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in shared:
             end = part.row + part.size * part.queries
-            out[part.row : end] = self._attend(q[part.row : end], cache, batch, part, params)
+            out[part.row : end] = self.attend_group(q[part.row : end], cache, batch, part, params)
         return out
 
-    def _attend(
+    def attend_group(
         self, q: Tensor, cache: LayerCache, batch: ForwardBatch, part: Group, params: AttentionParams
     ) -> Tensor:
+        """The group's rows of q alone."""
         span = part.spans.get(params.window)
         if span is None:
             triangle = params.softcap is None

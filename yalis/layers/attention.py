@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from yalis.attention.base import AttentionBackend, AttentionParams, ForwardBatch, LayerCache
-from yalis.layers.rotary import rotate
+from yalis.kernels.ops import rotate
 from yalis.parallel.linear import down_linear, up_linear
 from yalis.parallel.norm import HeadNorm
 from yalis.parallel.plan import Grid

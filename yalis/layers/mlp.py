@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from yalis.kernels import ops
 from yalis.parallel.linear import down_linear, up_linear
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import Piece
@@ -25,10 +26,4 @@ class GatedMLP(nn.Module):
         self.activation = spec.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self._activate(gate).mul_(up))
-
-    def _activate(self, gate: Tensor) -> Tensor:
-        if self.activation == "silu":
-            return nn.functional.silu(gate)
-        return nn.functional.gelu(gate, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.down(ops.gated(self.gate_up(x), self.activation))

@@ -30,15 +30,6 @@ class Rotary(nn.Module):
         return cos, sin
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dim of x's last dimension, [T, heads, D], pairing element i with i + dim/2."""
-    dim = cos.shape[-1]
-    turned = x if dim == x.shape[-1] else x[..., :dim]
-    half = torch.roll(turned, dim // 2, -1)  # the sign of the first half is in the sines
-    out = torch.addcmul(turned * cos, half, sin)
-    return out if dim == x.shape[-1] else torch.cat((out, x[..., dim:]), dim=-1)
-
-
 def _table(spec: RopeSpec, length: int, long: bool) -> Tensor:
     freqs = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(spec, long))
     cos, sin = freqs.cos() * spec.scale, freqs.sin() * spec.scale

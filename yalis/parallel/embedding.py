@@ -35,8 +35,6 @@ class VocabEmbedding(ParallelLayer):
         return self.grid.everyone.all_reduce(rows)[:, columns.start : columns.stop].contiguous()
 
     def _rows(self, ids: Tensor) -> Tensor:
-        if self.weight.in_major:
-            return self.weight.data.index_select(1, ids).t().contiguous()
         return nn.functional.embedding(ids, self.weight.data)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from yalis.kernels import ops
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import ParallelLayer, TensorSource
 
@@ -30,10 +31,9 @@ class RMSNorm(ParallelLayer):
             self.weight.add_(self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype)
         if self.grid.cols == 1:
-            return nn.functional.rms_norm(wide, (self.size,), self.weight, self.eps).to(x.dtype)
-        wide = wide.float()
+            return ops.rms_norm(x, self.weight, self.eps)
+        wide = x.float()
         squares = self.grid.over_cols.all_reduce(wide.pow(2).sum(-1, keepdim=True))
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)
 
@@ -50,4 +50,4 @@ class HeadNorm(ParallelLayer):
         source.tensor(f"{self.name}.weight", (self.head_dim,)).read_into(self.weight, slice(0, self.head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, (self.head_dim,), self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,139 @@
+"""The native kernels against their plain references, and how they are built, shared and done without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yalis.kernels import native, ops
+
+ABSENT = native.Unavailable("no C compiler; install gcc")
+
+
+def both(op, *args):
+    """What the library gives, and what the plain version of the same op gives in float64."""
+    assert native.load() is not None, native.reason()
+    wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    return op(*args), op(*wide)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert found.dtype == torch.float32
+    assert found.shape == expected.shape
+    return bool((found - expected).abs().max() <= 2e-6 * max(1.0, expected.abs().max().item()))
+
+
+def strided(rows: int, cols: int, gap: int) -> torch.Tensor:
+    """Rows that do not touch and start anywhere in memory."""
+    return torch.randn(rows, cols + gap)[:, gap:]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 70), out=st.integers(1, 90), depth=st.integers(1, 150), gap=st.integers(0, 3),
+    bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_linear(rows: int, out: int, depth: int, gap: int, bias: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight = strided(rows, depth, gap), torch.randn(out, depth) / depth**0.5
+    assert close(*both(ops.linear, x, weight, torch.randn(out) if bias else None))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 32])
+@pytest.mark.parametrize("shape", [(960, 576), (577, 1536), (5000, 64)])
+def test_linear_over_threads(rows: int, shape: tuple[int, int]) -> None:
+    assert close(*both(ops.linear, torch.randn(rows, shape[1]), torch.randn(shape) / shape[1] ** 0.5))
+
+
+def test_a_row_is_the_same_in_any_batch() -> None:
+    x, weight = torch.randn(ops.MOST_ROWS, 200), torch.randn(333, 200)
+    whole = ops.linear(x, weight)
+    for rows in (1, 2, 5, 8, 9, 17):
+        assert torch.equal(ops.linear(x[:rows], weight), whole[:rows])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 40), cols=st.integers(1, 700), gap=st.integers(0, 2), seed=st.integers(0, 99))
+def test_rows(rows: int, cols: int, gap: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight = torch.randn(cols)
+    assert close(*both(ops.rms_norm, strided(rows, cols, gap), weight, 1e-5))
+    (normed, total), (expected, _) = both(
+        ops.add_rms_norm, torch.randn(rows, cols), torch.randn(rows, cols), weight, 1e-5
+    )
+    assert close(normed, expected)
+    assert close(total, total.double())
+    assert close(*both(ops.gated, 5 * strided(rows, 2 * cols, gap), "silu"))
+
+
+def test_silu_far_out() -> None:
+    x = torch.tensor([[-1e4, -90.0, -87.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 1e4] + 10 * [1.0]])
+    assert close(*both(ops.gated, x, "silu"))
+    assert ops.gated(torch.tensor([[torch.nan, 1.0, 1.0, 1.0]]), "silu").isnan().tolist() == [[True, False]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 40), heads=st.integers(1, 6), half=st.integers(1, 20), rest=st.integers(0, 9),
+    more=st.integers(0, 3), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_heads(tokens: int, heads: int, half: int, rest: int, more: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    dim = 2 * half + rest
+    x = torch.randn(tokens, heads + more, dim)[:, :heads]
+    cos, sin = torch.randn(tokens, 1, 4 * half).chunk(2, dim=-1)
+    assert close(*both(ops.rotate, x, cos, sin))
+    assert close(*both(ops.rms_norm, x, torch.randn(dim), 1e-6))
+
+
+def test_other_dtypes_take_the_plain_path() -> None:
+    x, weight = torch.randn(2, 8, dtype=torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)
+    assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert ops.rms_norm(x, torch.ones(8), 1e-5).dtype == torch.bfloat16
+
+
+ASK = "import torch; from yalis.kernels import native; print(native.load() is not None, native.reason())"
+
+
+def ask(cache: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = {"PATH": "/usr/bin:/bin:/usr/local/bin", "YALIS_CACHE": str(cache), **variables}
+    return subprocess.Popen([sys.executable, "-c", ASK], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_ranks_may_build_at_once(tmp_path: Path) -> None:
+    asked = [ask(tmp_path) for _ in range(3)]
+    assert [process.communicate(timeout=120)[0].strip() for process in asked] == ["True None"] * 3
+    assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"], "nothing half made is left"
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"PATH": "/nowhere"}, "no C compiler; install gcc"),
+        ({"CC": "false"}, "false failed: exit status 1"),
+        ({"CC": "/no/such/cc -x"}, "/no/such/cc did not run:"),
+    ],
+)
+def test_the_reason_where_it_cannot_be_built(variables: dict[str, str], reason: str, tmp_path: Path) -> None:
+    out, _ = ask(tmp_path, **variables).communicate(timeout=120)
+    assert out.startswith(f"False {reason}")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out, _ = ask(tmp_path / "file").communicate(timeout=120)
+    assert out.startswith("False they do not load: ")
+
+
+def test_one_openmp_runtime() -> None:
+    ops.linear(torch.randn(4, 576), torch.randn(960, 576))
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    runtimes = [path for path in mapped if any(name in Path(path).name for name in ("gomp", "iomp", "libomp"))]
+    assert any(path.startswith(str(Path(torch.__file__).parent)) for path in runtimes)
+    assert len(runtimes) == 1

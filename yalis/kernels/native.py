@@ -1,0 +1,127 @@
+"""Builds native.c for this machine on first use, keeps it in the cache, and calls it.
+
+The object is linked without an OpenMP runtime of its own: it finds the one that torch loaded, and shares its threads.
+Where it cannot be built or loaded, load() gives None, reason() says why, and everything runs on plain torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from ctypes import CDLL, c_float, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from yalis import env
+from yalis.log import get_logger
+
+log = get_logger(__name__)
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-fopenmp")
+# Best first: a compiler takes one of these to mean the machine it runs on.
+TARGETS = (("-march=native",), ("-mcpu=native",), ())
+
+_P, _I, _F = c_void_p, c_int64, c_float
+
+
+class Unavailable(Exception):
+    """Why there are no native kernels here, as a short clause."""
+
+
+class Library:
+    """The functions of native.c; pointers are tensors' data_ptr(), lengths and steps count floats."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lib = CDLL(str(path))
+        self.linear = self._bind("linear", _P, _P, _I, _P, _P, _I, _I, _I, _I)
+        self.rms_norm = self._bind("rms_norm", _P, _P, _I, _P, _P, _P, _F, _I, _I, _I, _I)
+        self.silu_gate = self._bind("silu_gate", _P, _P, _I, _I, _I, _I)
+        self.rotate = self._bind("rotate", _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I)
+        self.write = self._bind("write", _P, _P, _P, _I, _P, _I, _P, _I, _I)
+        self.attend = self._bind("attend", _P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I)
+
+    def _bind(self, name: str, *arguments: Any) -> Callable[..., None]:
+        function = self._lib[f"yalis_{name}"]
+        function.argtypes, function.restype = arguments, None
+        return function
+
+
+_found: Library | Unavailable | None = None
+
+
+def load() -> Library | None:
+    """The library, built first where the cache does not hold it; None where that cannot be."""
+    global _found
+    if _found is None:
+        try:
+            _found = Library(_build())
+            log.info("native kernels: %s", _found.path)
+        except Unavailable as why:
+            _found = why
+        except OSError as error:  # an OpenMP runtime other than the compiler's, or a folder that cannot be written
+            _found = Unavailable(f"they do not load: {error}")
+        if isinstance(_found, Unavailable):
+            log.info("no native kernels: %s", _found)
+    return _found if isinstance(_found, Library) else None
+
+
+def reason() -> str | None:
+    """Why load() gives None, as a short clause; None where it does not."""
+    return None if load() is not None else str(_found)
+
+
+def find_compiler() -> list[str] | None:
+    """$CC, else the first of cc, gcc and clang that is installed."""
+    if chosen := env.c_compiler():
+        return shlex.split(chosen)
+    return next(([path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+
+
+def _build() -> Path:
+    """The built library's path: named by everything that its code depends on."""
+    import torch  # noqa: F401  its OpenMP runtime must be there before the library asks for it
+
+    compiler = find_compiler()
+    if compiler is None:
+        raise Unavailable("no C compiler; install gcc")
+    flags, machine = _describe(compiler)
+    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), " ".join(flags).encode(), machine)))
+    folder = env.cache_dir() / "native"
+    built = folder / f"{key.hexdigest()[:16]}.so"
+    if built.exists():
+        return built
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        at = Path(made)
+        _compile([*compiler, *flags, "-c", str(SOURCE), "-o", str(at / "native.o")])
+        _compile([*compiler, "-shared", str(at / "native.o"), "-o", str(at / "native.so"), "-lm"])
+        os.replace(at / "native.so", built)  # whole or not at all, whoever else builds it now
+    return built
+
+
+def _describe(compiler: list[str]) -> tuple[tuple[str, ...], bytes]:
+    """The flags this compiler takes, and what it then predefines: its version and the machine's instruction sets."""
+    for target in TARGETS:
+        try:
+            return (*FLAGS, *target), _compile([*compiler, *FLAGS, *target, "-dM", "-E", "-x", "c", os.devnull])
+        except Unavailable as why:
+            last = why
+    raise last
+
+
+def _compile(command: list[str]) -> bytes:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{command[0]} did not run: {error}") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        raise Unavailable(f"{command[0]} failed: {next((line for line in said if 'error' in line), said[-1])}")
+    return done.stdout
