@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,26 +33,43 @@ class EngineConfig:
     threads: int | None = None  # CPU threads; None leaves torch's choice
 
     def __post_init__(self) -> None:
+        _text("model", self.model)
+        _text("device", self.device)
+        _text("attention", self.attention)
+        if self.tokenizer is not None:
+            _text("tokenizer", self.tokenizer)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load", self.load, LOADS)
+        _one_of("prefix_reuse", self.prefix_reuse, (True, False))
+        _whole("load_seed", self.load_seed, 0, 2**63 - 1)
         for name in ("max_num_seqs", "max_batch_tokens", "block_size"):
-            _positive(name, getattr(self, name))
-        for name in ("max_model_len", "kv_blocks", "threads"):
+            _whole(name, getattr(self, name), 1)
+        for name, most in (("max_model_len", None), ("kv_blocks", None), ("threads", 1024)):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+                _whole(name, getattr(self, name), 1, most)
         if self.block_size & (self.block_size - 1):
             raise YalisError(f"block_size is {self.block_size}; give a power of two, such as 16")
-        if self.kv_memory is not None and not self.kv_memory > 0:
+        if self.kv_memory is not None and not (_is_number(self.kv_memory) and 0 < self.kv_memory < math.inf):
             raise YalisError(f"kv_memory is {self.kv_memory!r}; give a number of GiB above 0")
-        if not 0 < self.memory_fraction <= 1:
+        if not (_is_number(self.memory_fraction) and 0 < self.memory_fraction <= 1):
             raise YalisError(f"memory_fraction is {self.memory_fraction!r}; give a number above 0 and at most 1")
 
 
-def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise YalisError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+def _one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
+    if not any(value is one or (isinstance(value, str) and value == one) for one in accepted):
+        raise YalisError(f"{name} is {value!r}; accepted: {', '.join(map(str, accepted))}")
 
 
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise YalisError(f"{name} is {value!r}; give a whole number of at least 1")
+def _text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise YalisError(f"{name} is {value!r}; give a text")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise YalisError(f"{name} is {value!r}; give a whole number {limit}")

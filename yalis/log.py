@@ -1,4 +1,7 @@
-"""Logging, one logger per module, with the rank in front when there is more than one."""
+"""Logging, one logger per module, with the rank in front when there is more than one.
+
+A library leaves handlers to the program it is part of; the command line is that program and calls `show_logs`.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,17 @@ import logging
 
 from yalis import env
 
-_ready = False
-
 
 def get_logger(name: str) -> logging.Logger:
-    _set_up()
     return logging.getLogger(name)
 
 
-def _set_up() -> None:
-    global _ready
-    if _ready:
-        return
-    _ready = True
+def show_logs() -> None:
+    """Send this package's messages to standard error, from the level that the environment asks for."""
     root = logging.getLogger("yalis")
     handler = logging.StreamHandler()
     rank = env.rank()
     handler.setFormatter(logging.Formatter(f"yalis[{rank}] %(message)s" if rank else "yalis: %(message)s"))
-    root.addHandler(handler)
+    root.handlers[:] = [handler]
     root.setLevel(env.log_level().upper())
     root.propagate = False

@@ -20,10 +20,6 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def register(self, name: str, where: str) -> None:
-        """Add an implementation kept elsewhere: `where` is "package.module:Attribute"."""
-        self._entries[name] = where
-
     def load(self, name: str) -> T:
         if name not in self._entries:
             raise YalisError(f"unknown {self.what} {name!r}; accepted: {', '.join(self.names())}")

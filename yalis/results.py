@@ -14,11 +14,12 @@ import subprocess
 import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from yalis.errors import YalisError, YalisFailure
+from yalis.version import __version__
 
 SCHEMA = "yalis-result"
 VERSION = 1
@@ -188,7 +189,7 @@ def columns(kind: str) -> list[str]:
 
 def versions() -> dict[str, str | None]:
     # By name, because the package's face knows the engine, which lies above this file.
-    own: str = import_module("yalis").__version__
+    own = __version__
     found: dict[str, str | None] = {"yalis": own, "python": platform.python_version()}
     for package in ("torch", "transformers", "triton", "gguf"):
         found[package] = package_version(package)

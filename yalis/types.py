@@ -39,9 +39,8 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives to report beside each token; 0 reports the token alone
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _several("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
         _whole("max_tokens", self.max_tokens, 1)
         _whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
@@ -55,7 +54,7 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _whole("n", self.n, 1)
+        _whole("n", self.n, 1, 1024)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0)
         if self.seed is not None:
@@ -78,6 +77,12 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def _several(name: str, values: Any) -> tuple[Any, ...]:
+    if values is not None and not isinstance(values, (list, tuple, set, frozenset)):
+        raise YalisError(f"{name} is {values!r}; give a list")
+    return tuple(values or ())
+
+
 def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
@@ -85,17 +90,12 @@ def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float, open_below: bool = False) -> None:
-    ok = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and low <= value <= high
-    )
-    if not ok or (open_below and value == low):
-        accepted = f"{'above' if open_below else 'of at least'} {low:g}" + (
-            f" and at most {high:g}" if math.isfinite(high) else ""
-        )
-        raise YalisError(f"{name} is {value!r}; give a number {accepted}")
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not ok or value == math.inf or (open_below and value == low) or (isinstance(value, int) and value > 2**63):
+        limit = f"{'above' if open_below else 'of at least'} {low:g}"
+        limit += f" and at most {high:g}" if math.isfinite(high) else ""
+        shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:37]}..."
+        raise YalisError(f"{name} is {shown}; give a number {limit}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+
+import numpy
 import pytest
 import torch
 
@@ -130,6 +133,60 @@ def test_generate_and_stream_leave_other_results_alone(llm, ref):
     assert done[other].token_ids == ref.tokens[2][:3]
 
 
+def test_streams_and_jobs_inside_each_other(llm, ref):
+    """Whoever advances the engine, each call gets its own tokens and its own end."""
+    seen: list[int] = []
+    for chunk in llm.stream(ref.prompts[0], plain()):
+        seen += chunk.token_ids
+        if len(seen) == 2:
+            assert llm.generate(ref.prompts[1], plain())[0].token_ids == ref.tokens[1]
+    assert seen == ref.tokens[0]
+    first, second = llm.stream(ref.prompts[0], plain()), llm.stream(ref.prompts[1], plain())
+    seen = list(next(first).token_ids)
+    assert [token for chunk in second for token in chunk.token_ids] == ref.tokens[1]
+    assert seen + [token for chunk in first for token in chunk.token_ids] == ref.tokens[0]
+    polled: list = []
+    llm.submit(ref.prompts[2], plain(max_tokens=2))
+    outputs = llm.generate(ref.prompts, plain(), progress=lambda _: polled.extend(llm.poll()))
+    assert [output.token_ids for output in outputs] == ref.tokens
+    assert [output.token_ids for _, output in polled] == [ref.tokens[2][:2]]
+
+
+def test_ctrl_c_between_steps(llm, ref, monkeypatch):
+    """Ctrl-C during a step is heard after it: the tokens are kept, the engine goes on, nothing leaks."""
+    runner = llm._engine.runner
+    launch = runner.launch
+
+    def interrupted(plan):
+        signal.raise_signal(signal.SIGINT)
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(ref.prompts, plain())
+    monkeypatch.setattr(runner, "launch", launch)
+    assert llm.num_unfinished == 0
+    assert [output.token_ids for output in llm.generate(ref.prompts, plain())] == ref.tokens
+    llm._engine.scheduler.check()
+
+
+def test_failed_step_ends_the_engine_with_a_sentence(ref):
+    llm = LLM(str(ref.path), device="cpu", kv_blocks=64)
+    with llm:
+        launch = llm._engine.runner.launch
+        llm._engine.runner.launch = lambda plan: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+        with pytest.raises(YalisError, match="ran out of memory in a step; give a smaller"):
+            llm.generate(ref.prompts, plain())
+        llm._engine.runner.launch = launch
+        with pytest.raises(YalisError, match="load it anew"):
+            llm.generate(ref.prompts, plain())
+
+
+def test_numpy_ids(llm, ref):
+    assert llm.generate(list(numpy.array(ref.prompts[0])), plain())[0].token_ids == ref.tokens[0]
+    assert llm.generate([list(numpy.array(ref.prompts[0]))], plain())[0].token_ids == ref.tokens[0]
+
+
 def test_many_more_requests_than_fit(llm, ref):
     outputs = llm.generate(ref.prompts * 40, plain())
     assert [output.token_ids for output in outputs] == ref.tokens * 40
@@ -175,6 +232,11 @@ def test_one_bad_prompt_queues_nothing(llm, ref):
     assert llm.num_unfinished == 0
 
 
+def test_empty_chat_is_a_sentence(llm):
+    with pytest.raises(YalisError, match="conversation is empty"):
+        llm.chat([])
+
+
 def test_stop_string_needs_a_tokenizer(llm):
     with pytest.raises(YalisError, match="stop strings need a tokenizer"):
         llm.generate([[1, 2]], plain(stop=("x",)))
@@ -192,6 +254,14 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"max_batch_tokens": 0}, "at least 1"),
         ({"blok_size": 4}, "no argument 'blok_size'"),
         ({"kv_memory": 1e-9}, "no memory is left for the KV cache"),
+        ({"kv_memory": float("inf")}, "GiB above 0"),
+        ({"kv_memory": "1"}, "GiB above 0"),
+        ({"memory_fraction": "x"}, "at most 1"),
+        ({"device": None}, "device is None"),
+        ({"load_seed": "a"}, "load_seed"),
+        ({"prefix_reuse": "no"}, "True, False"),
+        ({"threads": 10**6}, "1 to 1024"),
+        ({"kv_blocks": 10**11}, "does not fit the memory"),
         ({"max_model_len": 100_000}, "256"),
     ],
 )

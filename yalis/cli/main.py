@@ -17,6 +17,7 @@ from yalis import __version__
 from yalis.cli import batch, bench, chat, doctor, generate, models
 from yalis.cli.flags import Parser
 from yalis.errors import YalisError
+from yalis.log import show_logs
 
 VERBS = {
     "generate": (generate, "complete one or more prompts"),
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise YalisError(
                 'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
             )
+        show_logs()
         run: Callable[[argparse.Namespace], int] = args.run
         status = run(args)
         sys.stdout.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from yalis.config import EngineConfig
@@ -10,9 +12,18 @@ from yalis.errors import YalisError
 OLDEST_TORCH = (2, 11)
 
 
+def torch_is_old() -> bool:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < OLDEST_TORCH
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A GPU's allocator has its own exception; the CPU's raises a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
 def resolve_device(name: str) -> torch.device:
     version = torch.__version__
-    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
+    if torch_is_old():
         wanted = ".".join(map(str, OLDEST_TORCH))
         raise YalisError(f"torch {version} is installed, but {wanted} or newer is needed; pip install -U torch")
     if name == "auto":
@@ -61,3 +72,10 @@ def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, m
             "give a larger --kv-memory or --memory-fraction, or a smaller model"
         )
     return blocks
+
+
+def release_memory(device: torch.device) -> None:
+    """Hand what was freed back to the device, where the next engine counts it as free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

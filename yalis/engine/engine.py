@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
+from yalis.engine.device import is_out_of_memory
 from yalis.engine.runner import PendingStep, Runner
+from yalis.errors import YalisFailure
 from yalis.scheduling.plan import Emitted
 from yalis.scheduling.request import Request
 from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -51,6 +53,7 @@ class Engine:
         self.eos = eos
         self.stats = EngineStats()
         self._launched: deque[PendingStep] = deque()
+        self._broken: str | None = None
         self._next_id = 0
 
     @property
@@ -70,7 +73,24 @@ class Engine:
         return request
 
     def step(self) -> list[Emitted]:
-        """Launch what may be launched, then wait for the oldest step's tokens."""
+        """Launch what may be launched, then wait for the oldest step's tokens.
+
+        A step that fails ends the engine: what the device holds is then unknown.
+        """
+        if self._broken is not None:
+            raise YalisFailure(f"this model stopped working in an earlier step ({self._broken}); load it anew")
+        try:
+            return self._step()
+        except BaseException as error:
+            self._broken = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if is_out_of_memory(error):
+                raise YalisFailure(
+                    f"{self.runner.device} ran out of memory in a step; give a smaller --max-batch-tokens, "
+                    "--max-num-seqs, --memory-fraction or --kv-memory"
+                ) from error
+            raise
+
+    def _step(self) -> list[Emitted]:
         while True:
             begin = time.perf_counter()
             plan = self.scheduler.schedule()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Union
 
@@ -11,7 +13,9 @@ from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.config import DEFAULT_MODEL, EngineConfig
 from yalis.engine.answer import Answer, Progress
+from yalis.engine.device import release_memory
 from yalis.engine.engine import Engine, EngineStats
+from yalis.engine.interrupts import interrupts_held
 from yalis.errors import YalisError
 from yalis.sampling.noise import derive_seed
 from yalis.scheduling.plan import Emitted
@@ -19,13 +23,17 @@ from yalis.spec import ModelSpec, read_spec
 from yalis.types import Message, Prompt, RequestOutput, SamplingParams, StreamChunk
 
 Sampling = Union[SamplingParams, Sequence[SamplingParams], None]
+Results = dict[int, RequestOutput]
+News = deque["tuple[_Request, int]"]
+
+_EMPTY = "the prompt is empty; give at least one character or token id"
 
 
 class LLM:
     """A loaded model. Keyword arguments are the fields of EngineConfig, the same names as the command line's flags.
 
     `generate`, `chat` and `stream` run requests to their end; `submit`, `poll` and `cancel` are what they are made of.
-    Close it, or use it in a `with` block, to give its memory back.
+    Close it, or use it in a `with` block, to give its memory back. It belongs to one thread.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
@@ -43,7 +51,7 @@ class LLM:
             checkpoint.close()
         self._requests: dict[int, _Request] = {}
         self._by_sequence: dict[int, tuple[_Request, int]] = {}
-        self._done: dict[int, RequestOutput] = {}  # results nobody has taken yet
+        self._done: Results = {}  # of submit(), until a poll() takes them
         self._next_id = 0
 
     # Whole jobs
@@ -56,70 +64,60 @@ class LLM:
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the order of the prompts."""
-        ids = self._submit_all(prompts, sampling)
-        done: dict[int, RequestOutput] = {}
+        done: Results = {}
+        ids = self._submit_all(prompts, sampling, done)
         try:
             while len(done) < len(ids):
                 self._advance()
-                done.update((id, self._done.pop(id)) for id in ids if id in self._done)
                 if progress is not None:
                     progress(Progress(len(done), len(ids), self.stats.output_tokens))
         finally:
-            self._drop(ids.keys() - done.keys())
+            self._cancel_all(ids)
         return [done[id] for id in ids]
 
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling: Sampling = None
     ) -> list[RequestOutput]:
         """Answer one conversation, or several; a message is {"role": ..., "content": ...}."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        if not messages:
+            raise YalisError('the conversation is empty; give at least one {"role": "user", "content": ...}')
+        conversations = [messages] if isinstance(messages[0], dict) else list(messages)
         return self.generate([list(conversation) for conversation in conversations], sampling)  # type: ignore[arg-type]
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None) -> Iterator[StreamChunk]:
         """Text as it becomes sure. Leaving the loop early cancels what is unfinished."""
-        ids = self._submit_all(prompts, sampling)
+        news: News = deque()
+        ids = self._submit_all(prompts, sampling, {}, news)
         left = {(id, index) for id in ids for index in range(len(self._requests[id].answers))}
         try:
             while left:
-                for request, index in self._advance():
-                    if request.id not in ids:
-                        continue
-                    answer = request.answers[index]
-                    text, tokens = answer.take_delta()
-                    if answer.finish_reason is not None:
-                        left.discard((request.id, index))
-                        yield StreamChunk(
-                            ids[request.id], index, text, tokens, answer.finish_reason, answer.completion()
-                        )
-                    elif text or tokens:
-                        yield StreamChunk(ids[request.id], index, text, tokens, None)
+                if not news:
+                    self._advance()
+                    continue
+                request, index = news.popleft()
+                answer, place = request.answers[index], ids[request.id]
+                text, tokens = answer.take_delta()
+                if answer.finish_reason is None:
+                    if text or tokens:
+                        yield StreamChunk(place, index, text, tokens, None)
+                elif (request.id, index) in left:
+                    left.remove((request.id, index))
+                    yield StreamChunk(place, index, text, tokens, answer.finish_reason, answer.completion())
         finally:
-            self._drop(ids)
+            self._cancel_all(ids)
 
     # One request at a time
 
     def submit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id; raises YalisError for a prompt that cannot be run."""
-        engine = self._running()
-        sampling = sampling or SamplingParams()
-        text, tokens = self._tokenize(prompt)
-        self._check(tokens, sampling, engine)
-        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        request = _Request(self._next_id, text, tokens, [])
-        self._next_id += 1
-        self._requests[request.id] = request
-        for index in range(sampling.n):
-            params = dataclasses.replace(sampling, seed=derive_seed(seed, index), n=1)
-            sequence = engine.add(tokens, params)
-            request.answers.append(Answer(sequence, params, self.tokenizer))
-            self._by_sequence[sequence.id] = (request, index)
-        return request.id
+        return self._submit(prompt, sampling or SamplingParams(), self._done)
 
     def poll(self) -> list[tuple[int, RequestOutput]]:
-        """Run one engine step; returns (request id, result) of the requests that finished since the last call."""
+        """Run one engine step; returns (id, result) of the submitted requests that finished since the last call."""
         self._advance()
-        done, self._done = self._done, {}
-        return list(done.items())
+        done = list(self._done.items())
+        self._done.clear()
+        return done
 
     def cancel(self, request_id: int) -> None:
         """Stop a request. Its result, with what it has so far, comes from the next poll(); unknown ids are ignored."""
@@ -145,10 +143,13 @@ class LLM:
 
     def close(self) -> None:
         """Let go of the model and its memory; unfinished requests are dropped."""
-        self._engine = None
+        if self._engine is None:
+            return
+        device, self._engine = self._engine.runner.device, None
         self._requests.clear()
         self._by_sequence.clear()
         self._done.clear()
+        release_memory(device)
 
     def __enter__(self) -> LLM:
         return self
@@ -163,7 +164,9 @@ class LLM:
             raise YalisError("this LLM is closed; make a new one")
         return self._engine
 
-    def _submit_all(self, prompts: Any, sampling: Sampling) -> dict[int, int]:
+    def _submit_all(
+        self, prompts: Any, sampling: Sampling, results: Results, news: News | None = None
+    ) -> dict[int, int]:
         """Request ids in order, each with its prompt's place; nothing is queued unless every prompt is good."""
         prompts = list(prompts) if _is_many(prompts) else [prompts]
         if sampling is None or isinstance(sampling, SamplingParams):
@@ -175,39 +178,55 @@ class LLM:
         ids: dict[int, int] = {}
         try:
             for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-                ids[self.submit(prompt, params)] = index
+                ids[self._submit(prompt, params, results, news)] = index
         except BaseException:
-            self._drop(ids)
+            self._cancel_all(ids)
             raise
         return ids
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise YalisError(
-                    f"{self.config.model} has no tokenizer; give token ids, or a tokenizer's folder with --tokenizer"
-                )
-            if not prompt:
-                raise YalisError("the prompt is empty; give at least one character or token id")
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, (list, tuple)):
-            raise YalisError(
-                f"a prompt is {type(prompt).__name__}; give a string, a list of token ids, or a list of messages"
-            )
-        if not prompt:
-            raise YalisError("the prompt is empty; give at least one character or token id")
-        if isinstance(prompt[0], dict):
-            if self.tokenizer is None:
-                raise YalisError(f"{self.config.model} has no tokenizer, so no chat; give token ids, or --tokenizer")
-            return None, self.tokenizer.encode_chat(list(prompt))  # type: ignore[arg-type]
-        return None, list(prompt)  # type: ignore[arg-type]
+    def _submit(self, prompt: Prompt, sampling: SamplingParams, results: Results, news: News | None = None) -> int:
+        engine = self._running()
+        text, tokens = self._tokenize(prompt)
+        tokens = self._check(tokens, sampling, engine)
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        request = _Request(self._next_id, text, tokens, [], results, news)
+        self._next_id += 1
+        self._requests[request.id] = request
+        for index in range(sampling.n):
+            params = dataclasses.replace(sampling, seed=derive_seed(seed, index), n=1)
+            sequence = engine.add(tokens, params)
+            request.answers.append(Answer(sequence, params, self.tokenizer))
+            self._by_sequence[sequence.id] = (request, index)
+        return request.id
 
-    def _check(self, tokens: list[int], sampling: SamplingParams, engine: Engine) -> None:
+    def _cancel_all(self, ids: Iterable[int]) -> None:
+        for id in ids:
+            self.cancel(id)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, (str, list, tuple)):
+            given = type(prompt).__name__
+            raise YalisError(f"a prompt is a {given}; give a string, a list of token ids, or a list of messages")
+        if not prompt:
+            raise YalisError(_EMPTY)
+        if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
+            return None, list(prompt)  # type: ignore[arg-type]
+        if self.tokenizer is None:
+            raise YalisError(
+                f"{self.config.model} has no tokenizer for texts and chats; give token ids, or a tokenizer's folder "
+                "with --tokenizer"
+            )
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, self.tokenizer.encode_chat(list(prompt))  # type: ignore[arg-type]
+
+    def _check(self, tokens: Sequence[Any], sampling: SamplingParams, engine: Engine) -> list[int]:
+        """The ids as plain integers, if this model can run them."""
         if not tokens:
-            raise YalisError("the prompt is empty; give at least one character or token id")
+            raise YalisError(_EMPTY)
         vocab = self.spec.vocab_size
         for token in (*tokens, *sampling.stop_token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < vocab:
                 raise YalisError(f"token id {token!r} is out of range; this model has ids 0 to {vocab - 1}")
         if len(tokens) >= engine.max_model_len:
             raise YalisError(
@@ -218,13 +237,14 @@ class LLM:
             raise YalisError(
                 "stop strings need a tokenizer; give stop_token_ids, or a tokenizer's folder with --tokenizer"
             )
+        return [operator.index(token) for token in tokens]
 
-    def _advance(self) -> list[tuple[_Request, int]]:
-        """One engine step; returns which answers gained a token or an end."""
-        return self._apply(self._running().step())
+    def _advance(self) -> None:
+        """One engine step and what follows from it, whole even when Ctrl-C is pressed meanwhile."""
+        with interrupts_held():
+            self._apply(self._running().step())
 
-    def _apply(self, emitted: list[Emitted]) -> list[tuple[_Request, int]]:
-        touched: dict[tuple[int, int], tuple[_Request, int]] = {}
+    def _apply(self, emitted: list[Emitted]) -> None:
         for item in emitted:
             if item.request_id not in self._by_sequence:
                 continue
@@ -233,20 +253,13 @@ class LLM:
             if answer.receive(item):
                 # A stop string was found: the scheduler learns it here, one step late.
                 self._running().scheduler.finish(answer.sequence.id, "stop")
-            touched[request.id, index] = (request, index)
-        for request, _ in touched.values():
-            if request.finished and request.id in self._requests:
+            if request.news is not None:
+                request.news.append((request, index))
+            if request.finished:
                 del self._requests[request.id]
-                for answer in request.answers:
-                    del self._by_sequence[answer.sequence.id]
-                self._done[request.id] = request.output()
-        return list(touched.values())
-
-    def _drop(self, ids: Iterable[int]) -> None:
-        """Cancel requests whose results nobody wants any more."""
-        for id in ids:
-            self.cancel(id)
-            self._done.pop(id, None)
+                for ended in request.answers:
+                    del self._by_sequence[ended.sequence.id]
+                request.results[request.id] = request.output()
 
 
 @dataclasses.dataclass
@@ -257,6 +270,8 @@ class _Request:
     prompt: str | None
     tokens: list[int]
     answers: list[Answer]
+    results: Results  # where its result goes: to the call that asked, or to poll()
+    news: News | None  # where a stream hears that one of its answers moved
 
     @property
     def finished(self) -> bool:
@@ -268,4 +283,6 @@ class _Request:
 
 def _is_many(prompts: Any) -> bool:
     """Whether this is a list of prompts rather than one prompt of ids or messages."""
-    return isinstance(prompts, (list, tuple)) and not (prompts and isinstance(prompts[0], (int, dict)))
+    if not isinstance(prompts, (list, tuple)):
+        return False
+    return not (prompts and (isinstance(prompts[0], dict) or hasattr(prompts[0], "__index__")))

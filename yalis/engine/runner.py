@@ -13,8 +13,8 @@ from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
-from yalis.engine.device import count_blocks, resolve_device, resolve_dtype
-from yalis.errors import YalisError
+from yalis.engine.device import count_blocks, is_out_of_memory, resolve_device, resolve_dtype
+from yalis.errors import YalisError, YalisFailure
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
 from yalis.parallel.plan import Grid
@@ -71,14 +71,16 @@ class Runner:
         try:
             self.model = Decoder(spec, grid, wanted_len, self.dtype, self.device)
             self.model.load(checkpoint)
-        except torch.OutOfMemoryError:
-            raise YalisError(
-                f"{checkpoint.label} does not fit the memory of {self.device} in {self.dtype}; "
-                "give --dtype bfloat16, --device cpu or a smaller model"
-            ) from None
-        self.sampler = Sampler(spec.vocab_size, self.device)
-        self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
-        self.pool = self._make_pool(config, needs, wanted_len)
+            self.sampler = Sampler(spec.vocab_size, self.device)
+            self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+            self.pool = self._make_pool(config, needs, wanted_len)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise YalisFailure(
+                f"{checkpoint.label} in {self.dtype} with these settings does not fit the memory of {self.device}; "
+                "give a smaller --kv-blocks, --kv-memory or --max-num-seqs, --dtype bfloat16, or a smaller model"
+            ) from error
         self.caches = [LayerCache(*self.pool.layer(index)) for index in range(spec.num_layers)]
         capacity = self.pool.num_blocks * config.block_size
         # A length the user did not ask for shrinks to what the cache holds; one that was asked for is refused later.
@@ -109,7 +111,10 @@ class Runner:
         )  # fmt: skip
         rows = min(tokens, config.max_num_seqs)
         batch = self.build([step], logit_rows=range(tokens - rows, tokens))
-        self.model(batch, [LayerCache(*pool.layer(0))] * self.spec.num_layers, self.backend)
+        logits = self.model(batch, [LayerCache(*pool.layer(0))] * self.spec.num_layers, self.backend)
+        hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
+        sampling = [SamplingRow(hungriest, seed=0, position=0)] * rows
+        self.sampler.sample(logits, SamplingBatch.build(sampling, self.spec.vocab_size, self.device))
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start the step; on a GPU this returns before the tokens are known."""
@@ -129,8 +134,8 @@ class Runner:
         banned: tuple[int, ...] = ()
         if step.output_len < params.min_tokens:
             banned = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos))
-        seed = params.seed if params.seed is not None else 0
-        return SamplingRow(params, seed, step.start + step.count, history=step.history, banned=banned)
+        assert params.seed is not None, "the engine's caller draws a seed"
+        return SamplingRow(params, params.seed, step.start + step.count, history=step.history, banned=banned)
 
     def build(self, steps: Sequence[SequenceStep], logit_rows: Sequence[int] | None = None) -> ForwardBatch:
         """Pack the sequences' tokens into one batch: a few host arrays, one copy to the device."""
