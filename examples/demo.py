@@ -28,7 +28,7 @@ def main() -> None:
         metrics = chunk.completion.metrics
         print(
             f"\n\n{metrics.output_tokens} tokens, first after {metrics.time_to_first_token:.2f} s, "
-            f"then {1 / metrics.time_per_token:.1f} tokens per second"
+            f"{metrics.output_tokens / metrics.total:.1f} tokens per second"
         )
 
 

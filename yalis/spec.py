@@ -80,21 +80,57 @@ _ACTIVATIONS = {
 }
 
 
+#: What transformers assumes where a config.json is silent, as far as the families differ.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+    },
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+}
+
+
 def read_spec(config: dict[str, Any], label: str = "config.json") -> ModelSpec:
     """Turn the keys of a config.json into a ModelSpec; raises one sentence for what it cannot mean."""
-    family = _family(config, label)
+    try:
+        family = _family(config, label)
+        return _read(family, {**_DEFAULTS[family], **config}, label)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise YalisError(
+            f"a value in the config of {label} makes no sense ({error}); compare it with the original"
+        ) from error
+
+
+def _read(family: str, config: dict[str, Any], label: str) -> ModelSpec:
     get = _Reader(config, label)
     hidden, heads, layers = get.whole("hidden_size"), get.whole("num_attention_heads"), get.whole("num_hidden_layers")
     kv_heads = get.whole("num_key_value_heads", heads)
-    head_dim = get.whole("head_dim", {"qwen3": 128, "gemma2": 256}.get(family, hidden // heads))
-    max_position = get.whole("max_position_embeddings", 2048)
+    head_dim = get.whole("head_dim", hidden // heads)
+    max_position = get.whole("max_position_embeddings")
     if heads % kv_heads:
         raise YalisError(
             f"{label} has {heads} attention heads over {kv_heads} key/value heads; the first must be a multiple"
         )
+    eos = config.get("eos_token_id")
+    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos or 0])):
+        raise YalisError(f"eos_token_id in {label} is {eos!r}; it must be a token id or a list of them")
     gemma = family == "gemma2"
-    attention_bias = bool(config.get("attention_bias", False))
-    scalar = config.get("query_pre_attn_scalar") if gemma else None
+    attention_bias = get.flag("attention_bias")
     return ModelSpec(
         family=family,
         hidden_size=hidden,
@@ -107,20 +143,20 @@ def read_spec(config: dict[str, Any], label: str = "config.json") -> ModelSpec:
         max_position=max_position,
         norm_eps=get.number("rms_norm_eps", 1e-6),
         rope=_rope(config, label, head_dim, max_position, family),
-        windows=_windows(config, family, layers),
-        attention_scale=float(scalar if scalar is not None else 256 if gemma else head_dim) ** -0.5,
+        windows=_windows(get, family, layers),
+        attention_scale=(get.number("query_pre_attn_scalar", 256.0) if gemma else head_dim) ** -0.5,
         activation=_activation(config, label, gemma),
-        tie_embeddings=bool(config.get("tie_word_embeddings", gemma)),
+        tie_embeddings=get.flag("tie_word_embeddings"),
         dtype=_dtype(config),
         qkv_bias=attention_bias or family == "qwen2",
         out_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=get.flag("mlp_bias"),
         qk_norm=family == "qwen3",
         norm_offset=1.0 if gemma else 0.0,
         sandwich_norms=gemma,
         embed_scale=hidden**0.5 if gemma else None,
-        attention_softcap=config.get("attn_logit_softcapping", 50.0) if gemma else None,
-        logit_softcap=config.get("final_logit_softcapping", 30.0) if gemma else None,
+        attention_softcap=get.cap("attn_logit_softcapping") if gemma else None,
+        logit_softcap=get.cap("final_logit_softcapping") if gemma else None,
         fused_projections=family == "phi3",
     )
 
@@ -143,9 +179,19 @@ class _Reader:
             raise YalisError(f"{key} in {self.label} is {value!r}; it must be a number")
         return float(value)
 
+    def flag(self, key: str) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise YalisError(f"{key} in {self.label} is {value!r}; it must be true or false")
+        return bool(value)
+
+    def cap(self, key: str) -> float | None:
+        return None if self.config.get(key) is None else self.number(key, 0.0)
+
 
 def _family(config: dict[str, Any], label: str) -> str:
     names = config.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name][0]
@@ -163,24 +209,26 @@ def _activation(config: dict[str, Any], label: str, gemma: bool) -> str:
     return _ACTIVATIONS[name]
 
 
-def _windows(config: dict[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if family == "llama" or (family.startswith("qwen") and not config.get("use_sliding_window", False)):
-        window = None
-    if family == "gemma2" and "sliding_window" not in config:
-        window = 4096
-    if window is None:
+def _windows(get: _Reader, family: str, layers: int) -> tuple[int | None, ...]:
+    """Llama has none, Mistral and Phi-3 the same in every layer, Qwen in its later layers, Gemma in every other one."""
+    silent = get.config.get("sliding_window") is None
+    if silent or family == "llama" or (family.startswith("qwen") and not get.flag("use_sliding_window")):
         return (None,) * layers
+    window = get.whole("sliding_window")
     if family in ("mistral", "phi3"):
         return (window,) * layers
-    types = config.get("layer_types")
-    if types is None and family == "gemma2":
-        slides = [index % 2 == 0 for index in range(layers)]
-    elif types is None:
-        first = config.get("max_window_layers", 28)
-        slides = [index >= first for index in range(layers)]
-    else:
+    types = get.config.get("layer_types")
+    if types is not None:
+        if len(types) != layers:
+            raise YalisError(
+                f"{get.label} gives {len(types)} layer_types for {layers} layers; it must give one for each"
+            )
         slides = [kind == "sliding_attention" for kind in types]
+    elif family == "gemma2":
+        slides = [index % 2 == 0 for index in range(layers)]
+    else:
+        first = get.config.get("max_window_layers", 28)
+        slides = [index >= first for index in range(layers)]
     return tuple(window if slide else None for slide in slides)
 
 
@@ -199,6 +247,8 @@ def _rope(config: dict[str, Any], label: str, head_dim: int, max_position: int, 
     rope.update(config.get("rope_parameters") or {})
     theta = float(rope.get("rope_theta") or 10000.0)
     dim = int(head_dim * float(rope.get("partial_rotary_factor") or 1.0))
+    if dim % 2 or dim < 2:
+        raise YalisError(f"{label} rotates {dim} dimensions of a head, and they go in pairs; head_dim must be even")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if family == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"

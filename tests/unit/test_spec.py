@@ -1,0 +1,82 @@
+"""What a config.json means, and one sentence for those that mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from yalis.errors import YalisError
+from yalis.spec import FAMILIES, read_spec
+
+GOOD = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_silence_means_what_transformers_assumes(architecture):
+    """A config.json that gives only sizes is read with the defaults of transformers' own config class."""
+    family = FAMILIES[architecture][0]
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+        "vocab_size": 100,
+    }
+    theirs = transformers.AutoConfig.for_model(family, **sizes)
+    ours = read_spec({"architectures": [architecture], **sizes})
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.max_position == theirs.max_position_embeddings
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+    window = theirs.sliding_window if getattr(theirs, "use_sliding_window", True) and family != "llama" else None
+    assert ours.windows[0] == window
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["BertModel"]}, "'BertModel', which is not supported; known: LlamaForCausalLM"),
+        ({"architectures": "GPT2LMHeadModel"}, "'GPT2LMHeadModel'"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "makes no sense|not supported"),
+        ({"hidden_size": "64"}, "hidden_size in .* is '64'"),
+        ({"num_key_value_heads": 3}, "must be a multiple"),
+        ({"num_hidden_layers": 0}, "at least 1"),
+        ({"rms_norm_eps": "small"}, "must be a number"),
+        ({"head_dim": 17}, "must be even"),
+        ({"eos_token_id": "end"}, "eos_token_id"),
+        ({"hidden_act": "relu9"}, "known: silu"),
+        ({"hidden_act": ["silu"]}, "makes no sense"),
+        ({"tie_word_embeddings": "yes"}, "true or false"),
+        ({"rope_parameters": "x"}, "makes no sense"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "x"}}, "makes no sense"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks its 'low_freq_factor'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "known: default, linear"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": None, "long_factor": [1.0]}}, "makes no sense"),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "original_max_position_embeddings": 1,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+            },
+            "makes no sense",
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "x"}, "sliding_window"),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "one for each"),
+    ],
+)
+def test_nonsense_is_a_sentence(change, says):
+    with pytest.raises(YalisError, match=says) as error:
+        read_spec({**GOOD, **change}, "the folder")
+    assert "\n" not in str(error.value)
