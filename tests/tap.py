@@ -1,6 +1,9 @@
-"""Sees the logits a running engine samples from, without changing what it does."""
+"""Sees the logits a running engine samples from, and can make it go on with other tokens than it chose."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -9,10 +12,14 @@ from yalis import LLM, SamplingParams
 
 
 class LogitTap:
-    """Logits of every sampled token, by (engine request id, number of output tokens before it)."""
+    """Logits and choice of every sampled token, by (engine request id, number of output tokens before it).
 
-    def __init__(self, llm: LLM) -> None:
+    With `forced`, the k-th request goes on with the k-th list's tokens, whatever it chose.
+    """
+
+    def __init__(self, llm: LLM, forced: Sequence[Sequence[int]] | None = None) -> None:
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
+        self.chosen: dict[tuple[int, int], int] = {}
         runner = llm._engine.runner
         launch, sample = runner.launch, runner.sampler.sample
         steps: list = []
@@ -22,9 +29,14 @@ class LogitTap:
             return launch(plan)
 
         def tapped_sample(logits, batch):
-            for step, row in zip(steps, logits, strict=True):
-                self.seen[step.request_id, step.output_len] = row.detach().float().cpu().clone()
-            return sample(logits, batch)
+            sampled = sample(logits, batch)
+            for step, row, token in zip(steps, logits, sampled.tokens.tolist(), strict=True):
+                key = step.request_id, step.output_len
+                self.seen[key], self.chosen[key] = row.detach().float().cpu().clone(), token
+            if forced is None:
+                return sampled
+            wanted = [forced[step.request_id][step.output_len] for step in steps]
+            return dataclasses.replace(sampled, tokens=torch.tensor(wanted, device=sampled.tokens.device))
 
         runner.launch, runner.sampler.sample = tapped_launch, tapped_sample
 
@@ -38,17 +50,22 @@ def check_near_ties(ref: Reference, llm: LLM) -> tuple[int, int]:
     """The near-tie rule for 16-bit floats, teacher-forced on the reference's fp32 tokens: (tokens, disagreements).
 
     The bound is twice the error that transformers' own bf16 logits have on these prompts: ours must lie within it, and
-    a token may differ only where the reference's logits of the two tokens are closer than it.
+    a token may differ only where the reference's logits of the two tokens are closer than it. The prompts are prefilled
+    together and then decoded, token by token.
     """
     bound = 2 * ref.bf16_noise()
-    tap = LogitTap(llm)
-    outputs = llm.generate(ref.forced(), SamplingParams(max_tokens=1, ignore_eos=True))
+    tap = LogitTap(llm, forced=ref.tokens)
+    steps = len(ref.tokens[0])
+    outputs = llm.generate(ref.prompts, SamplingParams(max_tokens=steps, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == ref.tokens
     disagreements = 0
-    for place, (output, logits) in enumerate(zip(outputs, torch.cat(ref.logits), strict=True)):
-        worst = (tap.of(place)[0] - logits).abs().max().item()
+    for (place, step), ours in tap.seen.items():
+        logits, chosen = ref.logits[place][step], tap.chosen[place, step]
+        worst = (ours - logits).abs().max().item()
         assert worst < bound, f"{ref.case.name}: bf16 logits off by {worst:.3f}, bound {bound:.3f}"
-        best, chosen = logits.argmax().item(), output.token_ids[0]
+        best = logits.argmax().item()
         disagreements += chosen != best
         gap = (logits[best] - logits[chosen]).item()
         assert gap < bound, f"{ref.case.name}: chose a token {gap:.3f} below the best, bound {bound:.3f}"
-    return len(outputs), disagreements
+    assert len(tap.seen) == len(ref.prompts) * steps
+    return len(tap.seen), disagreements

@@ -136,7 +136,7 @@ def test_seeded_request_same_alone_and_in_any_batch(reference):
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
 def test_bf16_differs_only_at_near_ties(reference, case):
     ref = reference(case, SEEDS[0])
     with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=64, kv_blocks=64) as llm:
