@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-full lint fetch gpu-test $(GPU_PARTS) clean help
+.PHONY: demo test test-full lint fetch gpu-test clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -45,6 +45,7 @@ test-full: lint fetch
 # On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
 # backend and one for the rest, side by side: most of the time is compilation.
 GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest)
+.PHONY: $(GPU_PARTS)
 gpu-test:
 	$(MAKE) --keep-going --output-sync=target -j 5 $(GPU_PARTS)
 
