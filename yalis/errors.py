@@ -16,3 +16,8 @@ class YalisFailure(YalisError):
     """The request was fine and the world was not: a full disk, a file that vanished."""
 
     exit_code = 1
+
+
+def first_line(error: Exception) -> str:
+    """What somebody else's exception says, short enough to stand inside a sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

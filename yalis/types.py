@@ -60,8 +60,8 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**63 - 1)
         for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise YalisError(f"stop has {text!r}; give non-empty strings")
+            if not isinstance(text, str) or not text or any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise YalisError(f"stop has {text!r}; give non-empty strings of whole characters")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):

@@ -55,6 +55,16 @@ def test_chat(folder: Path) -> None:
         tokenizer.encode_chat([{"role": "tool", "content": "x"}])
 
 
+def test_half_a_character_is_a_sentence_wherever_it_stands(folder: Path) -> None:
+    _, tokenizer = _open(folder)
+    for half, told in (("\ud800", r"\\ud800"), ("a\udcff", r"\\udcff")):  # the second: byte ff of an argument
+        with pytest.raises(YalisError, match=f"the text holds {told}, which is half a character or a byte"):
+            tokenizer.encode(half)
+        for message in ({"role": "user", "content": half}, {"role": f"user{half}", "content": "x"}):
+            with pytest.raises(YalisError, match=f"the text holds {told}"):
+                tokenizer.encode_chat([message])
+
+
 def test_no_template_and_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     plain = save(byte_level(), tmp_path / "plain", template=None)
     checkpoint = open_checkpoint(str(folder))

@@ -99,7 +99,9 @@ def read_header(file: MappedFile) -> tuple[dict[str, Any], list[GgufEntry]]:
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.string()
     (dimensions,) = cursor.take("I")
-    sizes = cursor.take(f"{dimensions}Q") if dimensions <= 8 else cursor.take("no such layout")
+    if dimensions > 8:  # a count that damage made up may be larger than memory
+        raise struct.error(f"tensor {name!r} has {dimensions} dimensions")
+    sizes = cursor.take(f"{dimensions}Q")
     kind, offset = cursor.take("IQ")
     return name, tuple(reversed(sizes)), kind, offset
 

@@ -12,7 +12,7 @@ from yalis.checkpoint.gguf_header import MAGIC
 from yalis.checkpoint.random import RandomCheckpoint
 from yalis.checkpoint.safetensors import SafetensorsCheckpoint, read_config
 from yalis.config import LOADS
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisError, YalisFailure, first_line
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _KNOWN = ", ".join(ALIASES)
@@ -65,10 +65,9 @@ def _from_hub(repo: str, weights: bool) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=wanted))
     except Exception as error:  # whatever the network, the hub or its client had against it
-        reason = str(error).strip().splitlines()[0].rstrip(".:") if str(error).strip() else type(error).__name__
         raise YalisFailure(
-            f"there is no folder {repo!r}, and the Hugging Face hub did not give a repo of that name ({reason}); "
-            f"give a folder, a .gguf file, or one of: {_KNOWN}"
+            f"there is no folder {repo!r}, and the Hugging Face hub did not give a repo of that name "
+            f"({first_line(error)}); give a folder, a .gguf file, or one of: {_KNOWN}"
         ) from error
 
 

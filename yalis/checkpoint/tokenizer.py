@@ -17,7 +17,7 @@ from yalis import env
 from yalis.checkpoint.base import Checkpoint
 from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.checkpoint.resolve import locate
-from yalis.errors import YalisError
+from yalis.errors import YalisError, first_line
 from yalis.types import Message
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -40,7 +40,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that transformers adds by default, such as Llama's first token."""
-        return list(self.hf.encode(text))
+        return self._ids(text)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The messages in the model's own format, up to where its answer begins."""
@@ -49,9 +49,19 @@ class Tokenizer:
         try:
             text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the model's makers and raises what it likes
-            reason = str(error).strip() or type(error).__name__
+            reason = first_line(error)
             raise YalisError(f"the chat template of {self.label} does not accept these messages ({reason})") from error
-        return list(self.hf.encode(text, add_special_tokens=False))
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            odd = text[error.start].encode("unicode_escape").decode()
+            raise YalisError(
+                f"the text holds {odd}, which is half a character or a byte that is not UTF-8; give UTF-8 text"
+            ) from None
+        return list(self.hf.encode(text, **options))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Exactly what the tokens spell: spaces before punctuation stay."""
@@ -103,7 +113,7 @@ def _from_folder(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # transformers raises many kinds here
-        reason = _first_line(error)
+        reason = first_line(error)
         raise YalisError(f"cannot read the tokenizer in {folder} ({reason}); name another with --tokenizer") from error
 
 
@@ -124,7 +134,7 @@ def _from_gguf(path: Path) -> Any:
         hf = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:
         raise YalisError(
-            f"cannot build a tokenizer from {path} ({_first_line(error)}); name a tokenizer's folder with --tokenizer"
+            f"cannot build a tokenizer from {path} ({first_line(error)}); name a tokenizer's folder with --tokenizer"
         ) from error
     _mend(hf, checkpoint.metadata)
     with suppress(OSError):  # without a cache it is built every time
@@ -158,7 +168,3 @@ def _keep(hf: Any, folder: Path) -> None:
         os.replace(made, folder)  # whole or not at all; a second builder finds it taken
     except OSError:
         shutil.rmtree(made, ignore_errors=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
