@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yalis.engine.offline_input import BadLine, GoodLine, check_ids, line_seed, parse, read_raw
+from yalis.engine.offline_input import BadLine, GoodLine, line_seed, parse, read_raw, survey
 from yalis.errors import YalisError
 
 
@@ -20,7 +20,7 @@ def lines(*rows: Any) -> io.BytesIO:
 
 def parse_one(row: Any, **defaults: Any) -> GoodLine | BadLine:
     (raw,) = read_raw(lines(row))
-    return parse(raw, defaults)
+    return parse(raw, "model", defaults)
 
 
 def good(row: Any, **defaults: Any) -> GoodLine:
@@ -84,7 +84,6 @@ def test_every_line_has_a_seed_of_its_own_that_never_changes() -> None:
         ({"prompt": "x", "messages": [{"role": "user", "content": "y"}]}, "both"),
         ({"prompt": ["a", "b"]}, "neither a text nor"),
         ({"prompt": [True]}, "neither a text nor"),
-        ({"prompt": "\ud800"}, "surrogate"),
         ({"messages": []}, "messages is not a list"),
         ({"messages": ["hi"]}, "message 1 has no role"),
         ({"messages": [{"role": "user"}]}, "message 1 has no content"),
@@ -113,9 +112,26 @@ def test_line_numbers_count_blank_lines_and_skip_a_byte_order_mark() -> None:
 
 def test_duplicate_ids_name_both_lines() -> None:
     with pytest.raises(YalisError, match=r"lines 1 and 3 of in.jsonl both have custom_id 'a'"):
-        check_ids(lines({"custom_id": "a"}, {"custom_id": "b"}, {"custom_id": "a"}), "in.jsonl")
+        survey(lines({"custom_id": "a"}, {"custom_id": "b"}, {"custom_id": "a"}), "in.jsonl", "model", {})
     with pytest.raises(YalisError, match=r"lines 1 and 2 .*'line-2'"):  # a made-up name that another line already has
-        check_ids(lines({"custom_id": "line-2"}, {"prompt": "x"}), "in.jsonl")
+        survey(lines({"custom_id": "line-2"}, {"prompt": "x"}), "in.jsonl", "model", {})
+
+
+def test_the_digest_is_of_what_an_answer_depends_on() -> None:
+    def digest(row: dict[str, Any], model: str = "model", **defaults: Any) -> str:
+        (raw,) = read_raw(lines({"custom_id": "a", **row}))
+        return parse(raw, model, defaults).digest
+
+    plain = digest({"prompt": "x"})
+    assert len(plain) == 16
+    same = [{"body": {"prompt": "x", "model": "any"}}, {"prompt": "x", "max_tokens": 128}, {"prompt": "x", "n": None}]
+    assert {digest(row) for row in same} == {plain}
+    assert digest({"prompt": "x", "max_tokens": 9}) == digest({"prompt": "x"}, max_tokens=9) != plain
+    messages = [{"role": "user", "content": "x"}]
+    others = [{"prompt": "y"}, {"prompt": [1]}, {"messages": messages}, {"prompt": "\ud800"}, {"odd": 1}, {"odder": 1}]
+    others += [{"prompt": "x", "seed": 3}, {"prompt": "x", "stop": "END"}]
+    found = [plain, digest({"prompt": "x"}, "other"), digest({"prompt": "x"}, seed=1), *map(digest, others)]
+    assert len(set(found)) == len(found)
 
 
 _NAMES = ["custom_id", "prompt", "messages", "body", "role", "content", "stop", "n", "seed", "logprobs", "odd"]
@@ -134,4 +150,4 @@ _json = st.recursive(
 @given(row=_json | st.binary(max_size=20).map(lambda b: b.replace(b"\n", b"") + b"\n"))
 def test_no_line_raises(row: Any) -> None:
     for raw in read_raw(lines(row)):
-        assert isinstance(parse(raw, {}), (GoodLine, BadLine))
+        assert isinstance(parse(raw, "model", {}), (GoodLine, BadLine))

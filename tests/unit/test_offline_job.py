@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.tiny_chat import save_tiny_chat
+from yalis.cli.main import main
 from yalis.engine.llm import LLM
 from yalis.engine.offline import WINDOW, JobProgress, OfflineJob
 from yalis.errors import YalisError
@@ -61,7 +62,7 @@ def answers(path: Path) -> dict[str, Any]:
 
 
 def run(source: Path, target: Path, model: str, **defaults: Any) -> JobProgress:
-    with OfflineJob(source, target, defaults) as job:
+    with OfflineJob(source, target, model, defaults) as job:
         return job.run(lambda: LLM(model, **ENGINE))
 
 
@@ -103,7 +104,7 @@ def test_interrupted_and_resumed_equals_undisturbed(tmp_path: Path, model: str) 
     source = save(tmp_path / "in", requests(40))
     run(source, tmp_path / "whole", model)
     for after in (1, 13, 27):
-        with OfflineJob(source, tmp_path / "out") as job, pytest.raises(KeyboardInterrupt):
+        with OfflineJob(source, tmp_path / "out", model) as job, pytest.raises(KeyboardInterrupt):
             job.run(lambda: LLM(model, **ENGINE), report=Impatient(after))
         assert after <= len(answers(tmp_path / "out")) < 40
     end = run(source, tmp_path / "out", model)
@@ -136,49 +137,152 @@ def test_nothing_left_loads_no_model(tmp_path: Path, model: str) -> None:
     def never() -> LLM:
         raise AssertionError("loaded a model for nothing")
 
-    with OfflineJob(source, target) as job:
-        assert job.finished
+    with OfflineJob(source, target, model) as job:
         assert job.run(never).resumed == 9
     assert target.read_bytes() == before
-    with OfflineJob(save(tmp_path / "bad", [{"temperature": 1}, {"prompt": 3}]), tmp_path / "bad.out") as job:
+    with OfflineJob(save(tmp_path / "bad", [{"temperature": 1}, {"prompt": 3}]), tmp_path / "bad.out", model) as job:
         assert job.run(never).errors == 2
 
 
 def test_refused_before_any_work(tmp_path: Path) -> None:
     double = save(tmp_path / "in", [{"custom_id": "a", "prompt": "x"}] * 2)
     with pytest.raises(YalisError, match=r"lines 1 and 2 .* both have custom_id 'a'"):
-        OfflineJob(double, tmp_path / "out")
+        OfflineJob(double, tmp_path / "out", "model")
     assert not (tmp_path / "out").exists()
     good = save(tmp_path / "good", [{"prompt": "x"}])
     with pytest.raises(YalisError, match="is also the input"):
-        OfflineJob(good, good)
+        OfflineJob(good, good, "model")
     os.mkfifo(tmp_path / "fifo")
     writer = threading.Thread(target=lambda: (tmp_path / "fifo").write_bytes(b""))
     writer.start()
     with pytest.raises(YalisError, match="can be read only once"):
-        OfflineJob(tmp_path / "fifo", tmp_path / "out")
+        OfflineJob(tmp_path / "fifo", tmp_path / "out", "model")
     writer.join()
 
 
 def test_results_nobody_asked_for_stay(tmp_path: Path, model: str) -> None:
     target = save(tmp_path / "out", [{"custom_id": "old", "error": None}])
-    with OfflineJob(save(tmp_path / "in", [{"prompt": "x", "max_tokens": 1}]), target) as job:
+    with OfflineJob(save(tmp_path / "in", [{"prompt": "x", "max_tokens": 1}]), target, model) as job:
         assert job.strangers == ["old"]
         assert job.run(lambda: LLM(model, **ENGINE)).done == 1
     assert set(answers(target)) == {"old", "line-1"}
 
 
-def test_lines_added_meanwhile_wait(tmp_path: Path, model: str) -> None:
-    source = save(tmp_path / "in", [{"prompt": "x", "max_tokens": 1}])
-    with OfflineJob(source, tmp_path / "out") as job:
-        save(source, [{"prompt": "x", "max_tokens": 1}, {"custom_id": "line-1", "prompt": "y"}, {"prompt": "z"}])
+def test_lines_added_or_changed_meanwhile_wait(tmp_path: Path, model: str) -> None:
+    first, second = {"prompt": "x", "max_tokens": 1}, {"custom_id": "b", "prompt": "y", "max_tokens": 1}
+    source = save(tmp_path / "in", [first, second])
+    with OfflineJob(source, tmp_path / "out", model) as job:
+        save(source, [first, {**second, "prompt": "z"}, {"custom_id": "line-1", "prompt": "y"}, {"prompt": "z"}])
         assert job.run(lambda: LLM(model, **ENGINE)).done == 1
     assert set(answers(tmp_path / "out")) == {"line-1"}
+
+
+def test_a_hopeless_line_is_an_error_and_the_others_go_on(tmp_path: Path, model: str) -> None:
+    half = "\ud800"
+    odd: list[dict[str, Any]] = [
+        {"prompt": f"a{half}"},
+        {"messages": [{"role": "user", "content": half}]},
+        {"messages": [{"role": half, "content": "x"}]},
+        {"prompt": "x", "stop": [half]},
+        {"prompt": "x", "temperature": 10**400},
+        {"prompt": "x", "repetition_penalty": 10**400},
+        {"prompt": "x", "n": 10**9},
+        {"prompt": "x", "seed": 10**400},
+        {"prompt": [10**400]},
+        {"prompt": "x", "stop_token_ids": [10**400]},
+    ]
+    extreme = [{"top_k": 10**30}, {"logprobs": 10**6}, {"temperature": 1e308}, {"temperature": 1e-308}]
+    extreme += [{"repetition_penalty": 1e308}, {"repetition_penalty": 1e-308}, {"max_tokens": 10**30, "stop": ["a"]}]
+    fine = [{"prompt": "x", "max_tokens": 2, **fields} for fields in extreme]
+    end = run(save(tmp_path / "in", [*odd, *fine]), tmp_path / "out", model)
+    found = answers(tmp_path / "out")
+    wrong = {name for name, row in found.items() if row["error"] is not None}
+    assert (end.total, end.done, end.errors) == (len(odd) + len(fine), len(odd) + len(fine), len(odd))
+    assert wrong == {f"line-{number}" for number in range(1, len(odd) + 1)}
+    assert "half a character" in found["line-1"]["error"]["message"]
+
+
+def test_a_result_of_another_request_is_refused(tmp_path: Path, model: str) -> None:
+    rows = [{"prompt": "x", "max_tokens": 1}, {"prompt": "y", "max_tokens": 1}]
+    source, target = save(tmp_path / "in", rows), tmp_path / "out"
+    run(source, target, model)
+    before = target.read_bytes()
+    moved = save(tmp_path / "moved", [{"prompt": "new"}, *rows])  # every line-N is now another
+    with pytest.raises(YalisError, match=r"out has a result for 'line-1' of another prompt.* line 1 .* another file"):
+        run(moved, target, model)
+    with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model or sampling"):
+        run(source, target, model, temperature=1.0)
+    with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model or sampling"):
+        OfflineJob(source, target, "another model")
+    assert target.read_bytes() == before
+    assert run(save(tmp_path / "longer", [*rows, {"prompt": "z", "max_tokens": 1}]), target, model).resumed == 2
+    assert target.read_bytes().startswith(before)
+
+
+def test_errors_are_tried_again_when_asked(tmp_path: Path, model: str) -> None:
+    rows = [{"prompt": "x", "max_tokens": 1}, {"prompt": "", "max_tokens": 1}, {"max_tokens": 1}]
+    source, target = save(tmp_path / "in", rows), tmp_path / "out"
+    assert run(source, target, model).errors == 2
+    with target.open("a") as file:
+        file.write('{"custom_id": "old", "error": {"line": 9, "message": "no"}}\n')
+    first = answers(target)
+    rows[2]["prompt"] = "mended"
+    save(source, rows)
+    with pytest.raises(YalisError, match=r"result for 'line-3' .* or add --retry-errors"):
+        run(source, target, model)
+    with OfflineJob(source, target, model, retry_errors=True) as job:
+        assert (job.progress.done, job.progress.errors) == (1, 0)
+        assert set(answers(target)) == {"line-1", "old"}  # as a crash here would leave it
+        end = job.run(lambda: LLM(model, **ENGINE))
+    assert (end.done, end.errors, end.resumed) == (3, 1, 1)
+    found = answers(target)
+    assert found["line-3"]["error"] is None
+    assert {name: found[name] for name in ("line-1", "line-2", "old")} == {
+        name: first[name] for name in ("line-1", "line-2", "old")
+    }
+    save(source, [{"prompt": "other", "max_tokens": 1}, *rows[1:]])
+    before = target.read_bytes()
+    with pytest.raises(YalisError, match="result for 'line-1' of another prompt"):
+        OfflineJob(source, target, model, retry_errors=True)
+    assert target.read_bytes() == before  # refused before anything is taken out
 
 
 def _command(source: Path, target: Path, model: str) -> list[str]:
     flags = ["--model", model, "--max-num-seqs", "4", "--kv-blocks", "64", "--threads", "1"]
     return [sys.executable, "-m", "yalis", "batch", str(source), str(target), *flags]
+
+
+def _batch(source: Path, target: Path, model: str, *flags: str) -> int:
+    return main([*_command(source, target, model)[3:], *flags])
+
+
+def test_the_exit_status_and_what_to_do_about_errors(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = save(tmp_path / "in", [{"prompt": ""}, {"prompt": 3}]), tmp_path / "out"
+    capsys.readouterr()
+    assert _batch(source, target, model) == 1
+    hint = "holds all 2 results, 2 of them errors (--retry-errors tries those again)"
+    assert hint in capsys.readouterr().err
+    assert _batch(save(source, [{"prompt": "x", "max_tokens": 1}, {"prompt": 3}]), target, model, "--retry-errors") == 0
+    assert "holds all 2 results, 1 of them errors" in capsys.readouterr().err
+    monkeypatch.chdir(Path(model).parent)  # another spelling of the same model
+    assert _batch(source, target, Path(model).name) == 0
+    assert "; 2 were there before" in capsys.readouterr().err
+    assert _batch(source, target, model, "--load", "random") == 2
+    assert "of another prompt, model or sampling" in capsys.readouterr().err
+    assert _batch(save(tmp_path / "empty", []), tmp_path / "none", model) == 0
+
+
+def test_ctrl_c_while_the_input_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("yalis.engine.offline.survey", interrupted)
+    assert _batch(save(tmp_path / "in", [{"prompt": "x"}]), tmp_path / "out", "model") == 130
+    assert capsys.readouterr().err == ""
 
 
 def _stop_when(process: subprocess.Popen[bytes], target: Path, size: int, how: signal.Signals) -> None:
@@ -189,7 +293,7 @@ def _stop_when(process: subprocess.Popen[bytes], target: Path, size: int, how: s
 
 def test_killed_at_any_moment_the_finished_file_is_the_same(tmp_path: Path, model: str) -> None:
     source, target, rng = save(tmp_path / "in", requests(120)), tmp_path / "out", random.Random(3)
-    run(source, tmp_path / "whole", model)
+    assert _batch(source, tmp_path / "whole", model) == 0
     undisturbed = answers(tmp_path / "whole")
     step = (tmp_path / "whole").stat().st_size // 4
     killed, reached = 0, 0

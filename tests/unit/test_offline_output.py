@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -27,12 +28,12 @@ def written(path: Path) -> list[str]:
 def test_resumes_and_counts_errors(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     first = ResultFile(path)
-    first.write("a", FIELDS)
-    first.write("b", {"error": {"line": 2, "message": "no"}})
+    first.write("a", "d", FIELDS)
+    first.write("b", "d", {"error": {"line": 2, "message": "no"}})
     first.close()
     second = ResultFile(path)
-    assert (second.ids, second.errors) == ({"a", "b"}, 1)
-    second.write("c", FIELDS)
+    assert (second.digests, second.errors) == ({"a": "d", "b": "d"}, {"b"})
+    second.write("c", "d", FIELDS)
     second.close()
     assert written(path) == ["a", "b", "c"]
 
@@ -40,20 +41,20 @@ def test_resumes_and_counts_errors(tmp_path: Path) -> None:
 def test_any_torn_line_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     first = ResultFile(path)
-    first.write("a", FIELDS)
+    first.write("a", "d", FIELDS)
     whole = path.stat().st_size
-    first.write("b\u00e9\ud800", FIELDS)
+    first.write("b\u00e9\ud800", "d", FIELDS)
     first.close()
     data = path.read_bytes()
     for end in range(whole, len(data)):  # every place where a kill may have torn the second line
         path.write_bytes(data[:end])
         torn = ResultFile(path)
-        assert torn.ids == {"a"}
+        assert torn.digests.keys() == {"a"}
         torn.close()
         assert path.read_bytes() == data[:whole]
     path.write_bytes(data + b"\0" * 100)
     zeros = ResultFile(path)
-    assert zeros.ids == {"a", "b\u00e9\ud800"}
+    assert zeros.digests.keys() == {"a", "b\u00e9\ud800"}
     zeros.close()
     assert path.read_bytes() == data
 
@@ -80,6 +81,68 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nowhere" / "out.jsonl", Path("/dev/null")):
         with pytest.raises(YalisError, match="give a file"):
             ResultFile(place)
+
+
+def test_drop_takes_results_out_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "real.jsonl"
+    file = ResultFile(path)
+    for name in ("a", "b", "c"):
+        file.write(name, "d", {"error": {"line": 1, "message": name}} if name != "b" else FIELDS)
+    file.close()
+    path.chmod(0o604)
+    link = tmp_path / "out.jsonl"
+    link.symlink_to(path)
+    kept = path.read_bytes().splitlines(keepends=True)[1]
+    again = ResultFile(link)
+    again.drop({"a", "c"})
+    assert (again.digests, again.errors, path.read_bytes()) == ({"b": "d"}, set(), kept)
+    with pytest.raises(YalisError, match="another job is writing"):  # the new file is locked as the old one was
+        ResultFile(path)
+    again.write("a", "d", FIELDS)
+    again.close()
+    assert written(path) == ["b", "a"]
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o604
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "real.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError(28, "No space left on device"), YalisFailure), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_a_drop_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
+) -> None:
+    path = tmp_path / "out.jsonl"
+    file = ResultFile(path)
+    file.write("a", "d", FIELDS)
+    file.write("b", "d", {"error": {"line": 2, "message": "no"}})
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(raised):
+        file.drop({"b"})
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (before, [path])
+    file.write("c", "d", FIELDS)  # and the file can still be written
+    file.close()
+    assert written(path) == ["a", "b", "c"]
+
+
+def test_a_file_replaced_before_it_is_locked_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other, lock = tmp_path / "out.jsonl", tmp_path / "other.jsonl", fcntl.flock
+    for entry in (path, other):
+        entry.write_bytes(b"")
+
+    def late(fd: int, how: int) -> None:
+        os.replace(other, path)  # what drop() of another job does
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(YalisError, match="another job is writing"):
+        ResultFile(path)
 
 
 def _hold(path: Path, held: object, release: object) -> None:
@@ -109,11 +172,11 @@ def _fill(path: Path) -> list[str]:
     file, done = ResultFile(path), []
     try:
         for number in range(1000):
-            file.write(f"id-{number}", {"text": "x" * 999, "error": None})
+            file.write(f"id-{number}", "d", {"text": "x" * 999, "error": None})
             done.append(f"id-{number}")
     except YalisFailure:
         with pytest.raises(YalisFailure, match="so make room and run again"):  # it stays refused, and stays in order
-            file.write("again", {"text": "x" * 9999, "error": None})
+            file.write("again", "d", {"text": "x" * 9999, "error": None})
         return done
     finally:
         file.close()
@@ -122,7 +185,7 @@ def _fill(path: Path) -> list[str]:
 
 def test_a_file_that_may_not_grow_keeps_its_whole_lines(tmp_path: Path) -> None:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_500, old[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_700, old[1]))
     try:
         done = _fill(tmp_path / "out.jsonl")
     finally:
@@ -143,7 +206,7 @@ def test_a_full_disk_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> None
         assert len(done) > 10
         ballast.unlink()
         file = ResultFile(path)
-        file.write("after", FIELDS)
+        file.write("after", "d", FIELDS)
         file.close()
         assert written(path) == [*done, "after"]
     finally:
@@ -153,7 +216,7 @@ def test_a_full_disk_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> None
 def test_ctrl_c_inside_a_write_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
     file = ResultFile(path)
-    file.write("a", FIELDS)
+    file.write("a", "d", FIELDS)
     real = os.pwrite
 
     def half(fd: int, data: bytes, at: int) -> int:
@@ -162,7 +225,7 @@ def test_ctrl_c_inside_a_write_leaves_whole_lines(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "pwrite", half)
     with pytest.raises(KeyboardInterrupt):
-        file.write("b", FIELDS)
+        file.write("b", "d", FIELDS)
     file.close()
     assert written(path) == ["a"]
 
@@ -171,8 +234,8 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
     file = ResultFile(tmp_path / "out.jsonl")
-    file.write("a", FIELDS)
-    file.write("b", FIELDS)
+    file.write("a", "d", FIELDS)
+    file.write("b", "d", FIELDS)
     file.close()
     assert written(tmp_path / "out.jsonl") == ["a", "b"]
 

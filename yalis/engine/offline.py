@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from yalis.engine.offline_input import BadLine, GoodLine, check_ids, parse, read_raw
+from yalis.engine.offline_input import BadLine, GoodLine, Wanted, parse, read_raw, survey
 from yalis.engine.offline_output import ResultFile, answer
 from yalis.errors import YalisError
 
@@ -28,7 +29,7 @@ WINDOW = 4
 class JobProgress:
     total: int  # lines of the input that ask for something
     done: int  # of them, in the result file
-    errors: int  # of those in the file, results that are errors
+    errors: int  # of those, results that are errors
     resumed: int  # in the file before this run
     output_tokens: int  # of this run
     seconds: float  # since this run's first request
@@ -50,31 +51,37 @@ class JobProgress:
 class OfflineJob:
     """Opening it checks both files; run() does what is left. A context manager, since it holds a lock."""
 
-    def __init__(self, source: Path, target: Path, defaults: dict[str, Any] | None = None) -> None:
-        """`defaults`: sampling fields for lines that do not say them."""
-        self.defaults = dict(defaults or {})
-        self._source = _open_source(source)
-        try:
-            self._wanted = wanted = check_ids(self._source, str(source))
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        model: str,
+        defaults: dict[str, Any] | None = None,
+        retry_errors: bool = False,
+    ) -> None:
+        """`model`: what tells it from others; `defaults`: sampling fields for lines that do not say them;
+        `retry_errors`: take errors out of the result file, so that run() tries those lines again."""
+        self.model, self.defaults = model, dict(defaults or {})
+        with ExitStack() as opened:
+            self._source = opened.enter_context(_open_source(source))
+            self._wanted = wanted = survey(self._source, str(source), model, self.defaults)
             if target.exists() and os.path.samestat(os.fstat(self._source.fileno()), target.stat()):
                 raise YalisError(f"{target} is also the input; give another file for the results")
-            self._results = ResultFile(target)
-        except BaseException:
-            self._source.close()
-            raise
+            self._results = opened.enter_context(closing(ResultFile(target)))
+            again = self._results.errors & wanted.keys() if retry_errors else set()
+            _check_same(self._results, again, wanted, str(source))
+            self._results.drop(again)
+            self._files = opened.pop_all()
+        held = self._results.digests.keys()
         #: ids in the result file that the input does not have; they stay where they are
-        self.strangers = sorted(self._results.ids - wanted.keys())
-        done = len(wanted) - len(wanted.keys() - self._results.ids)
-        self.progress = JobProgress(len(wanted), done, self._results.errors, done, 0, 0.0)
+        self.strangers = sorted(held - wanted.keys())
+        done = len(held & wanted.keys())
+        self.progress = JobProgress(len(wanted), done, len(self._results.errors & wanted.keys()), done, 0, 0.0)
 
     @property
     def locked(self) -> bool:
         """False where the file system has no locks, and a second job on the same file would not be noticed."""
         return self._results.locked
-
-    @property
-    def finished(self) -> bool:
-        return self.progress.done == self.progress.total
 
     def run(self, make_llm: Callable[[], LLM], report: Callable[[JobProgress], None] | None = None) -> JobProgress:
         """Answer every line that has no result yet; close() then makes the file durable.
@@ -85,15 +92,16 @@ class OfflineJob:
         running: dict[int, GoodLine] = {}
         start = time.monotonic()
 
-        def tell(custom_id: str, fields: dict[str, Any], tokens: int = 0) -> None:
-            self._results.write(custom_id, fields)
-            done, tokens = self.progress.done + 1, self.progress.output_tokens + tokens
-            self.progress = replace(self.progress, done=done, errors=self._results.errors, output_tokens=tokens)
+        def tell(line: GoodLine | BadLine, fields: dict[str, Any], tokens: int = 0) -> None:
+            self._results.write(line.custom_id, line.digest, fields)
+            now = self.progress
+            errors = now.errors + (fields["error"] is not None)
+            self.progress = replace(now, done=now.done + 1, errors=errors, output_tokens=now.output_tokens + tokens)
 
         def advance(model: LLM) -> None:
             for request_id, output in model.poll():
                 fields = {**answer(output), "error": None}
-                tell(running.pop(request_id).custom_id, fields, fields["output_tokens"])
+                tell(running.pop(request_id), fields, fields["output_tokens"])
             self.progress = replace(self.progress, seconds=time.monotonic() - start)
             if report is not None:
                 report(self.progress)
@@ -110,8 +118,8 @@ class OfflineJob:
                         running[llm.submit(line.prompt, line.sampling)] = line
                         continue
                     except YalisError as error:
-                        line = BadLine(line.number, line.custom_id, str(error))
-                tell(line.custom_id, {"error": {"line": line.number, "message": line.message}})
+                        line = BadLine(line.number, line.custom_id, str(error), line.digest)
+                tell(line, {"error": {"line": line.number, "message": line.message}})
             while running and llm is not None:
                 advance(llm)
         finally:
@@ -120,14 +128,16 @@ class OfflineJob:
         return self.progress
 
     def _left(self) -> Iterator[GoodLine | BadLine]:
-        for line in read_raw(self._source):
-            # Lines added since the ids were checked wait for the next run.
-            if line.custom_id not in self._results.ids and self._wanted.get(line.custom_id) == line.number:
-                yield parse(line, self.defaults)
+        for raw in read_raw(self._source):
+            if raw.custom_id in self._results.digests:
+                continue
+            line = parse(raw, self.model, self.defaults)
+            # Lines added or changed since the first reading wait for the next run.
+            if self._wanted.get(line.custom_id) == Wanted(line.number, line.digest):
+                yield line
 
     def close(self) -> None:
-        self._source.close()
-        self._results.close()
+        self._files.close()
 
     def __enter__(self) -> OfflineJob:
         return self
@@ -138,6 +148,18 @@ class OfflineJob:
         except YalisError:
             if error is None:  # else the first error is the one to hear about
                 raise
+
+
+def _check_same(results: ResultFile, skipped: set[str], wanted: dict[str, Wanted], source: str) -> None:
+    """A result that is there must answer what the input asks now; that of line-5 may be of another line 5."""
+    for custom_id, digest in results.digests.items():
+        asked = wanted.get(custom_id)
+        if asked is not None and asked.digest != digest and custom_id not in skipped:
+            retry = ", or add --retry-errors" if custom_id in results.errors else ""
+            raise YalisError(
+                f"{results.path} has a result for {custom_id!r} of another prompt, model or sampling than line "
+                f"{asked.number} of {source} asks for; give another file for the results, or remove it{retry}"
+            )
 
 
 def _open_source(path: Path) -> BinaryIO:

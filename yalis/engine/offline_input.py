@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, BinaryIO
 
 from yalis.errors import YalisError
@@ -28,6 +28,7 @@ class GoodLine:
     custom_id: str
     prompt: Prompt
     sampling: SamplingParams
+    digest: str  # of everything its answer depends on
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class BadLine:
     number: int
     custom_id: str
     message: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -75,20 +77,29 @@ def _open_line(number: int, raw: bytes) -> RawLine:
     return RawLine(number, custom_id, content)
 
 
-def check_ids(file: BinaryIO, label: str) -> dict[str, int]:
-    """The line number of every id; a sentence when two lines share one."""
-    lines: dict[str, int] = {}
-    for line in read_raw(file):
-        first = lines.setdefault(line.custom_id, line.number)
-        if first != line.number:
+@dataclass(frozen=True)
+class Wanted:
+    """All that is kept of a line between the first reading and the second."""
+
+    number: int
+    digest: str
+
+
+def survey(file: BinaryIO, label: str, model: str, defaults: dict[str, Any]) -> dict[str, Wanted]:
+    """What every id asks for; a sentence when two lines share one."""
+    wanted: dict[str, Wanted] = {}
+    for raw in read_raw(file):
+        line = parse(raw, model, defaults)
+        first = wanted.setdefault(line.custom_id, Wanted(line.number, line.digest))
+        if first.number != line.number:
             raise YalisError(
-                f"lines {first} and {line.number} of {label} both have custom_id {line.custom_id!r}; "
+                f"lines {first.number} and {line.number} of {label} both have custom_id {line.custom_id!r}; "
                 "give every line its own (a line without one is called line-N)"
             )
-    return lines
+    return wanted
 
 
-def parse(line: RawLine, defaults: dict[str, Any]) -> GoodLine | BadLine:
+def parse(line: RawLine, model: str, defaults: dict[str, Any]) -> GoodLine | BadLine:
     """The request in a line; `defaults` are the sampling fields it does not say itself."""
     try:
         if line.content is None:
@@ -100,15 +111,21 @@ def parse(line: RawLine, defaults: dict[str, Any]) -> GoodLine | BadLine:
         # the job's --seed shifts them all, or equal prompts would get equal answers.
         if request.get("seed") is None:
             chosen["seed"] = line_seed(line.custom_id, chosen.get("seed"))
-        return GoodLine(line.number, line.custom_id, prompt, SamplingParams(**chosen))
+        sampling = SamplingParams(**chosen)
+        return GoodLine(line.number, line.custom_id, prompt, sampling, _digest(model, prompt, asdict(sampling)))
     except YalisError as error:
-        return BadLine(line.number, line.custom_id, str(error))
+        return BadLine(line.number, line.custom_id, str(error), _digest(model, str(error)))
 
 
 def line_seed(custom_id: str, job_seed: int | None) -> int:
     text = f"{0 if job_seed is None else job_seed}:{custom_id}"
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _digest(*asked: Any) -> str:
+    text = json.dumps(asked, sort_keys=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
 
 def _request_fields(content: dict[str, Any]) -> dict[str, Any]:
@@ -141,9 +158,6 @@ def _sampling_fields(request: dict[str, Any]) -> dict[str, Any]:
         given["logprobs"] = (0 if beside is None else beside) if given["logprobs"] else None
     elif beside is not None:
         raise YalisError(f"top_logprobs is {beside!r} without logprobs; give logprobs as true beside it")
-    for name in ("stop", "stop_token_ids"):
-        if name in given and not isinstance(given[name], (list, str) if name == "stop" else list):
-            raise YalisError(f"{name} is {given[name]!r}; give a list")
     return given
 
 
@@ -156,7 +170,7 @@ def _prompt(request: dict[str, Any]) -> Prompt:
     if prompt is None:
         raise YalisError('the line has no prompt; give "prompt" (a text or token ids) or "messages"')
     if isinstance(prompt, str):
-        return _clean_text("prompt", prompt)
+        return prompt
     if isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
         return prompt
     raise YalisError("prompt is neither a text nor a list of token ids; give one prompt a line")
@@ -179,15 +193,7 @@ def _message(number: int, message: Any) -> Message:
         content = "".join(texts)
     if not isinstance(content, str):
         raise YalisError(f"message {number} has no content; give it a text")
-    return {**message, "content": _clean_text(f"message {number}", content)}
-
-
-def _clean_text(name: str, text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise YalisError(f"{name} has half of a surrogate pair; give whole characters") from None
-    return text
+    return {**message, "content": content}
 
 
 def _kind(value: Any) -> str:

@@ -2,13 +2,14 @@
 
 An answer, with "logprobs" when asked for, and with "completions" (all n, the first included) when n > 1:
 
-    {"custom_id": ..., "text": ..., "token_ids": [...], "finish_reason": ..., "prompt_tokens": ...,
+    {"custom_id": ..., "digest": ..., "text": ..., "token_ids": [...], "finish_reason": ..., "prompt_tokens": ...,
      "output_tokens": ..., "error": null}
 
 A line of the input that could not be used:
 
-    {"custom_id": ..., "error": {"line": N, "message": ...}}
+    {"custom_id": ..., "digest": ..., "error": {"line": N, "message": ...}}
 
+`digest` stands for what was asked (prompt, sampling, model), so that a result is never taken for that of another line.
 `output_tokens` counts all n completions. There are no times in it, so that two runs of a job can be compared.
 """
 
@@ -20,7 +21,9 @@ import json
 import math
 import os
 import stat
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +37,16 @@ _SYNC_SECONDS = 5.0
 
 def answer(output: RequestOutput) -> dict[str, Any]:
     """A request's result as a flat object."""
-    first = _completion(output.completions[0])
+    first = completion_fields(output.completions[0])
     first["prompt_tokens"] = len(output.prompt_token_ids)
     first["output_tokens"] = sum(len(completion.token_ids) for completion in output.completions)
     if len(output.completions) > 1:
-        first["completions"] = [_completion(completion) for completion in output.completions]
+        first["completions"] = [completion_fields(completion) for completion in output.completions]
     return first
 
 
-def _completion(completion: Completion) -> dict[str, Any]:
+def completion_fields(completion: Completion) -> dict[str, Any]:
+    """One of a request's completions as a flat object."""
     told: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -69,12 +73,13 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.ids: set[str] = set()
-        self.errors = 0
+        self.digests: dict[str, str | None] = {}  # of every id that is there
+        self.errors: set[str] = set()  # those of them that are errors
         self.locked = True
         self._fd = _open(path)
         try:
-            self._lock()
+            self.locked = self._lock(self._fd)
+            self._check_in_place()
             self._end = self._load()
             os.ftruncate(self._fd, self._end)
         except BaseException:
@@ -82,12 +87,13 @@ class ResultFile:
             raise
         self._synced = time.monotonic()
 
-    def write(self, custom_id: str, fields: dict[str, Any]) -> None:
+    def write(self, custom_id: str, digest: str, fields: dict[str, Any]) -> None:
         """Append one line, whole or not at all."""
-        if custom_id in self.ids:
+        if custom_id in self.digests:
             raise AssertionError(f"{custom_id!r} is already in {self.path}")
         # ASCII, because some readers take U+2028 for the end of a line.
-        line = json.dumps({"custom_id": custom_id, **fields}, allow_nan=False).encode("ascii") + b"\n"
+        row = {"custom_id": custom_id, "digest": digest, **fields}
+        line = json.dumps(row, allow_nan=False).encode("ascii") + b"\n"
         try:
             written = 0
             while written < len(line):  # one call, unless the disk takes only a part
@@ -98,15 +104,45 @@ class ResultFile:
         except OSError as error:
             self._cut_back()
             raise YalisFailure(
-                f"could not write to {self.path}: {error.strerror}; it holds {len(self.ids)} whole results, "
+                f"could not write to {self.path}: {error.strerror}; it holds {len(self.digests)} whole results, "
                 "so make room and run again to continue"
             ) from error
         except BaseException:
             self._cut_back()
             raise
         self._end += len(line)
-        self.ids.add(custom_id)
-        self.errors += fields.get("error") is not None
+        self._note(custom_id, digest, fields.get("error") is not None)
+
+    def drop(self, ids: set[str]) -> None:
+        """Take these results out. A file without them takes the place of this one, whole or not at all."""
+        if not ids:
+            return
+        place = Path(os.path.realpath(self.path))  # a link stays one
+        try:
+            fd, made = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}-")
+        except OSError as error:
+            raise YalisFailure(f"cannot write beside {self.path}: {error.strerror}; no result was taken out") from error
+        try:
+            self._lock(fd)  # before it has the name, so that no other job gets between
+            with os.fdopen(os.dup(fd), "wb") as file:
+                file.writelines(raw for raw in self._lines() if json.loads(raw)["custom_id"] not in ids)
+            os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
+            os.fsync(fd)
+            os.replace(made, place)
+        except BaseException as error:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(made)
+            if isinstance(error, OSError):
+                told = f"could not write beside {self.path}: {error.strerror}; no result was taken out"
+                raise YalisFailure(told) from error
+            raise
+        os.close(self._fd)
+        self._fd, self._end = fd, os.fstat(fd).st_size
+        _sync_folder(place.parent)  # or a power cut could bring the old file back, without the results still to come
+        for custom_id in ids:
+            del self.digests[custom_id]
+        self.errors -= ids
 
     def close(self) -> None:
         """Have the disk hold everything, and give the lock back."""
@@ -125,31 +161,48 @@ class ResultFile:
         with contextlib.suppress(OSError):  # the next run cuts the torn line if this one cannot
             os.ftruncate(self._fd, self._end)
 
-    def _lock(self) -> None:
+    def _lock(self, fd: int) -> bool:
         try:
             import fcntl
 
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise YalisError(f"another job is writing to {self.path}; wait for it, or give another file") from None
+            raise self._taken() from None
         except ImportError:
-            self.locked = False
+            return False
         except OSError as error:  # parallel file systems may be mounted without locks
             if error.errno not in _NO_LOCKS_HERE:
                 raise YalisError(f"cannot lock {self.path}: {error.strerror}; give a file on another disk") from error
-            self.locked = False
+            return False
+        return True
+
+    def _check_in_place(self) -> None:
+        """Another job may have put a new file here between our opening this one and locking it."""
+        try:
+            in_place = os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            in_place = False
+        if not in_place:
+            raise self._taken()
+
+    def _taken(self) -> YalisError:
+        return YalisError(f"another job is writing to {self.path}; wait for it, or give another file")
 
     def _load(self) -> int:
         """Read the ids that are there; returns where the last whole line ends."""
         end = 0
-        with os.fdopen(os.dup(self._fd), "rb") as file:
-            for number, raw in enumerate(file, 1):
-                if not raw.endswith(b"\n"):
-                    self._check_torn(raw)
-                    break
-                self._take(number, raw)
-                end += len(raw)
+        for number, raw in enumerate(self._lines(), 1):
+            if not raw.endswith(b"\n"):
+                self._check_torn(raw)
+                break
+            self._take(number, raw)
+            end += len(raw)
         return end
+
+    def _lines(self) -> Iterator[bytes]:
+        with os.fdopen(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            yield from file
 
     def _take(self, number: int, raw: bytes) -> None:
         try:
@@ -159,13 +212,17 @@ class ResultFile:
             raise YalisError(
                 f"line {number} of {self.path} is not a result of yalis batch; give another file, or take that line out"
             ) from None
-        if not isinstance(custom_id, str) or custom_id in self.ids:
+        if not isinstance(custom_id, str) or custom_id in self.digests:
             raise YalisError(
                 f"line {number} of {self.path} has custom_id {custom_id!r} a second time; "
                 "give another file, or take that line out"
             )
-        self.ids.add(custom_id)
-        self.errors += error is not None
+        self._note(custom_id, row.get("digest"), error is not None)
+
+    def _note(self, custom_id: str, digest: str | None, is_error: bool) -> None:
+        self.digests[custom_id] = digest
+        if is_error:
+            self.errors.add(custom_id)
 
     def _check_torn(self, raw: bytes) -> None:
         """A last line without its end is cut off, but only if it can be one of ours."""
@@ -183,3 +240,12 @@ def _open(path: Path) -> int:
         os.close(fd)
         raise YalisError(f"{path} is not a plain file, so results could not be resumed; give a file")
     return fd
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not every file system lets a folder be opened
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
