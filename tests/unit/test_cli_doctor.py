@@ -38,11 +38,17 @@ def test_doctor_names_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("yalis.results.package_version", lambda name: None if name in ("gguf", "triton") else "9")
-    assert main(["doctor"]) == 1  # gguf is needed, triton is not
+    missing = {"gguf", "jinja2", "accelerate", "triton"}
+    monkeypatch.setattr("yalis.results.package_version", lambda name: None if name in missing else "9")
+    assert main(["doctor"]) == 0  # what has a use of its own is not what everything needs
     out = capsys.readouterr().out
-    assert "--  gguf          not installed; pip install gguf" in out
+    assert "--  gguf          not installed; only GGUF files need it: pip install gguf\n" in out
+    assert "--  jinja2        not installed; only chat templates need it: pip install jinja2\n" in out
     assert "--  triton        not installed; only the triton attention backend needs it" in out
+    assert "safetensors" not in out  # read without the package
+    missing.add("transformers")
+    assert main(["doctor"]) == 1
+    assert "--  transformers  not installed; pip install transformers\n" in capsys.readouterr().out
 
 
 def test_doctor_looks_at_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

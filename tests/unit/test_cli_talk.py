@@ -88,6 +88,7 @@ def test_generate_several(
         ([""], "the prompt is empty"),
         (["--prompt-ids", "1,99999"], "token id 99999 is out of range"),
         (["x" * 40_000], "40000 tokens"),
+        (["a\udcff"], "the text holds \\udcff, which is half a character or a byte that is not UTF-8"),
         (["x", "--device", "cuda:77"], "device 'cuda:77' is not there"),
         (["x", "--attention", "magic"], "unknown attention backend 'magic'"),
     ],
@@ -112,6 +113,35 @@ def test_chat_once_and_in_a_pipe(
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["content"] for row in rows] == expected["said"]
     assert {row["finish_reason"] for row in rows} == {"length"}
+    assert main(["chat", "Hello", "--json", "--logprobs", "2", *flags]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["role"], row["content"]) == ("assistant", expected["said"][0])
+    assert [one["token_id"] for one in row["logprobs"]] == row["token_ids"]
+    assert {len(one["top"]) for one in row["logprobs"]} == {2}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_lacks_the_letters(model: str, expected: dict[str, Any], encoding: str) -> None:
+    flags = ["--system", "s", "--model", model, "--max-tokens", "6", "--ignore-eos", *SMALL]
+    done = subprocess.run(
+        [sys.executable, "-m", "yalis", "chat", "Hello", *flags],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    text = expected["said"][0]
+    assert not text.isascii()
+    assert done.stdout == text.encode(encoding, "backslashreplace") + b"\n"
+
+
+@pytest.mark.parametrize("words", [["generate", "-"], ["chat"]])
+def test_input_that_is_not_text_is_a_sentence(model: str, words: list[str]) -> None:
+    command = [sys.executable, "-m", "yalis", *words, "--model", model, *SMALL]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONIOENCODING": "utf-8"}, input=b"a\xff\n", capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"the text holds \\udcff, which is half a character or a byte that is not UTF-8" in done.stderr
 
 
 class Terminal:
@@ -123,14 +153,16 @@ class Terminal:
             command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=_own
         )
         os.close(slave)
+        self.seen = b""  # since the last text that was waited for
 
     def wait_for(self, text: bytes, seconds: float = 90) -> bytes:
-        seen, end = b"", time.monotonic() + seconds
-        while text not in seen and time.monotonic() < end:
+        end = time.monotonic() + seconds
+        while text not in self.seen and time.monotonic() < end:
             if select.select([self.master], [], [], 0.1)[0]:
-                seen += os.read(self.master, 4096)
-        assert text in seen, seen[-500:]
-        return seen
+                self.seen += os.read(self.master, 4096)
+        before, found, self.seen = self.seen.partition(text)
+        assert found, before[-500:]
+        return before + found
 
     def type(self, text: bytes) -> None:
         os.write(self.master, text)
@@ -155,6 +187,13 @@ def test_chat_on_a_terminal(model: str) -> None:
         told = terminal.wait_for(b"tokens/s")
         assert int(told.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000
         terminal.wait_for(b"> ")
+        terminal.type(b"Again\n")  # the next question is answered as if nothing had happened
+        time.sleep(0.5)
+        terminal.type(b"\x03")
+        told = terminal.wait_for(b"tokens/s")
+        assert 0 < int(told.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000
+        terminal.wait_for(b"> ")
+        time.sleep(0.5)  # Python's input() misses a Ctrl-C that comes with the prompt
         terminal.type(b"\x03")  # nothing to stop
         terminal.wait_for(b"> ")
         terminal.type(b"/dance\n")

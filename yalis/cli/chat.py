@@ -87,7 +87,11 @@ class Conversation:
 def _object(said: str, whole: Completion | None) -> dict[str, Any]:
     told: dict[str, Any] = {"role": "assistant", "content": said}
     if whole is not None:
-        told.update(finish_reason=whole.finish_reason, token_ids=whole.token_ids, metrics=asdict(whole.metrics))
+        from yalis.engine.offline_output import completion_fields
+
+        fields = completion_fields(whole)
+        del fields["text"]  # a chat calls it content
+        told.update(fields, metrics=asdict(whole.metrics))
     return told
 
 

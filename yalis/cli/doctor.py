@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_NEEDED = ("torch", "numpy", "transformers")
+_OPTIONAL = {
+    "gguf": "only GGUF files need it",
+    "jinja2": "only chat templates need it",
+    "accelerate": "only `yalis bench --peer transformers` of a GGUF file needs it",
+    "triton": "only the triton attention backend needs it",
+}
 
 
 @dataclass(frozen=True)
@@ -71,18 +78,15 @@ def examine() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     from yalis.results import package_version
 
-    for name in ("torch", "numpy", "safetensors", "transformers", "gguf", "jinja2", "triton"):
+    for name in (*_NEEDED, *_OPTIONAL):
         version = package_version(name)
         if name == "torch":
             yield _torch(version)
         elif version is not None:
-            yield Finding("software", name, True, version, needed=True)
-        elif name == "triton":
-            yield Finding(
-                "software", name, False, "not installed; only the triton attention backend needs it: pip install triton"
-            )
+            yield Finding("software", name, True, version, needed=name in _NEEDED)
         else:
-            yield Finding("software", name, False, f"not installed; pip install {name}", needed=True)
+            use = "" if name in _NEEDED else f"{_OPTIONAL[name]}: "
+            yield Finding("software", name, False, f"not installed; {use}pip install {name}", needed=name in _NEEDED)
 
 
 def _torch(version: str | None) -> Finding:
@@ -91,12 +95,11 @@ def _torch(version: str | None) -> Finding:
     try:
         import torch
 
-        from yalis.engine.device import OLDEST_TORCH
+        from yalis.engine.device import OLDEST_TORCH, torch_is_old
     except (ImportError, OSError) as error:
         return Finding("software", "torch", False, f"{version} does not load: {error}", needed=True)
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if found < OLDEST_TORCH:
+    if torch_is_old():
+        oldest = ".".join(map(str, OLDEST_TORCH))
         detail = f"{torch.__version__} is too old; {oldest} or newer is needed: pip install -U torch"
         return Finding("software", "torch", False, detail, needed=True)
     return Finding("software", "torch", True, torch.__version__, needed=True)

@@ -48,20 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
-    prompts: list[Prompt] = [_stdin() if prompt == "-" else prompt for prompt in args.prompts]
+    prompts: list[Prompt] = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
     prompts += [_ids(text) for text in args.prompt_ids]
     if not prompts:
         raise YalisError(
             'no prompt given; type one, such as `yalis generate "The capital of France is"`, or - to read it'
         )
     return prompts
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError:
-        raise YalisError("standard input is not UTF-8 text; give text") from None
 
 
 def _ids(text: str) -> list[int]:

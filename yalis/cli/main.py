@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -46,6 +47,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in given
+    _accept_any_text()
     try:
         args, unknown = build_parser().parse_known_args(given)
         if unknown:
@@ -80,6 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = type(error).__name__
         _complain(f"{name}: {_one_line(error)}; run again with --debug for the traceback", "internal error")
         return 70
+
+
+def _accept_any_text() -> None:
+    """Characters that the terminal's encoding lacks are written as escapes. Input bytes that are no text are kept, as
+    in arguments, and refused where the text is used."""
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _sentence(error: Exception) -> str:
