@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
@@ -15,6 +18,15 @@ import pytest
 from tests.families import CASES, make_prompts, make_reference
 
 ROOT = Path(__file__).parents[2]
+#: Imported, and not required.
+OPTIONAL = {
+    "accelerate": "a peer of the benchmark, for GGUF files",
+    "huggingface_hub": "comes with transformers",
+    "tokenizers": "comes with transformers",
+    "triton": "an extra",
+}
+#: Required, and imported by another package for us.
+UNSEEN = {"jinja2": "transformers renders chat templates with it"}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +34,8 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     # A copy without build leftovers, so that the wheel holds what the sources hold.
     source = folder / "source"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    sources = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]  # new ones included
+    listed = subprocess.run(sources, cwd=ROOT, capture_output=True, text=True)
     files = listed.stdout.split("\n") if listed.returncode == 0 else [str(p.relative_to(ROOT)) for p in ROOT.rglob("*")]
     for name in filter(None, files):
         if name.startswith(("yalis/", "pyproject", "README", "LICENSE")) and (ROOT / name).is_file():
@@ -51,11 +64,31 @@ def test_wheel_holds_every_file(wheel):
             assert str(path.relative_to(ROOT)) in held
 
 
-def test_any_torch_is_kept(wheel):
+def _requirements(wheel) -> list[str]:
     packed = zipfile.ZipFile(wheel)
     name = next(name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
-    needs = Parser().parsestr(packed.read(name).decode()).get_all("Requires-Dist")
-    assert "torch" in needs, "a bound on torch would let pip replace the one a cluster chose"
+    return Parser().parsestr(packed.read(name).decode()).get_all("Requires-Dist")
+
+
+def test_any_torch_is_kept(wheel):
+    assert "torch" in _requirements(wheel), "a bound on torch would let pip replace the one a cluster chose"
+
+
+def test_what_is_imported_is_required_or_known_to_be_optional(wheel):
+    always = {re.match(r"[\w-]+", need)[0] for need in _requirements(wheel) if "extra ==" not in need}
+    imported = {name for path in (ROOT / "yalis").rglob("*.py") for name in _imports(path)}
+    imported -= {"yalis", "__future__"} | set(sys.stdlib_module_names)
+    assert imported - always == set(OPTIONAL)
+    assert always - imported == set(UNSEEN)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The packages a file imports, those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
 
 
 def test_installed_command_works(wheel, tmp_path):
