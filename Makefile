@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: demo test test-full lint fetch gpu-test clean help
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"yalis needs Python 3.10 or newer, and $(PYTHON) is {v[0]}.{v[1]}; run: make $(MAKECMDGOALS) PYTHON=python3.11")'
