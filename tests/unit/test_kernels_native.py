@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.families import CASES, make_prompts, make_reference
+from yalis import LLM, SamplingParams
 from yalis.kernels import native, ops
 
 ABSENT = native.Unavailable("no C compiler; install gcc")
@@ -134,3 +136,19 @@ def test_one_openmp_runtime() -> None:
     runtimes = [path for path in mapped if any(name in Path(path).name for name in ("gomp", "iomp", "libomp"))]
     assert any(path.startswith(str(Path(torch.__file__).parent)) for path in runtimes)
     assert len(runtimes) == 1
+
+
+def test_an_engine_without_it_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = make_prompts(1, (5, 9, 2), shared=2)
+    ref = make_reference(CASES[0], tmp_path, 1, prompts, 8)
+    tokens, replays = [], []
+    for absent in (False, True):
+        if absent:
+            monkeypatch.setattr(native, "_found", ABSENT)
+        with LLM(str(ref.path), device="cpu", max_model_len=50) as llm:
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+            tokens.append([output.token_ids for output in outputs])
+            replays.append(llm._engine.runner.graphs.replays)
+            assert llm._engine.runner.backend.name == ("sdpa" if absent else "native")
+    assert tokens == [ref.tokens, ref.tokens]
+    assert replays[0] > 0 == replays[1]

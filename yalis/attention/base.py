@@ -71,6 +71,9 @@ class AttentionBackend(ABC):
     """Reads and writes the paged cache. One object serves all layers of a rank."""
 
     name: ClassVar[str]
+    capturable: ClassVar[bool] = (
+        False  # a decode step can be recorded and replayed: all it reads is in the batch's tensors
+    )
 
     def __init__(self, needs: AttentionNeeds) -> None:
         self.needs = needs

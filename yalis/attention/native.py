@@ -12,12 +12,10 @@ from yalis.kernels import native
 
 class NativeAttention(AttentionBackend):
     name = "native"
+    capturable = True
 
     def __init__(self, needs: AttentionNeeds) -> None:
         super().__init__(needs)
-        library = native.load()
-        assert library is not None  # unusable() was asked
-        self._library = library
         self._prompts = SdpaAttention(needs)
 
     @classmethod
@@ -28,6 +26,12 @@ class NativeAttention(AttentionBackend):
             return "it computes in float32 only"
         return native.reason()
 
+    @staticmethod
+    def _library() -> native.Library:
+        library = native.load()
+        assert library is not None  # unusable() was asked
+        return library
+
     def prepare(self, batch: ForwardBatch) -> list[Group]:
         return self._prompts.prepare(batch)
 
@@ -35,7 +39,7 @@ class NativeAttention(AttentionBackend):
         heads, dim = k.shape[1:]
         if k.stride()[1:] != (dim, 1) or v.stride()[1:] != (dim, 1):
             return super().write(k, v, cache, batch)
-        self._library.write(
+        self._library().write(
             cache.k.data_ptr(), cache.v.data_ptr(), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
             batch.slots.data_ptr(), k.shape[0], heads * dim,
         )  # fmt: skip
@@ -63,7 +67,7 @@ class NativeAttention(AttentionBackend):
         _, heads, dim = q.shape
         _, block_size, kv_heads, _ = cache.k.shape
         step, table_step, size = q.stride(0), batch.block_tables.stride(0), q.element_size()
-        self._library.attend(
+        self._library().attend(
             out.data_ptr() + part.row * heads * dim * size, q.data_ptr() + part.row * step * size, step,
             cache.k.data_ptr(), cache.v.data_ptr(),
             batch.block_tables.data_ptr() + part.first * table_step * 4, table_step,

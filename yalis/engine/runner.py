@@ -14,6 +14,7 @@ from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import count_blocks, is_out_of_memory, resolve_device, resolve_dtype
+from yalis.engine.graphs import DecodeGraphs
 from yalis.errors import YalisError, YalisFailure
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
@@ -82,6 +83,11 @@ class Runner:
                 "give a smaller --kv-blocks, --kv-memory or --max-num-seqs, --dtype bfloat16, or a smaller model"
             ) from error
         self.caches = [LayerCache(*self.pool.layer(index)) for index in range(spec.num_layers)]
+        self.graphs = DecodeGraphs(
+            lambda batch: self.model(batch, self.caches, self.backend),
+            self.backend.capturable,
+            -(-wanted_len // config.block_size),
+        )
         capacity = self.pool.num_blocks * config.block_size
         # A length the user did not ask for shrinks to what the cache holds; one that was asked for is refused later.
         self.max_model_len = wanted_len if config.max_model_len else min(wanted_len, capacity)
@@ -119,7 +125,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start the step; on a GPU this returns before the tokens are known."""
         batch = self.build(plan.sequences)
-        logits = self.model(batch, self.caches, self.backend)
+        logits = self.graphs.run(batch)
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
             return PendingStep(plan, None)

@@ -177,7 +177,16 @@ void yalis_linear(float *y, const float *x, i64 x_step, const float *w, const fl
     }
 }
 
-/* --- rows: norm, gate, rotary embedding -------------------------------------------------------------------------- */
+/* --- rows: lookup, sum, norm, gate, rotary embedding ------------------------------------------------------------- */
+
+/* y[count, width] = the rows of x that are named. */
+void yalis_take(float *y, const float *x, i64 x_step, const i64 *rows, i64 count, i64 width) {
+    for (i64 r = 0; r < count; r++) memcpy(y + r * width, x + rows[r] * x_step, 4 * width);
+}
+
+void yalis_add(float *restrict y, const float *a, const float *b, i64 count) {
+    for (i64 i = 0; i < count; i++) y[i] = a[i] + b[i];
+}
 
 INLINE float sum_of_squares(const float *x, i64 cols) {
     vec total[4] = {{0}};
@@ -192,20 +201,15 @@ INLINE float sum_of_squares(const float *x, i64 cols) {
     return sum(total[0] + total[1] + total[2] + total[3]);
 }
 
-/* y = x / rms(x) * weight; x [rows, inner, cols], the inner rows one after another (heads of a token). Where `added` is
-   given, x + added is normed instead, and kept in `kept`; both have rows one after another. */
-void yalis_rms_norm(float *y, const float *x, i64 x_step, const float *added, float *kept, const float *weight,
-                    float eps, i64 rows, i64 inner, i64 cols, i64 threads) {
+/* y = x / rms(x) * weight; x [rows, inner, cols], the inner rows one after another (heads of a token). */
+void yalis_rms_norm(float *y, const float *x, i64 x_step, const float *weight, double eps, i64 rows, i64 inner,
+                    i64 cols, i64 threads) {
     threads = MAX(1, MIN(threads, rows * inner * cols / WORTH_A_THREAD));
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 r = 0; r < rows * inner; r++) {
         const float *from = x + r / inner * x_step + r % inner * cols;
-        float *to = y + r * cols;
-        if (added) {
-            for (i64 i = 0; i < cols; i++) kept[r * cols + i] = from[i] + added[r * cols + i];
-            from = kept + r * cols;
-        }
-        float scale = 1.0f / sqrtf(sum_of_squares(from, cols) / (float)cols + eps);
+        float *restrict to = y + r * cols;
+        float scale = 1.0f / sqrtf(sum_of_squares(from, cols) / (float)cols + (float)eps);
         for (i64 i = 0; i < cols; i++) to[i] = from[i] * scale * weight[i];
     }
 }
@@ -309,7 +313,7 @@ static void attend_some(float *out, const float *q, const float *const *keys, co
    `softcap` are 0 where there is none. A pass over the keys serves all the query heads that share them. */
 void yalis_attend(float *out, const float *q, i64 q_step, const float *k_cache, const float *v_cache,
                   const int32_t *tables, i64 table_step, const int32_t *contexts, i64 sequences, i64 heads,
-                  i64 kv_heads, i64 dim, i64 block_size, i64 window, float scale, float softcap, i64 threads) {
+                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads) {
     const i64 group = heads / kv_heads;
     i64 work = 0;
     for (i64 s = 0; s < sequences; s++) work += contexts[s] * heads * dim;
@@ -338,6 +342,40 @@ void yalis_attend(float *out, const float *q, i64 q_step, const float *k_cache, 
             }
             for (i64 g = 0; g < size; g++)
                 for (i64 i = 0; i < dim; i++) to[g * dim + i] /= weight[g];
+        }
+    }
+}
+
+/* --- a recorded step ---------------------------------------------------------------------------------------------- */
+
+typedef union {
+    void *p;
+    i64 i;
+    double f;
+} value;
+
+typedef struct {
+    i64 function; /* its place in the switch below, which is that of native.py's list */
+    value of[17];
+} call;
+
+void yalis_replay(const call *calls, i64 count) {
+    for (const call *c = calls; c < calls + count; c++) {
+        const value *v = c->of;
+        switch (c->function) {
+        case 0: yalis_linear(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i); break;
+        case 1: yalis_take(v[0].p, v[1].p, v[2].i, v[3].p, v[4].i, v[5].i); break;
+        case 2: yalis_add(v[0].p, v[1].p, v[2].p, v[3].i); break;
+        case 3: yalis_rms_norm(v[0].p, v[1].p, v[2].i, v[3].p, v[4].f, v[5].i, v[6].i, v[7].i, v[8].i); break;
+        case 4: yalis_silu_gate(v[0].p, v[1].p, v[2].i, v[3].i, v[4].i, v[5].i); break;
+        case 5:
+            yalis_rotate(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i, v[10].i);
+            break;
+        case 6: yalis_write(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
+        case 7:
+            yalis_attend(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].p, v[6].i, v[7].p, v[8].i, v[9].i, v[10].i,
+                         v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i);
+            break;
         }
     }
 }

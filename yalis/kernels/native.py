@@ -12,10 +12,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from ctypes import CDLL, c_float, c_int64, c_void_p
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import CDLL, c_double, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
 
 from yalis import env
 from yalis.log import get_logger
@@ -27,7 +27,18 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", 
 # Best first: a compiler takes one of these to mean the machine it runs on.
 TARGETS = (("-march=native",), ("-mcpu=native",), ())
 
-_P, _I, _F = c_void_p, c_int64, c_float
+_P, _I, _F = c_void_p, c_int64, c_double
+# The arguments of native.c's functions, in the order by which it replays them.
+SIGNATURES: dict[str, tuple[type, ...]] = {
+    "linear": (_P, _P, _I, _P, _P, _I, _I, _I, _I),
+    "take": (_P, _P, _I, _P, _I, _I),
+    "add": (_P, _P, _P, _I),
+    "rms_norm": (_P, _P, _I, _P, _F, _I, _I, _I, _I),
+    "silu_gate": (_P, _P, _I, _I, _I, _I),
+    "rotate": (_P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I),
+    "write": (_P, _P, _P, _I, _P, _I, _P, _I, _I),
+    "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I),
+}
 
 
 class Unavailable(Exception):
@@ -37,20 +48,23 @@ class Unavailable(Exception):
 class Library:
     """The functions of native.c; pointers are tensors' data_ptr(), lengths and steps count floats."""
 
+    linear: Callable[..., None]
+    take: Callable[..., None]
+    add: Callable[..., None]
+    rms_norm: Callable[..., None]
+    silu_gate: Callable[..., None]
+    rotate: Callable[..., None]
+    write: Callable[..., None]
+    attend: Callable[..., None]
+    replay: Callable[..., None]
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lib = CDLL(str(path))
-        self.linear = self._bind("linear", _P, _P, _I, _P, _P, _I, _I, _I, _I)
-        self.rms_norm = self._bind("rms_norm", _P, _P, _I, _P, _P, _P, _F, _I, _I, _I, _I)
-        self.silu_gate = self._bind("silu_gate", _P, _P, _I, _I, _I, _I)
-        self.rotate = self._bind("rotate", _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I)
-        self.write = self._bind("write", _P, _P, _P, _I, _P, _I, _P, _I, _I)
-        self.attend = self._bind("attend", _P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I)
-
-    def _bind(self, name: str, *arguments: Any) -> Callable[..., None]:
-        function = self._lib[f"yalis_{name}"]
-        function.argtypes, function.restype = arguments, None
-        return function
+        built = CDLL(str(path))
+        for name, arguments in (*SIGNATURES.items(), ("replay", (_P, _I))):
+            function = built[f"yalis_{name}"]
+            function.argtypes, function.restype = arguments, None
+            setattr(self, name, function)
 
 
 _found: Library | Unavailable | None = None
@@ -70,6 +84,17 @@ def load() -> Library | None:
         if isinstance(_found, Unavailable):
             log.info("no native kernels: %s", _found)
     return _found if isinstance(_found, Library) else None
+
+
+@contextmanager
+def replaced(library: Library) -> Iterator[None]:
+    """Everyone who asks within gets `library`."""
+    global _found
+    before, _found = _found, library
+    try:
+        yield
+    finally:
+        _found = before
 
 
 def reason() -> str | None:

@@ -39,25 +39,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     cols = weight.shape[0]
     inner = x.shape[1] if x.dim() == 3 else 1
     lib.rms_norm(
-        y.data_ptr(), x.data_ptr(), x.stride(0), None, None, weight.data_ptr(), eps,
+        y.data_ptr(), x.data_ptr(), x.stride(0), weight.data_ptr(), eps,
         x.shape[0], inner, cols, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
-def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + added), x + added), for [T, C]."""
+def take(table: Tensor, rows: Tensor) -> Tensor:
+    """The rows of table [N, C] that `rows` [T] int64 names, in its order."""
+    lib = _native(table)
+    if lib is None or table.stride(1) != 1 or not rows.is_contiguous():
+        return table.index_select(0, rows)
+    count, width = rows.shape[0], table.shape[1]
+    y = table.new_empty((count, width))
+    lib.take(y.data_ptr(), table.data_ptr(), table.stride(0), rows.data_ptr(), count, width)
+    return y
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, of one shape."""
     lib = _native(x)
-    if lib is None or weight.dtype != x.dtype or not (x.is_contiguous() and added.is_contiguous()):
-        total = x + added
-        return rms_norm(total, weight, eps), total
-    y, total = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty(x.shape)
-    rows, cols = x.shape
-    lib.rms_norm(
-        y.data_ptr(), x.data_ptr(), cols, added.data_ptr(), total.data_ptr(), weight.data_ptr(), eps,
-        rows, 1, cols, torch.get_num_threads(),
-    )  # fmt: skip
-    return y, total
+    if lib is None or x.shape[0] > MOST_ROWS or not (x.is_contiguous() and y.is_contiguous()):
+        return x + y
+    out = torch.empty_like(x)
+    lib.add(out.data_ptr(), x.data_ptr(), y.data_ptr(), x.numel())
+    return out
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

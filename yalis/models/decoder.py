@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
+from yalis.kernels import ops
 from yalis.layers.attention import SelfAttention
 from yalis.layers.mlp import GatedMLP
 from yalis.layers.rotary import Rotary
@@ -52,8 +53,8 @@ class Block(nn.Module):
         shared: object,
     ) -> Tensor:
         attended = self.attention(self.attention_norm(x), rope, batch, cache, backend, shared)
-        x = x + self.attention_out_norm(attended)
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+        x = ops.add(x, self.attention_out_norm(attended))
+        return ops.add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))))
 
 
 class Decoder(nn.Module):
@@ -87,6 +88,6 @@ class Decoder(nn.Module):
         shared = backend.prepare(batch)
         for block, cache in zip(self.layers, caches, strict=True):
             x = block(x, rope, batch, cache, backend, shared)
-        logits: Tensor = self.head(self.norm(x.index_select(0, batch.logit_rows)))
+        logits: Tensor = self.head(self.norm(ops.take(x, batch.logit_rows)))
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from yalis.kernels import ops
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import DenseWeight, ParallelLayer, Piece, TensorSource
 
@@ -27,15 +28,12 @@ class VocabEmbedding(ParallelLayer):
     def forward(self, token_ids: Tensor) -> Tensor:
         """[T] ids to [T, hidden / c]."""
         if self.grid.everyone.size == 1:
-            return self._rows(token_ids)
+            return ops.take(self.weight.data, token_ids)
         local = token_ids - self.part.start
         mine = (local >= 0) & (local < len(self.part))
-        rows = self._rows(local.clamp(0, len(self.part) - 1)) * mine.unsqueeze(-1)
+        rows = ops.take(self.weight.data, local.clamp(0, len(self.part) - 1)) * mine.unsqueeze(-1)
         columns = self.grid.hidden(self.hidden)
         return self.grid.everyone.all_reduce(rows)[:, columns.start : columns.stop].contiguous()
-
-    def _rows(self, ids: Tensor) -> Tensor:
-        return nn.functional.embedding(ids, self.weight.data)
 
 
 class LMHead(ParallelLayer):

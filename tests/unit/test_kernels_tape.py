@@ -1,0 +1,83 @@
+"""A recording gives what the function gave, for new inputs too; what it cannot hold, it refuses."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from yalis.kernels import native, ops
+from yalis.kernels.tape import record
+
+
+def make_layer():
+    """A small function of x in native calls alone, with views between them, and the tensor x it reads."""
+    torch.manual_seed(0)
+    x, up, down, scale = torch.randn(3, 40), torch.randn(96, 40), torch.randn(40, 48), torch.rand(40)
+
+    def layer() -> torch.Tensor:
+        inner = ops.gated(ops.linear(ops.rms_norm(x, scale, 1e-5), up), "silu")
+        return ops.add(x, ops.linear(inner.view(3, 4, 12)[:, :, :].reshape(3, 48), down))
+
+    return layer, x
+
+
+def test_a_replay_reads_new_inputs() -> None:
+    layer, x = make_layer()
+    first, tape = record(layer)
+    assert tape is not None
+    before = first.clone()
+    for _ in range(3):
+        x.normal_()
+        expected = layer()
+        tape.replay()
+        assert torch.equal(first, expected)
+        assert not torch.equal(first, before)
+
+
+def test_a_replay_needs_nothing_that_was_freed() -> None:
+    layer, _ = make_layer()
+    result, tape = record(layer)
+    assert tape is not None
+    expected, result = result.clone(), result
+    others = [torch.full((3, size), torch.nan) for size in (40, 48, 96) for _ in range(50)]
+    result.fill_(torch.nan)
+    tape.replay()
+    assert torch.equal(result, expected)
+    assert all(other.isnan().all() for other in others)
+
+
+@pytest.mark.parametrize("foreign", [lambda y: y * 2, lambda y: y.add_(1), lambda y: y.t().reshape(-1)])
+def test_what_is_not_native_is_not_recorded(foreign) -> None:
+    layer, _ = make_layer()
+    result, tape = record(lambda: foreign(layer()))
+    assert tape is None
+    assert torch.equal(result, foreign(layer()))
+
+
+def test_other_threads_are_not_recorded() -> None:
+    layer, _ = make_layer()
+    other, _ = make_layer()
+
+    def both() -> torch.Tensor:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return layer()
+
+    library = native.load()
+    _, alone = record(layer)
+    _, beside = record(both)
+    assert alone is not None
+    assert beside is not None
+    assert beside._count == alone._count
+    assert native.load() is library
+
+
+def test_without_the_library_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_found", native.Unavailable("no C compiler; install gcc"))
+    layer, _ = make_layer()
+    result, tape = record(layer)
+    assert tape is None
+    assert torch.equal(result, layer())
