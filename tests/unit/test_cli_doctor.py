@@ -12,6 +12,7 @@ import torch
 from yalis.attention.base import BACKENDS
 from yalis.cli.doctor import examine
 from yalis.cli.main import main
+from yalis.kernels import native
 from yalis.spec import FAMILIES
 
 
@@ -49,6 +50,14 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: p
     missing.add("transformers")
     assert main(["doctor"]) == 1
     assert "--  transformers  not installed; pip install transformers\n" in capsys.readouterr().out
+
+
+def test_doctor_says_why_there_are_no_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert next(one for one in examine() if one.name == "native").usable
+    monkeypatch.setattr(native, "_found", native.Unavailable("no C compiler; install gcc"))
+    findings = {(one.area, one.name): one for one in examine()}
+    assert "plain torch decodes instead: no C compiler; install gcc" in findings["software", "native"].detail
+    assert findings["attention on cpu", "native"].detail == "no C compiler; install gcc"
 
 
 def test_doctor_looks_at_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def examine() -> Iterator[Finding]:
         import torch
     except (ImportError, OSError):  # a broken install fails while loading its libraries
         return
+    yield _native()
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     for device in devices:
         yield _device(device)
@@ -112,6 +113,15 @@ def _cache() -> Finding:
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return Finding("software", "cache", True, f"{folder}{'' if there == folder else ' (not made yet)'}")
     return Finding("software", "cache", False, f"{folder} cannot be written; set YALIS_CACHE to a folder that can")
+
+
+def _native() -> Finding:
+    from yalis.kernels import native
+
+    library = native.load()
+    if library is not None:
+        return Finding("software", "native", True, f"CPU kernels built for this machine: {library.path}")
+    return Finding("software", "native", False, f"no CPU kernels, plain torch decodes instead: {native.reason()}")
 
 
 def _device(device: torch.device) -> Finding:

@@ -25,7 +25,6 @@ MOST_TAPES = 16
 class Recorded:
     tape: Tape
     batch: ForwardBatch  # whose tensors the tape reads
-    logits: Tensor  # where it leaves its result
 
 
 class DecodeGraphs:
@@ -48,9 +47,8 @@ class DecodeGraphs:
         if found is not None:
             self._recorded.move_to_end(key)
             _fill(found.batch, batch)
-            found.tape.replay()
             self.replays += 1
-            return found.logits
+            return found.tape.replay()
         if key in self._seen:
             return self._record(key, batch)
         self._seen.add(key)  # a size met once may not come again
@@ -62,7 +60,7 @@ class DecodeGraphs:
         if tape is None:
             self._usable = False
             return logits
-        self._recorded[key] = Recorded(tape, static, logits)
+        self._recorded[key] = Recorded(tape, static)
         if len(self._recorded) > MOST_TAPES:
             self._recorded.popitem(last=False)
         return logits

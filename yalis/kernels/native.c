@@ -59,6 +59,7 @@ typedef float anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_al
 /* Of a and b in runs of h lanes: a's even runs beside b's even runs, and the same of the odd ones. */
 #define EVEN(j, h) ((j) / (h) % 2 ? WIDTH + (j) - (h) : (j))
 #define ODD(j, h) (EVEN(j, h) + (h))
+#define LANE(j, h) (j)
 #define ADD_RUNS(a, b, h) (SHUFFLE(a, b, LANES(EVEN, h)) + SHUFFLE(a, b, LANES(ODD, h)))
 
 /* Lane i of the result is the sum of the lanes of a[i]. */
@@ -265,47 +266,63 @@ void yalis_write(float *k_cache, float *v_cache, const float *k, i64 k_step, con
     }
 }
 
-/* The products of a and b, whose lanes add up to their dot product. */
-INLINE vec multiply(const float *a, const float *b, i64 dim) {
-    vec total = {0};
-    i64 i = 0;
-    for (; i + WIDTH <= dim; i += WIDTH) total += LOAD(a + i) * LOAD(b + i);
-    if (i < dim) total += load_some(a + i, dim - i) * load_some(b + i, dim - i);
-    return total;
+/* out = out * fade + the values, from their i-th element on, by their weights; U vectors of them. */
+INLINE void mix(const int U, float *out, const float *const *values, i64 i, const float *weights, i64 count,
+                float fade) {
+    vec total[4];
+    for (int u = 0; u < U; u++) {
+        total[u] = (vec){0};
+        if (fade > 0) total[u] = LOAD(out + u * WIDTH) * fade; /* before the first keys, out holds anything */
+    }
+    for (i64 j = 0; j < count; j++)
+        for (int u = 0; u < U; u++) total[u] += LOAD(values[j] + i + u * WIDTH) * weights[j];
+    for (int u = 0; u < U; u++) STORE(out + u * WIDTH, total[u]);
 }
 
-/* One query's softmax over `count` more keys; `best` and `weight` are its highest score and sum of weights so far. */
+/* One query's softmax over `count` more keys; `best` and `weight` are its highest score and sum of weights so far. The
+   list of keys goes on with valid ones to a whole vector. */
 static void attend_some(float *out, const float *q, const float *const *keys, const float *const *values, i64 count,
                         i64 dim, float scale, float softcap, float *best, float *weight) {
-    float scores[KEYS + WIDTH] __attribute__((aligned(64)));
-    float top = -INFINITY;
+    float scores[KEYS];
+    vec zero = {0}, top = zero - INFINITY, total = zero;
     for (i64 j = 0; j < count; j += WIDTH) {
         vec parts[WIDTH];
-        /* Past the end the last key stands in; its score is dropped below. */
-        for (int i = 0; i < WIDTH; i++) parts[i] = multiply(q, keys[MIN(j + i, count - 1)], dim);
-        STORE(scores + j, sum_each(parts) * scale);
+        for (int u = 0; u < WIDTH; u++) parts[u] = zero;
+        i64 i = 0;
+        for (; i + WIDTH <= dim; i += WIDTH) {
+            vec part = LOAD(q + i);
+            for (int u = 0; u < WIDTH; u++) parts[u] += part * LOAD(keys[j + u] + i);
+        }
+        if (i < dim) {
+            vec part = load_some(q + i, dim - i);
+            for (int u = 0; u < WIDTH; u++) parts[u] += part * load_some(keys[j + u] + i, dim - i);
+        }
+        vec score = sum_each(parts) * scale;
+        if (softcap > 0)
+            for (int u = 0; u < WIDTH; u++) score[u] = softcap * tanhf(score[u] / softcap);
+        if (j + WIDTH > count) {
+            ivec lane = {LANES(LANE, 0)};
+            score = choose(lane < (int32_t)(count - j), score, zero - INFINITY);
+        }
+        STORE(scores + j, score);
+        top = choose(score > top, score, top);
     }
-    for (i64 j = 0; j < count; j++) {
-        if (softcap > 0) scores[j] = softcap * tanhf(scores[j] / softcap);
-        top = MAX(top, scores[j]);
+    float before = *best;
+    for (int u = 0; u < WIDTH; u++) *best = MAX(*best, top[u]);
+    float fade = *weight > 0 ? expf(before - *best) : 0.0f;
+    for (i64 j = 0; j < count; j += WIDTH) {
+        vec weights = exponential(LOAD(scores + j) - *best);
+        STORE(scores + j, weights);
+        total += weights;
     }
-    top = MAX(top, *best);
-    float fade = *weight > 0 ? expf(*best - top) : 0.0f;
-    for (i64 j = 0; j < count; j += WIDTH) STORE(scores + j, exponential(LOAD(scores + j) - top));
-    *weight *= fade;
-    for (i64 j = 0; j < count; j++) *weight += scores[j];
-    *best = top;
+    *weight = *weight * fade + sum(total);
     i64 i = 0;
-    for (; i + WIDTH <= dim; i += WIDTH) {
-        vec total = {0};
-        if (fade > 0) total = LOAD(out + i) * fade;
-        for (i64 j = 0; j < count; j++) total += LOAD(values[j] + i) * scores[j];
-        STORE(out + i, total);
-    }
+    for (; i + 4 * WIDTH <= dim; i += 4 * WIDTH) mix(4, out + i, values, i, scores, count, fade);
+    for (; i + WIDTH <= dim; i += WIDTH) mix(1, out + i, values, i, scores, count, fade);
     for (; i < dim; i++) {
-        float total = fade > 0 ? out[i] * fade : 0.0f;
-        for (i64 j = 0; j < count; j++) total += values[j][i] * scores[j];
-        out[i] = total;
+        float one = fade > 0 ? out[i] * fade : 0.0f;
+        for (i64 j = 0; j < count; j++) one += values[j][i] * scores[j];
+        out[i] = one;
     }
 }
 
@@ -335,7 +352,12 @@ void yalis_attend(float *out, const float *q, i64 q_step, const float *k_cache, 
                     i64 slot = (i64)table[(at + j) / block_size] * block_size + (at + j) % block_size;
                     keys[j] = k_cache + (slot * kv_heads + kv) * dim;
                     values[j] = v_cache + (slot * kv_heads + kv) * dim;
+                    for (i64 i = 0; i < dim; i += 16) {
+                        __builtin_prefetch(keys[j] + i);
+                        __builtin_prefetch(values[j] + i);
+                    }
                 }
+                for (i64 j = count; j % WIDTH; j++) keys[j] = keys[count - 1];
                 for (i64 g = 0; g < size; g++)
                     attend_some(to + g * dim, q + s * q_step + (head + g) * dim, keys, values, count, dim, scale,
                                 softcap, best + g, weight + g);
