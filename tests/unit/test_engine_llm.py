@@ -182,6 +182,20 @@ def test_failed_step_ends_the_engine_with_a_sentence(ref):
             llm.generate(ref.prompts, plain())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_damaged_weights_are_a_sentence(ref, temperature):
+    with LLM(str(ref.path), device="cpu", kv_blocks=64) as llm:
+        llm._engine.runner.model.norm.weight.fill_(float("nan"))
+        with pytest.raises(YalisError, match="NaN instead of numbers: its weights are damaged"):
+            llm.generate(ref.prompts, plain(temperature=temperature, logprobs=1))
+
+
+def test_sampling_of_another_type_is_a_sentence(llm, ref):
+    for sampling in ({"max_tokens": 3}, [{"max_tokens": 3}], 5):
+        with pytest.raises(YalisError, match="give SamplingParams"):
+            llm.generate(ref.prompts[0], sampling)
+
+
 def test_numpy_ids(llm, ref):
     assert llm.generate(list(numpy.array(ref.prompts[0])), plain())[0].token_ids == ref.tokens[0]
     assert llm.generate([list(numpy.array(ref.prompts[0]))], plain())[0].token_ids == ref.tokens[0]
@@ -211,9 +225,10 @@ def test_progress_counts_up(llm, ref):
     [
         ([], "empty"),
         ("text", "no tokenizer"),
-        ([1, VOCAB], f"ids 0 to {VOCAB - 1}"),
-        ([1, -1], "out of range"),
-        ([1.5], "out of range"),
+        ([1, VOCAB], f"which are 0 to {VOCAB - 1}"),
+        ([1, -1], "not one of this model's"),
+        ([1.5], "not one of this model's"),
+        ([1, "a"], "not one of this model's"),
         (list(range(64)), "64 tokens, but the context holds 64"),
         ([{"role": "user", "content": "hi"}], "no tokenizer"),
         (3, "give a string"),
@@ -226,7 +241,7 @@ def test_bad_prompts_are_a_sentence(llm, prompt, says):
 
 
 def test_one_bad_prompt_queues_nothing(llm, ref):
-    with pytest.raises(YalisError, match="out of range"):
+    with pytest.raises(YalisError, match="not one of"):
         llm.generate([ref.prompts[0], [VOCAB]], plain())
     llm.poll()
     assert llm.num_unfinished == 0

@@ -171,6 +171,8 @@ class LLM:
         prompts = list(prompts) if _is_many(prompts) else [prompts]
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
+        if not isinstance(sampling, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in sampling):
+            raise YalisError(f"sampling is {sampling!r}; give SamplingParams(...), or a list with one for each prompt")
         if len(sampling) != len(prompts):
             raise YalisError(
                 f"{len(prompts)} prompts came with {len(sampling)} SamplingParams; give one, or one for each"
@@ -227,11 +229,11 @@ class LLM:
         vocab = self.spec.vocab_size
         for token in (*tokens, *sampling.stop_token_ids):
             if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < vocab:
-                raise YalisError(f"token id {token!r} is out of range; this model has ids 0 to {vocab - 1}")
+                raise YalisError(f"token id {token!r} is not one of this model's, which are 0 to {vocab - 1}")
         if len(tokens) >= engine.max_model_len:
             raise YalisError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {engine.max_model_len} and one "
-                "of them is to be generated; shorten it, or raise --max-model-len or --kv-memory where the model allows"
+                "of them is to be generated; shorten it, or raise --max-model-len, --kv-memory or --kv-blocks"
             )
         if sampling.stop and self.tokenizer is None:
             raise YalisError(

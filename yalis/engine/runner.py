@@ -132,7 +132,7 @@ class Runner:
         rows = SamplingBatch.build([self._sampling_row(step) for step in sampling], self.spec.vocab_size, self.device)
         sampled = self.sampler.sample(logits, rows)
         slots = self._to_device(np.array([step.slot for step in sampling], dtype=np.int64))
-        self.last_tokens.index_copy_(0, slots, sampled.tokens)
+        self.last_tokens.index_copy_(0, slots, sampled.tokens.clamp(min=0))
         return PendingStep(plan, sampled)
 
     def _sampling_row(self, step: SequenceStep) -> SamplingRow:
@@ -161,17 +161,9 @@ class Runner:
         if logit_rows is None:
             logit_rows = [int(starts[row + 1]) - 1 for row, step in enumerate(steps) if step.samples]
         contexts = tuple(step.start + step.count for step in steps)
-        parts = [
-            tokens,
-            positions,
-            rope_rows,
-            slots,
-            feeders,
-            starts,
-            np.array(contexts),
-            tables.reshape(-1),
-            logit_rows,
-        ]
+        parts = (
+            tokens, positions, rope_rows, slots, feeders, starts, np.array(contexts), tables.reshape(-1), logit_rows
+        )  # fmt: skip
         sizes = [len(part) for part in parts]
         packed = self._to_device(np.concatenate(parts)).split(sizes)
         ids, places, rows, where, slot_of, begin, context, table, wanted = packed

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from yalis.errors import YalisFailure
 from yalis.sampling.batch import Draw, Penalties, Report, SamplingBatch
 from yalis.sampling.noise import gumbel_from, token_words
 from yalis.types import TokenLogprobs
+
+#: In place of a token where the logits are not numbers.
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,11 @@ class Sampled:
         if self.arrived is not None:
             self.arrived.synchronize()
         tokens: list[int] = self.tokens.tolist()
+        if NO_TOKEN in tokens:
+            raise YalisFailure(
+                "the model computes NaN instead of numbers: its weights are damaged (fetch them again), or overflow in "
+                "this dtype (give --dtype float32 or bfloat16)"
+            )
         found = self.logprobs.to_host() if self.logprobs is not None else {}
         return tokens, [TokenLogprobs(token, *found[i]) if i in found else None for i, token in enumerate(tokens)]
 
@@ -69,6 +78,8 @@ class Sampler:
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """logits [R, V] of any float type, left as they are."""
         tokens = self._choose(_adjust(logits, batch), batch.draw)
+        # A row of NaN has no best token; what is found there says so when it reaches the host.
+        tokens = torch.where(logits.gather(1, tokens[:, None])[:, 0].isnan(), NO_TOKEN, tokens)
         return Sampled(tokens, _logprobs(logits, tokens, batch.report) if batch.report is not None else None)
 
     def _choose(self, logits: Tensor, draw: Draw | None) -> Tensor:
@@ -118,5 +129,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, report: Report) -> Logprobs:
         logits, tokens = logits.index_select(0, report.where), tokens.index_select(0, report.where)
     logprobs = logits.float().log_softmax(1)
     top = logprobs.topk(min(max(report.counts), logprobs.shape[1]))
-    packed = torch.cat((logprobs.gather(1, tokens[:, None]).double(), top.values.double(), top.indices.double()), 1)
+    packed = torch.cat(
+        (logprobs.gather(1, tokens[:, None].clamp(min=0)).double(), top.values.double(), top.indices.double()), 1
+    )
     return Logprobs(packed, report)
