@@ -1,8 +1,11 @@
 # make demo    a real model answers, from nothing but Python 3.10+
 # make test    lint, types, import direction and tests on the CPU; what CI runs
-# make gpu-test   the same contracts on a GPU
+# make test-full   the product of options as well
+# make lint    ruff, mypy and the import direction alone
+# make gpu-test   the same contracts on a GPU, with the python3 that holds its torch
+# make clean   removes the environment and what was built
 PYTHON ?= python3
-# A torch already in the environment is kept; this is what an empty one gets.
+# What a new $(VENV) gets. On Linux the package index's build is the one for CUDA; name a smaller one with TORCH=...
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,7 +19,8 @@ help:
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"yalis needs Python 3.10 or newer, and $(PYTHON) is {v[0]}.{v[1]}; run: make $(MAKECMDGOALS) PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+	  { echo 'installing $(TORCH) (large, once)'; $(BIN)/python -m pip install --quiet '$(TORCH)'; }
 	$(BIN)/python -m pip install --quiet -e .
 	@touch $@
 

@@ -86,7 +86,8 @@ class GgufTensor(LazyTensor):
         # Blocks are independent, and the package works through 16 rows at a time: long rows keep it in numpy.
         blocks = part.numel() // entry.block_bytes
         rows = part.view(-1, math.gcd(blocks, 512) * entry.block_bytes).numpy()
-        return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType(entry.kind)))
+        with np.errstate(all="ignore"):  # damaged blocks become NaN, which the sampler reports
+            return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType(entry.kind)))
 
 
 class GgufCheckpoint(Checkpoint):
