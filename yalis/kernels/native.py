@@ -144,6 +144,8 @@ def _describe(compiler: list[str]) -> tuple[tuple[str, ...], bytes]:
 def _compile(command: list[str]) -> bytes:
     try:
         done = subprocess.run(command, capture_output=True, timeout=300, check=False)
+    except FileNotFoundError:
+        raise Unavailable(f"C compiler {command[0]} is not there") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{command[0]} did not run: {error}") from None
     if done.returncode:
