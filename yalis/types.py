@@ -94,8 +94,9 @@ def _number(name: str, value: object, low: float, high: float, open_below: bool 
     if not ok or value == math.inf or (open_below and value == low) or (isinstance(value, int) and value > 2**63):
         limit = f"{'above' if open_below else 'of at least'} {low:g}"
         limit += f" and at most {high:g}" if math.isfinite(high) else ""
+        kind = "finite number" if isinstance(value, float) and not math.isfinite(value) else "number"
         shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:37]}..."
-        raise YalisError(f"{name} is {shown}; give a number {limit}")
+        raise YalisError(f"{name} is {shown}; give a {kind} {limit}")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,12 @@ def test_starts_without_torch_in_half_a_second() -> None:
         (["generate", "x", "--model", "/no/such/model"], "/no/such/model"),
         (["chat", "x", "--n", "2"], "n is 2"),
         (["batch", "/no/such.jsonl", "/no/out.jsonl"], "cannot read /no/such.jsonl"),
+        (["generate", "x", "--temperature", "inf"], "temperature is inf; give a finite number of at least 0"),
+        (["chat", ""], "the message is empty"),
+        (["chat", " ", " "], "the message is empty"),
         (["bench"], "yalis bench latency"),
+        (["bench", "latency", "--out", __file__], "test_cli_main.py, which is not a folder"),
+        (["bench", "latency", "--out", f"{__file__}/x"], "x, which cannot be written to: Not a directory; give a"),
         (["bench", "latency", "--peer", "nobody"], "unknown peer 'nobody'; accepted: transformers"),
         (["bench", "latency", "--batch", "1,x"], "'1,x' is not a list of whole numbers"),
         (["bench", "latency", "--output-len", "1"], "output_len is 1"),
@@ -92,6 +97,17 @@ def test_a_reader_that_goes_away_is_quiet() -> None:
     done = subprocess.run([*YALIS, "models"], stdout=writing, stderr=subprocess.PIPE, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("closed", "words", "status"),
+    [(">&-", "models", 0), ("2>&-", "sing", 2), ("<&-", "generate --prompt-ids x -", 2), ("<&- >&- 2>&-", "models", 0)],
+)
+def test_closed_streams_are_no_bug(closed: str, words: str, status: int) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *YALIS, *words.split()]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == status
+    assert b"internal error" not in done.stderr
 
 
 def test_a_full_standard_output_is_one_sentence() -> None:

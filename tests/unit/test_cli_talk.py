@@ -91,6 +91,7 @@ def test_generate_several(
         (["a\udcff"], "the text holds \\udcff, which is half a character or a byte that is not UTF-8"),
         (["x", "--device", "cuda:77"], "device 'cuda:77' is not there"),
         (["x", "--attention", "magic"], "unknown attention backend 'magic'"),
+        (["x", "--tokenizer", "/no/such"], "--tokenizer: there is no '/no/such'"),
     ],
 )
 def test_generate_refuses(model: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +119,51 @@ def test_chat_once_and_in_a_pipe(
     assert (row["role"], row["content"]) == ("assistant", expected["said"][0])
     assert [one["token_id"] for one in row["logprobs"]] == row["token_ids"]
     assert {len(one["top"]) for one in row["logprobs"]} == {2}
+
+
+def test_a_model_without_a_tokenizer_shows_ids(
+    model: str, expected: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in Path(model).iterdir():
+        if "token" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    words = ["generate", "--prompt-ids", "5,6,7", "--model", str(tmp_path), "--max-tokens", "6", "--ignore-eos"]
+    assert main([*words, *SMALL]) == 0
+    ids = " ".join(map(str, expected["ids"].token_ids))
+    assert capsys.readouterr().out == f"{ids}\n"
+    terminal = Terminal([sys.executable, "-m", "yalis", *words, *SMALL])
+    try:
+        assert terminal.wait_for(b"\r\n").decode() == f"{ids}\r\n"
+    finally:
+        terminal.process.wait(30)
+        os.close(terminal.master)
+
+
+def test_commands_in_a_pipe(
+    model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--system", "s", "--model", model, "--max-tokens", "6", "--ignore-eos", *SMALL]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/reset\nHello\n /exit\nnever\n"))
+    assert main(["chat", *flags]) == 0
+    assert capsys.readouterr().out == f"{expected['said'][0]}\n" * 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/dance\n"))
+    assert main(["chat", *flags]) == 2
+    assert "unknown command '/dance'; accepted: /reset, /exit" in capsys.readouterr().err
+
+
+def test_a_conversation_that_outgrows_the_context(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model", model, "--max-tokens", "2", "--max-model-len", "128", *SMALL]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'a' * 50}\n{'b' * 50}\n"))
+    assert main(["chat", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert "the conversation has grown to " in err
+    assert "/reset forgets it" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"a\n{'b' * 500}\n"))  # too long by itself: no history is to blame
+    assert main(["chat", *flags]) == 2
+    assert "the prompt has " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -210,9 +210,9 @@ def test_a_result_of_another_request_is_refused(tmp_path: Path, model: str) -> N
     moved = save(tmp_path / "moved", [{"prompt": "new"}, *rows])  # every line-N is now another
     with pytest.raises(YalisError, match=r"out has a result for 'line-1' of another prompt.* line 1 .* another file"):
         run(moved, target, model)
-    with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model or sampling"):
+    with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model, dtype or sampling"):
         run(source, target, model, temperature=1.0)
-    with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model or sampling"):
+    with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model, dtype or sampling"):
         OfflineJob(source, target, "another model")
     assert target.read_bytes() == before
     assert run(save(tmp_path / "longer", [*rows, {"prompt": "z", "max_tokens": 1}]), target, model).resumed == 2
@@ -269,9 +269,23 @@ def test_the_exit_status_and_what_to_do_about_errors(
     monkeypatch.chdir(Path(model).parent)  # another spelling of the same model
     assert _batch(source, target, Path(model).name) == 0
     assert "; 2 were there before" in capsys.readouterr().err
-    assert _batch(source, target, model, "--load", "random") == 2
-    assert "of another prompt, model or sampling" in capsys.readouterr().err
+    for other in (["--load", "random"], ["--dtype", "bfloat16"]):
+        assert _batch(source, target, model, *other) == 2
+        assert "of another prompt, model, dtype or sampling" in capsys.readouterr().err
     assert _batch(save(tmp_path / "empty", []), tmp_path / "none", model) == 0
+    assert capsys.readouterr().err == f"yalis: {tmp_path / 'empty'} has no lines\n"
+
+
+def test_one_result_is_not_several(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = save(tmp_path / "in", [{"prompt": 3}]), tmp_path / "out"
+    capsys.readouterr()
+    assert _batch(source, target, model) == 1
+    told = f"yalis: {target} holds the one result, an error (--retry-errors tries those again)"
+    assert capsys.readouterr().err == f"{told}\n"
+    assert _batch(source, target, model) == 1
+    assert capsys.readouterr().err == f"{told}; 1 was there before\n"
+    assert _batch(save(source, []), target, model) == 0
+    assert f"{target} also holds 1 result that the input does not ask for" in capsys.readouterr().err
 
 
 def test_ctrl_c_while_the_input_is_read(
@@ -310,12 +324,23 @@ def test_killed_at_any_moment_the_finished_file_is_the_same(tmp_path: Path, mode
     assert answers(target) == undisturbed
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "status", "ignored"),
+    [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, False), (signal.SIGTERM, 143, True)],
+    ids=["Ctrl-C", "SIGTERM", "SIGTERM in the background"],
+)
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, model: str, how: signal.Signals, status: int, ignored: bool) -> None:
+    """A shell has what it starts in the background ignore Ctrl-C."""
     source, target = save(tmp_path / "in", requests(120)), tmp_path / "out"
-    with subprocess.Popen(_command(source, target, model), stderr=subprocess.PIPE) as process:
-        _stop_when(process, target, 2000, signal.SIGINT)
+    command = _command(source, target, model)
+    if ignored:
+        command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        if ignored:
+            _stop_when(process, target, 1000, signal.SIGINT)
+        _stop_when(process, target, 2000, how)
         assert process.stderr is not None
         told = process.stderr.read().decode()
-    assert process.returncode == 130
+    assert process.returncode == status
     held = f"{target} holds {len(answers(target))} of 120 results"
     assert told == f"yalis: stopped: {held}; run the same command again to continue\n"

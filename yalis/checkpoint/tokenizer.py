@@ -80,7 +80,10 @@ def load_tokenizer(model: Checkpoint | str, override: str | None = None) -> Toke
     `override` names another folder, repo id or .gguf file to take it from.
     """
     if override is not None:
-        place, label = locate(override, weights=False), override
+        try:
+            place, label = locate(override, weights=False), override
+        except YalisError as error:
+            raise type(error)(f"--tokenizer: {error}") from error
     elif isinstance(model, str):
         place, label = locate(model, weights=False), model
     else:
@@ -88,7 +91,7 @@ def load_tokenizer(model: Checkpoint | str, override: str | None = None) -> Toke
     hf = _from_gguf(place) if place.is_file() and place.suffix != ".json" else _from_folder(place)
     if hf is None:
         if override is not None:
-            raise YalisError(f"{override} holds no tokenizer; give a folder with tokenizer.json")
+            raise YalisError(f"{override} holds no tokenizer; give --tokenizer a folder with tokenizer.json")
         return None
     return Tokenizer(hf, eos_token_ids(model) if isinstance(model, Checkpoint) else (), label)
 

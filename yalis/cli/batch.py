@@ -1,4 +1,6 @@
-"""Answer every line of a JSONL file. After a crash or Ctrl-C the same command goes on where it stopped.
+"""Answer every line of a JSONL file. After a crash, Ctrl-C or a scheduler's SIGTERM the same command goes on where it
+stopped. A result is known by its prompt, sampling, --dtype and model, and the model by its path: a file or folder that
+changed in place is taken for the same model.
 
 In float32 the finished file is then the same, to the token, as that of a run nobody disturbed. In bfloat16 and float16
 an answer may differ from it where two tokens were almost equally likely, since the batches were made up of other lines.
@@ -9,12 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
-from yalis.cli.terminal import ProgressLine, duration, tell
+from yalis.cli.terminal import ProgressLine, counted, duration, speed, tell
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
@@ -38,6 +45,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with _sigterm_as_ctrl_c() as terminated:
+        try:
+            return _answer_all(args, terminated)
+        except KeyboardInterrupt:
+            if terminated:
+                return 143
+            raise
+
+
+def _answer_all(args: argparse.Namespace, terminated: list[int]) -> int:
     config, defaults = engine_config(args), sampling_fields(args)
     from yalis.engine.offline import OfflineJob
 
@@ -58,23 +75,49 @@ def run(args: argparse.Namespace) -> int:
             line.clear()
     now = job.progress
     if stopped:
-        tell(f"stopped: {args.output} holds {now.done} of {now.total} results; run the same command again to continue")
-        return 130
+        tell(f"stopped: {args.output} holds {now.done} of {counted(now.total)}; run the same command again to continue")
+        return 143 if terminated else 130
     _finish(now, args)
     return 1 if now.total and now.errors == now.total else 0
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
+    """SIGTERM, a scheduler's notice, acts as Ctrl-C does, even where Ctrl-C is ignored; gives whether it came."""
+    terminated: list[int] = []
+    foreign = None in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))  # could not be put back
+    if foreign or threading.current_thread() is not threading.main_thread():
+        yield terminated
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        terminated.append(number)
+        signal.raise_signal(signal.SIGINT)  # which a step of the engine holds back until it is whole
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if terminated or ctrl_c is not signal.SIG_IGN:
+            raise KeyboardInterrupt
+
+    ctrl_c = signal.signal(signal.SIGINT, interrupt)
+    term = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, term)
+        signal.signal(signal.SIGINT, ctrl_c)
 
 
 def _identify(config: EngineConfig) -> str:
     """The model as far as a result depends on it; a folder by its whole path, however it was spelt."""
     place = Path(config.model).expanduser()
     name = str(place.resolve()) if place.exists() else config.model
-    return json.dumps([name, config.tokenizer, config.load, config.load_seed])
+    return json.dumps([name, config.tokenizer, config.load, config.load_seed, config.dtype])
 
 
 def _warn(strangers: list[str], locked: bool, output: Path) -> None:
     if strangers:
-        count = f"{len(strangers)} results that the input does not ask for"
-        tell(f"{output} also holds {count} (such as {strangers[0]!r}); they stay")
+        count = f"{counted(len(strangers))} that the input does not ask for"
+        tell(f"{output} also holds {count} (such as {strangers[0]!r}), kept as before")
     if not locked:
         tell(f"the file system of {output} has no locks; take care that only one job writes to it")
 
@@ -98,11 +141,17 @@ def _finish(now: JobProgress, args: argparse.Namespace) -> None:
             "seconds": now.seconds,
         }
         print(json.dumps(summary))
-    told = f"{args.output} holds all {now.done} results, {now.errors} of them errors"
+    if not now.total:
+        tell(f"{args.input} has no lines")
+        return
+    if now.total == 1:
+        told = f"{args.output} holds the one result" + (", an error" if now.errors else "")
+    else:
+        told = f"{args.output} holds all {now.done} results, {now.errors} of them errors"
     if now.errors:
         told += " (--retry-errors tries those again)"
     if now.resumed:
-        told += f"; {now.resumed} were there before"
+        told += f"; {now.resumed} {'was' if now.resumed == 1 else 'were'} there before"
     if fresh and now.output_tokens:
-        told += f"; {now.output_tokens} tokens in {now.seconds:.1f} s, {now.tokens_per_s:.1f} tokens/s"
+        told += f"; {speed(now.output_tokens, now.seconds)}"
     tell(told)

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     plan = LatencyPlan(
         args.batch, args.prompt_len, args.output_len, args.warmup, args.repeats, tuple(args.peer), args.seed
     )
+    if args.out is not None:
+        _prepare(args.out)
     line = ProgressLine()
     result = measure(config, plan, shlex.join(["yalis", *sys.argv[1:]]), line.show)
     line.clear()
@@ -58,6 +61,18 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         tell(f"wrote {results.write(result, args.out)}")
     return 0
+
+
+def _prepare(folder: Path) -> None:
+    """Make the folder and try to write there, before minutes of measuring."""
+    if folder.exists() and not folder.is_dir():
+        raise YalisError(f"--out is {folder}, which is not a folder; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise YalisError(f"--out is {folder}, which cannot be written to: {error.strerror}; give a folder") from error
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Talk with a model: in a terminal with history (/reset forgets it, /exit or Ctrl-D leaves, Ctrl-C stops an answer),
-with one message on the command line, or with one message a line from a pipe."""
+"""Talk with a model: in a terminal (Ctrl-C stops an answer, Ctrl-D leaves), with one message on the command line, or
+with one message a line from a pipe. The conversation is remembered: /reset forgets it, and /exit leaves."""
 
 from __future__ import annotations
 
@@ -35,18 +35,21 @@ def run(args: argparse.Namespace) -> int:
     config, sampling = engine_config(args), SamplingParams(**{"max_tokens": _MAX_TOKENS, **sampling_fields(args)})
     if sampling.n != 1:
         raise YalisError(f"n is {sampling.n}; a chat has one answer at a time, so leave --n out")
+    message = " ".join(args.message)
+    if args.message and not message.strip():
+        raise YalisError("the message is empty; give at least one character, or none at all to talk in a terminal")
     from yalis.engine.llm import LLM
 
     with LLM(**asdict(config)) as llm:
         talk = Conversation(llm, sampling, args.system, args.json)
         if args.message:
-            talk.answer(" ".join(args.message))
+            talk.answer(message)
         elif sys.stdin.isatty():
             _interact(talk)
         else:
             for line in sys.stdin:
-                if line.strip():
-                    talk.answer(line.rstrip("\n"))
+                if not talk.take(line.rstrip("\n")):
+                    break
     return 0
 
 
@@ -60,6 +63,19 @@ class Conversation:
 
     def reset(self) -> None:
         self.messages = list(self._opening)
+
+    def take(self, line: str, stoppable: bool = False) -> bool:
+        """Do what a line says, a command or a message; False when it says to leave."""
+        word = line.strip()
+        if word in ("/exit", "/quit"):
+            return False
+        if word == "/reset":
+            self.reset()
+        elif word.startswith("/"):
+            raise YalisError(f"unknown command {word!r}; accepted: /reset, /exit")
+        elif word:
+            self.answer(line, stoppable)
+        return True
 
     def answer(self, text: str, stoppable: bool = False) -> None:
         """`stoppable`: Ctrl-C ends the answer, not the program; what was said until then stays in the history."""
@@ -79,9 +95,24 @@ class Conversation:
                 raise
             if isinstance(chunks, Iterator) and hasattr(chunks, "close"):
                 chunks.close()  # cancels the request
+        except YalisError as error:
+            self._blame_history(asked, error)
+            raise
         self.messages = [*asked, {"role": "assistant", "content": said}]
         print(json.dumps(_object(said, whole)) if self._as_json else "", flush=True)
         tell(speed(tokens, time.monotonic() - start))
+
+    def _blame_history(self, asked: list[Message], error: YalisError) -> None:
+        """Say so where only the turns before made the conversation too long for the context."""
+        tokenizer, most = self._llm.tokenizer, self._llm.max_model_len
+        if tokenizer is None or len(self.messages) == len(self._opening):
+            return
+        length = len(tokenizer.encode_chat(asked))
+        if length >= most > len(tokenizer.encode_chat([*self._opening, asked[-1]])):
+            raise YalisError(
+                f"the conversation has grown to {length} tokens, but the context holds {most} and one of them is to be "
+                "generated; /reset forgets it, or raise --max-model-len or --kv-memory where the model allows"
+            ) from error
 
 
 def _object(said: str, whole: Completion | None) -> dict[str, Any]:
@@ -108,14 +139,8 @@ def _interact(talk: Conversation) -> None:
         except EOFError:
             print()
             return
-        if text in ("/exit", "/quit"):
-            return
-        if text == "/reset":
-            talk.reset()
-        elif text.startswith("/"):
-            tell(f"unknown command {text!r}; accepted: /reset, /exit")
-        elif text:
-            try:
-                talk.answer(text, stoppable=True)
-            except YalisError as error:
-                tell(f"{error}; /reset forgets the conversation so far")
+        try:
+            if not talk.take(text, stoppable=True):
+                return
+        except YalisError as error:
+            tell(str(error))

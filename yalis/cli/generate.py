@@ -67,7 +67,10 @@ def _ids(text: str) -> list[int]:
 def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
     tokens = 0
     for chunk in llm.stream([prompt], sampling):
-        print(chunk.text, end="", flush=True)
+        text = chunk.text
+        if llm.tokenizer is None:
+            text = " ".join(["", *map(str, chunk.token_ids)] if tokens else map(str, chunk.token_ids))
+        print(text, end="", flush=True)
         tokens += len(chunk.token_ids)
     print()
     return tokens
@@ -81,7 +84,7 @@ def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_jso
         if as_json:
             print(json.dumps(_object(output)))
         else:
-            _print_text(number, output, titled=len(prompts) > 1 or sampling.n > 1)
+            _print_text(number, output, llm.tokenizer is not None, titled=len(prompts) > 1 or sampling.n > 1)
     return sum(completion.metrics.output_tokens for output in outputs for completion in output.completions)
 
 
@@ -92,10 +95,12 @@ def _object(output: RequestOutput) -> dict[str, Any]:
     return {"prompt": prompt, **answer(output), "metrics": asdict(output.metrics)}
 
 
-def _print_text(number: int, output: RequestOutput, titled: bool) -> None:
+def _print_text(number: int, output: RequestOutput, has_text: bool, titled: bool) -> None:
+    """A model without a tokenizer has no texts, so its token ids are shown."""
     prompt = output.prompt if output.prompt is not None else " ".join(map(str, output.prompt_token_ids))
     for which, completion in enumerate(output.completions, 1):
         if titled:
             several = f".{which}" if len(output.completions) > 1 else ""
             print(f"[{number}{several}] {prompt}")
-        print(completion.text + ("\n" if titled else ""))
+        text = completion.text if has_text else " ".join(map(str, completion.token_ids))
+        print(text + ("\n" if titled else ""))

@@ -1,6 +1,7 @@
 """The yalis command: finds the verb, runs it, and turns what went wrong into one line and an exit status.
 
-Exit status: 0 done · 1 failed · 2 bad input · 70 a bug · 130 Ctrl-C · 141 the reader of our output went away.
+Exit status: 0 done · 1 failed · 2 bad input · 70 a bug · 130 Ctrl-C · 141 the reader of our output went away · 143 a
+batch was ended by SIGTERM.
 Parsing imports neither torch nor transformers, so `yalis --help` is quick.
 """
 
@@ -47,6 +48,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in given
+    _open_closed_streams()
     _accept_any_text()
     try:
         args, unknown = build_parser().parse_known_args(given)
@@ -82,6 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = type(error).__name__
         _complain(f"{name}: {_one_line(error)}; run again with --debug for the traceback", "internal error")
         return 70
+
+
+def _open_closed_streams() -> None:
+    """Python has None for a standard stream that was closed (`>&-`); here nothing comes from it and nothing arrives."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  for as long as we run
 
 
 def _accept_any_text() -> None:

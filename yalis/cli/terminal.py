@@ -46,6 +46,10 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
 
 
+def counted(results: int) -> str:
+    return f"{results} result{'' if results == 1 else 's'}"
+
+
 def speed(tokens: int, seconds: float) -> str:
     rate = tokens / seconds if seconds > 0 else 0.0
     return f"{tokens} token{'' if tokens == 1 else 's'} in {seconds:.2f} s, {rate:.1f} tokens/s"

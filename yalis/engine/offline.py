@@ -157,7 +157,7 @@ def _check_same(results: ResultFile, skipped: set[str], wanted: dict[str, Wanted
         if asked is not None and asked.digest != digest and custom_id not in skipped:
             retry = ", or add --retry-errors" if custom_id in results.errors else ""
             raise YalisError(
-                f"{results.path} has a result for {custom_id!r} of another prompt, model or sampling than line "
+                f"{results.path} has a result for {custom_id!r} of another prompt, model, dtype or sampling than line "
                 f"{asked.number} of {source} asks for; give another file for the results, or remove it{retry}"
             )
 

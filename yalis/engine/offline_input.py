@@ -141,8 +141,9 @@ def _request_fields(content: dict[str, Any]) -> dict[str, Any]:
                 raise YalisError(f"the line has a field {name!r} beside its body; put it inside, or take it out")
     for name, value in request.items():
         if name not in _SAMPLING | _OTHER_NAMES | _HARMLESS | {"prompt", "messages"} and value is not None:
-            accepted = ", ".join(sorted(_SAMPLING))
-            raise YalisError(f"the field {name!r} is not supported; accepted: prompt, messages, {accepted}")
+            lacks = "" if request.keys() & {"prompt", "messages"} else "the line has no prompt or messages, and "
+            accepted = ", ".join(("prompt", "messages", "model", *sorted(_SAMPLING)))
+            raise YalisError(f"{lacks}the field {name!r} is not supported; accepted: {accepted}")
     return request
 
 

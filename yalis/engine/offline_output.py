@@ -104,7 +104,8 @@ class ResultFile:
         except OSError as error:
             self._cut_back()
             raise YalisFailure(
-                f"could not write to {self.path}: {error.strerror}; it holds {len(self.digests)} whole results, "
+                f"could not write to {self.path}: {error.strerror}; it holds {len(self.digests)} whole "
+                f"result{'' if len(self.digests) == 1 else 's'}, "
                 "so make room and run again to continue"
             ) from error
         except BaseException:
