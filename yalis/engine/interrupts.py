@@ -13,9 +13,10 @@ from types import FrameType
 def interrupts_held() -> Iterator[None]:
     """A Ctrl-C inside the block takes effect when it is left, so that the scheduler never loses a plan.
 
-    A second one takes effect at once. Only the main thread receives Ctrl-C, so nothing is done in others.
+    A second one takes effect at once. Only the main thread receives Ctrl-C, so nothing is done in others, nor where
+    the program ignores it.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
         yield
         return
     held: list[int] = []
