@@ -16,16 +16,15 @@
 #else
 #define WIDTH 4
 #endif
-/* A tile is some rows of input with 8, 4 or 2 of the matrix, its sums in registers: 16 of them with AVX2, else 32. */
+/* A tile is some rows of input with 4 or 2 rows of the matrix, its sums in registers: 16 of them with AVX2, else 32. */
 #if WIDTH == 8
-#define FEW 2 /* most rows of input that go with 4 of the matrix */
+#define FEW 2 /* rows of input that go with 4 of the matrix */
 #define MANY 6 /* with 2 */
 #else
 #define FEW 4
 #define MANY 8
 #endif
 #define BLOCK 24 /* rows of the matrix that stay in cache while every tile of input passes over them */
-#define AHEAD 2304 /* floats by which a stream of the matrix is fetched early */
 #define KEYS 64 /* of a context that are scored before their values are added up */
 #define GROUP 16 /* query heads that share a pass over the keys */
 #define WORTH_A_THREAD 8192 /* floats to work on before a second thread pays */
@@ -108,80 +107,74 @@ INLINE vec exponential(vec x) {
 
 /* --- y[M, N] = x[M, K] w[N, K]^T + bias ------------------------------------------------------------------------- */
 
-typedef struct {
-    float *y;
-    const float *x, *w, *bias; /* bias may be 0 */
-    i64 y_step, x_step, depth;
-    i64 apart; /* rows between the rows of w that are taken together */
-    i64 fetch; /* floats ahead that memory is asked for; 0 where it is in cache */
-} part;
-
-/* M rows of x with C rows of w, both constants here. */
-INLINE void tile(const int M, const int C, part p) {
+/* M rows of x with C rows of w, both constants here. `fetch` floats further lies what the next tile reads, or 0. */
+INLINE void tile(const int M, const int C, float *y, i64 y_step, const float *x, i64 x_step, const float *w,
+                 const float *bias, i64 depth, i64 fetch) {
     vec total[MANY * 4 + WIDTH];
     for (int i = 0; i < M * C; i++) total[i] = (vec){0};
-    const i64 stride = p.apart * p.depth;
     i64 k = 0;
-    for (; k + WIDTH <= p.depth; k += WIDTH) {
-        vec column[8];
+    for (; k + WIDTH <= depth; k += WIDTH) {
+        vec column[4];
         for (int c = 0; c < C; c++) {
-            column[c] = LOAD(p.w + c * stride + k);
-            if (p.fetch) __builtin_prefetch(p.w + c * stride + k + p.fetch);
+            column[c] = LOAD(w + c * depth + k);
+            if (fetch) __builtin_prefetch(w + c * depth + k + fetch);
         }
         for (int m = 0; m < M; m++) {
-            vec row = LOAD(p.x + m * p.x_step + k);
+            vec row = LOAD(x + m * x_step + k);
             for (int c = 0; c < C; c++) total[m * C + c] += row * column[c];
         }
     }
-    if (k < p.depth)
+    if (k < depth)
         for (int m = 0; m < M; m++) {
-            vec row = load_some(p.x + m * p.x_step + k, p.depth - k);
-            for (int c = 0; c < C; c++) total[m * C + c] += row * load_some(p.w + c * stride + k, p.depth - k);
+            vec row = load_some(x + m * x_step + k, depth - k);
+            for (int c = 0; c < C; c++) total[m * C + c] += row * load_some(w + c * depth + k, depth - k);
         }
     for (int i = M * C; i % WIDTH; i++) total[i] = (vec){0};
     for (int at = 0; at < M * C; at += WIDTH) {
         vec sums = sum_each(total + at);
         for (int i = at; i < MIN(at + WIDTH, M * C); i++)
-            p.y[i / C * p.y_step + i % C * p.apart] = sums[i - at] + (p.bias ? p.bias[i % C * p.apart] : 0.0f);
+            y[i / C * y_step + i % C] = sums[i - at] + (bias ? bias[i % C] : 0.0f);
     }
 }
 
-#define TILE(M, most, C) case M: if (M <= most) tile(M, C, p); break;
-#define TILES(C, most) \
-    static void by_##C(i64 rows, part p) { \
-        switch (rows) { \
-            TILE(1, most, C) TILE(2, most, C) TILE(3, most, C) TILE(4, most, C) \
-            TILE(5, most, C) TILE(6, most, C) TILE(7, most, C) TILE(8, most, C) \
-        } \
-    }
-TILES(8, 2)
-TILES(4, FEW)
-TILES(2, MANY)
-TILES(1, MANY)
+#define TILE(M) case M: if (M <= most) tile(M, C, y, y_step, x, x_step, w, bias, depth, fetch); break;
+INLINE void tile_of(i64 rows, const int most, const int C, float *y, i64 y_step, const float *x, i64 x_step,
+                    const float *w, const float *bias, i64 depth, i64 fetch) {
+    switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) }
+}
 
-/* Each thread reads its own stretch of the matrix in `wide` streams, each from one row to the next: memory gives most to
-   a few long streams. With more rows of input than a tile takes, a run of each stream stays in cache for all of them. */
+static void few_by_4(i64 rows, float *y, i64 y_step, const float *x, i64 x_step, const float *w, const float *bias,
+                     i64 depth, i64 fetch) {
+    tile_of(rows, FEW, 4, y, y_step, x, x_step, w, bias, depth, fetch);
+}
+
+static void many_by_2(i64 rows, float *y, i64 y_step, const float *x, i64 x_step, const float *w, const float *bias,
+                      i64 depth, i64 fetch) {
+    tile_of(rows, MANY, 2, y, y_step, x, x_step, w, bias, depth, fetch);
+}
+
+static void many_by_1(i64 rows, float *y, i64 y_step, const float *x, i64 x_step, const float *w, const float *bias,
+                      i64 depth, i64 fetch) {
+    tile_of(rows, MANY, 1, y, y_step, x, x_step, w, bias, depth, fetch);
+}
+
 void yalis_linear(float *y, const float *x, i64 x_step, const float *w, const float *bias, i64 rows, i64 out, i64 depth,
                   i64 threads) {
-    const i64 wide = rows <= 2 ? 8 : rows <= FEW ? 4 : 2, tall = MIN(rows, MANY), run = rows <= MANY ? 1 : BLOCK / wide;
+    const i64 wide = rows <= FEW ? 4 : 2, tall = MIN(rows, MANY), block = rows <= MANY ? wide : BLOCK;
     threads = MAX(1, MIN(threads, out * depth / WORTH_A_THREAD));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        const i64 id = omp_get_thread_num(), team = omp_get_num_threads();
-        const i64 start = out * id / team, end = out * (id + 1) / team, apart = (end - start) / wide;
-        const i64 rest = start + apart * wide; /* too few for a tile */
-        for (i64 r = 0; r < apart; r += run)
+        /* Each thread streams its own stretch of the matrix. */
+        i64 blocks = (out + block - 1) / block, id = omp_get_thread_num(), team = omp_get_num_threads();
+        i64 end = MIN(out, blocks * (id + 1) / team * block);
+        for (i64 b = blocks * id / team * block; b < end; b += block)
             for (i64 m = 0; m < rows; m += tall)
-                for (i64 n = start + r; n < start + MIN(r + run, apart); n++) {
-                    part p = {y + m * out + n, x + m * x_step, w + n * depth, bias ? bias + n : 0, out, x_step, depth,
-                              apart, m ? 0 : AHEAD};
-                    (wide == 8 ? by_8 : wide == 4 ? by_4 : by_2)(MIN(tall, rows - m), p);
+                for (i64 n = b, stop = MIN(b + block, end), step; n < stop; n += step) {
+                    step = n + wide <= stop ? wide : 1;
+                    (step == 4 ? few_by_4 : step == 2 ? many_by_2 : many_by_1)(
+                        MIN(tall, rows - m), y + m * out + n, out, x + m * x_step, x_step, w + n * depth,
+                        bias ? bias + n : 0, depth, m ? 0 : wide * depth);
                 }
-        for (i64 n = rest; n < end; n++)
-            for (i64 m = 0; m < rows; m += tall) {
-                part p = {y + m * out + n, x + m * x_step, w + n * depth, bias ? bias + n : 0, out, x_step, depth, 1, 0};
-                by_1(MIN(tall, rows - m), p);
-            }
     }
 }
 
