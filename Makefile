@@ -47,14 +47,14 @@ test-full: lint fetch
 	$(PYTEST) tests/unit
 
 # On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
-# backend and one for the rest, side by side: most of the time is compilation.
+# backend and one for the rest, side by side, with few threads each: the references of tiny models run on the CPU.
 GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest)
 .PHONY: $(GPU_PARTS)
 gpu-test:
 	$(MAKE) --keep-going --output-sync=target -j 5 $(GPU_PARTS)
 
 $(GPU_PARTS): gpu-test-%:
-	$(PYTHON) -m pytest tests/gpu -p no:cacheprovider --show-capture=no -rfEs --durations=3 \
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/gpu -p no:cacheprovider --show-capture=stdout -rfEsP --durations=3 \
 	  -k '$(if $(filter rest,$*),not (sdpa or flex or triton or flash),$*)'
 
 clean:

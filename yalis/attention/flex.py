@@ -68,7 +68,7 @@ class FlexAttention(AttentionBackend):
         k, v = (x.flatten(0, 1).index_select(0, shared.slots).transpose(0, 1)[None] for x in cache)
         q = pad(q, (0, 0, 0, 0, 0, shared.query_sequence.shape[0] - tokens)).transpose(0, 1)[None]
         arguments = {
-            "score_mod": None if params.softcap is None else make_cap(params.softcap),
+            "score_mod": None if params.softcap is None else make_cap(params.softcap, q.device),
             "block_mask": mask,
             "scale": params.scale,
             "enable_gqa": heads != k.shape[1],
@@ -97,11 +97,16 @@ def make_mask(packed: Packed, window: int | None) -> Any:
 
 
 @cached
-def make_cap(softcap: float) -> Callable[..., Tensor]:
-    """One function for each cap: a new one for every step would be compiled again."""
+def make_cap(softcap: float, device: torch.device) -> Callable[..., Tensor]:
+    """One function for each cap: a new one for every step would be compiled again.
+
+    The cap is a tensor on the device: dynamo turns a Python float that differs between models into a symbol, which the
+    compiled kernel cannot read.
+    """
+    limit = torch.tensor(softcap, dtype=torch.float32, device=device)
 
     def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+        return limit * torch.tanh(score / limit)
 
     return cap
 
