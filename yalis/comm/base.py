@@ -1,11 +1,16 @@
-"""The contract every communicator keeps, and the communicator of a group of one."""
+"""The contracts of communication: a Communicator speaks within one group of ranks, a CommBackend makes such groups."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from yalis.launch.world import World
+from yalis.registry import Registry
 
 
 class Communicator(ABC):
@@ -36,10 +41,12 @@ class Communicator(ABC):
         """`x` of rank `source`, written into every rank's `x`."""
 
     @abstractmethod
-    def send(self, x: Tensor, to: int) -> None: ...
+    def send(self, x: Tensor, to: int) -> None:
+        """Give `x` to rank `to`. Does not wait for it to arrive, so nobody may write into `x` afterwards."""
 
     @abstractmethod
-    def recv(self, out: Tensor, source: int) -> Tensor: ...
+    def recv(self, out: Tensor, source: int) -> Tensor:
+        """What rank `source` sent, in `out`."""
 
     @abstractmethod
     def barrier(self) -> None: ...
@@ -76,3 +83,36 @@ class SingleRank(Communicator):
 
     def barrier(self) -> None:
         return None
+
+
+class CommBackend(ABC):
+    """One way of communicating between the ranks of a world on one kind of device."""
+
+    name: ClassVar[str]
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
+
+    @classmethod
+    @abstractmethod
+    def unusable(cls, world: World, device: torch.device) -> str | None:
+        """Why this backend cannot join these ranks here, as a short clause; None when it can."""
+
+    @abstractmethod
+    def group(self, name: str, ranks: Sequence[int]) -> Communicator:
+        """The group of these ranks of the world; each of them, and nobody else, calls this with the same arguments.
+
+        A group of one is a SingleRank. Names are unique within a world.
+        """
+
+    def close(self) -> None:  # noqa: B027 - not every backend holds something
+        """Let go of every group."""
+
+
+BACKENDS: Registry[type[CommBackend]] = Registry(
+    "communication backend",
+    {
+        "torch": "yalis.comm.torch_dist:TorchBackend",
+        "mpi": "yalis.comm.mpi:MpiBackend",
+    },
+)
