@@ -10,8 +10,11 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+# Installs what the tests with real launchers and several hosts need, as root on Debian; `make test SYSTEM=` goes without.
+SYSTEM ?= tests/system/install.sh
+TESTS := $(wildcard $(addprefix tests/,unit multiprocess launchers multihost))
 
-.PHONY: demo test test-full lint fetch gpu-test clean help
+.PHONY: demo test test-full lint fetch system gpu-test clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -40,11 +43,14 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: lint fetch
-	$(PYTEST) -m 'not full' tests/unit
+system:
+	@$(SYSTEM)
 
-test-full: lint fetch
-	$(PYTEST) tests/unit
+test: lint fetch system
+	$(PYTEST) -rs -m 'not full' $(TESTS)
+
+test-full: lint fetch system
+	$(PYTEST) -rs $(TESTS)
 
 # On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
 # backend and one for the rest, side by side, with few threads each: the references of tiny models run on the CPU.

@@ -1,0 +1,27 @@
+#!/bin/sh
+# What the tests with real launchers and several hosts need of the system. As root on Debian or Ubuntu it is installed where it
+# is missing; elsewhere those tests skip, each with its reason.
+set -u
+missing=
+need() { command -v "$1" >/dev/null || missing="$missing $2"; }
+PATH=$PATH:/usr/sbin:/sbin
+need mpirun openmpi-bin
+need srun slurm-wlm
+need slurmctld slurm-wlm
+need slurmd slurm-wlm
+need munged munge
+need ip iproute2
+missing=$(printf '%s\n' $missing | sort -u | tr '\n' ' ' | sed 's/ $//')
+[ -n "$missing" ] || exit 0
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+  echo "tests that need $missing will be skipped; they can be installed where root and apt-get are there"
+  exit 0
+fi
+echo "installing for the tests: $missing"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+export DEBIAN_FRONTEND=noninteractive
+{ apt-get update -qq; apt-get install -qq -y --no-install-recommends $missing; } >"$log" 2>&1 </dev/null && exit 0
+tail -n 20 "$log" >&2
+echo "apt-get could not install $missing (its last lines are above); to test without: make test SYSTEM=" >&2
+exit 1

@@ -1,0 +1,33 @@
+"""What a test needs of the machine; without it the test skips and says why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+# Debian keeps daemons and `ip` where a plain user's PATH does not look.
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+def program(name: str) -> str:
+    """The path of an installed program."""
+    found = shutil.which(name, path=_PATH)
+    if found is None:
+        pytest.skip(f"{name} is not installed; tests/system/install.sh installs it as root on Debian")
+    return found
+
+
+def root(purpose: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip(f"{purpose} needs root")
+
+
+def namespaces() -> None:
+    """Root inside a container may not be allowed to make them."""
+    root("making network namespaces")
+    tried = subprocess.run([program("unshare"), "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"network namespaces are not allowed here ({tried.stderr.strip()})")
