@@ -42,3 +42,10 @@ def triton_interpreted() -> bool:
 def c_compiler() -> str | None:
     """The command of the C compiler to build native kernels with: $CC, with any flags of its own."""
     return os.environ.get("CC") or None
+
+
+def let_nccl_share_a_gpu(rank: int, one_host: bool) -> None:
+    """NCCL refuses two ranks of a host on one GPU; as hosts of their own they talk over sockets. Before its first use."""
+    os.environ["NCCL_HOSTID"] = f"yalis-{rank}"
+    if one_host:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
