@@ -1,0 +1,284 @@
+"""torch's own collectives: gloo between CPUs, NCCL between GPUs.
+
+Every group is a process group object of ours. Nothing is registered with `torch.distributed`, so whoever uses its
+default group in the same process is not disturbed.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from yalis import env
+from yalis.comm.base import CommBackend, Communicator, SingleRank
+from yalis.launch.world import World
+
+dist: Any = torch.distributed  # whose stubs lack the process group classes
+
+# Long: a rank may wait for another's slow work. A dead one breaks its connections, and the launch room's watch sees it.
+PATIENCE = timedelta(minutes=30)
+# How many sent tensors may be under way before a further send waits for the oldest.
+BACKLOG = 8
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class TorchGroup(Communicator):
+    """What gloo and NCCL groups have in common: laying tensors out as torch's calls want them."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._group = group
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+
+    @abstractmethod
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which tensors of `dtype` are summed."""
+
+    @abstractmethod
+    def _reap(self) -> None:
+        """Forget sent tensors that are out, until at most BACKLOG are kept."""
+
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        target = x if out is None else out
+        if not x.numel():
+            return target
+        wide = self._wide(x.dtype)
+        fits = target.is_contiguous() and target.dtype == wide
+        buffer = target if fits else torch.empty(x.shape, dtype=wide, device=x.device)
+        if buffer is not x:
+            buffer.copy_(x)
+        _finish(self._group.allreduce([buffer], _here(dist.AllreduceOptions())))
+        return target if buffer is target else target.copy_(buffer)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        gathered = x.new_empty(self.size * x.numel())
+        if x.numel():
+            flat = x.contiguous().view(-1)
+            _finish(self._group._allgather_base(gathered, flat, _here(dist.distributed_c10d.AllgatherOptions())))
+        dim %= x.dim()
+        return gathered.view(self.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
+        if x.shape[dim] % self.size:
+            raise ValueError(f"{x.shape[dim]} along dimension {dim} does not divide over {self.size} ranks")
+        if not x.numel():
+            return x.narrow(dim, 0, x.shape[dim] // self.size).clone()
+        parts = torch.stack(x.chunk(self.size, dim)).to(self._wide(x.dtype))
+        mine = torch.empty_like(parts[0])
+        options = _here(dist.ReduceScatterOptions())
+        _finish(self._group._reduce_scatter_base(mine.view(-1), parts.view(-1), options))
+        return mine.to(x.dtype)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        if not x.numel():
+            return x
+        buffer = x.contiguous()
+        options = _here(dist.BroadcastOptions())
+        options.rootRank, options.rootTensor = source, 0
+        _finish(self._group.broadcast([buffer], options))
+        return x if buffer is x else x.copy_(buffer)
+
+    def send(self, x: Tensor, to: int) -> None:
+        if not x.numel():
+            return
+        x = x.contiguous()
+        self._sent.append((self._post(x, to), x))
+        self._reap()
+
+    def recv(self, out: Tensor, source: int) -> Tensor:
+        if not out.numel():
+            return out
+        buffer = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        self._await(buffer, source)
+        return out if buffer is out else out.copy_(buffer)
+
+    @abstractmethod
+    def _post(self, x: Tensor, to: int) -> Any:
+        """Begin to send contiguous `x`; returns torch's handle."""
+
+    @abstractmethod
+    def _await(self, x: Tensor, source: int) -> None:
+        """Receive into contiguous `x`."""
+
+    def close(self) -> None:
+        self._sent.clear()
+        self._group = None
+
+
+class GlooGroup(TorchGroup):
+    """A group of CPU ranks. Gloo's ring sums each element on one rank and passes it on: all have the same bits."""
+
+    capturable = False
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        # Gloo would round low precisions at every hop.
+        return torch.float32 if dtype in LOW_PRECISION else dtype
+
+    def _post(self, x: Tensor, to: int) -> Any:
+        return self._group.send([x], to, 0)
+
+    def _await(self, x: Tensor, source: int) -> None:
+        self._group.recv([x], source, 0).wait()
+
+    def _reap(self) -> None:
+        # Gloo's handles do not say whether they are complete; they can only be waited for.
+        while len(self._sent) > BACKLOG:
+            self._sent.popleft()[0].wait()
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()
+
+
+class NcclGroup(TorchGroup):
+    """A group of GPU ranks. Collectives run on the current stream; CUDA graphs may capture them, not `send` and `recv`.
+
+    Each direction between two ranks is a channel with a communicator and a stream of its own: a send that waits for its
+    receiver holds up neither computing, nor collectives, nor what comes the other way. A channel is made by its first
+    message, for which the sender waits for the receiver.
+    """
+
+    capturable = True
+
+    def __init__(self, store: Any, device: torch.device, rank: int, size: int) -> None:
+        self._store, self._device = store, device
+        super().__init__(_nccl(dist.PrefixStore("all", store), rank, size), rank, size)
+        self._channels: dict[tuple[int, int], Any] = {}
+        # NCCL connects in the first collective: better here, where all ranks are, than inside a graph capture.
+        self.barrier()
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def _channel(self, source: int, to: int) -> Any:
+        if (source, to) not in self._channels:
+            store = dist.PrefixStore(f"{source} to {to}", self._store)
+            self._channels[source, to] = _nccl(store, int(self.rank == to), 2)
+        return self._channels[source, to]
+
+    def _post(self, x: Tensor, to: int) -> Any:
+        return self._channel(self.rank, to).send([x], 1, 0)
+
+    def _await(self, x: Tensor, source: int) -> None:
+        self._channel(source, self.rank).recv([x], 0, 0).wait()
+
+    def _reap(self) -> None:
+        # Not `wait`, which would hold up the current stream.
+        while self._sent and (self._sent[0][0].is_completed() or len(self._sent) > BACKLOG):
+            if self._sent[0][0].is_completed():
+                self._sent.popleft()
+            else:
+                time.sleep(1e-4)
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1, device=self._device))
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        for group in [*self._channels.values(), self._group]:
+            if group is not None:
+                group.abort()  # unlike a shutdown, this does not wait for ranks that are gone
+        self._channels.clear()
+        super().close()
+
+
+class TorchBackend(CommBackend):
+    """Groups over gloo or NCCL. Every rank of the world makes one, at the same time."""
+
+    name = "torch"
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        super().__init__(world, device)
+        self._groups: list[TorchGroup] = []
+        self._store: Any = None
+        if world.size > 1:
+            gpu = _bind(device) if device.type == "cuda" else None
+            gpus = self._meet(gpu)
+            if gpu is not None and len(set(gpus)) < len(gpus):
+                one_host = all(member.node == 0 for member in world.members)
+                env.let_nccl_share_a_gpu(world.rank, one_host)
+            if gpu is None:
+                self._gloo_device = dist.ProcessGroupGloo.create_device(hostname=world.members[world.rank].address)
+
+    def _meet(self, gpu: str | None) -> list[str | None]:
+        """Make the store through which groups find each other, in rank 0; returns everyone's `gpu`."""
+        address = self.world.members[0].address
+        port = None
+        if self.world.rank == 0:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            server = socket.create_server((address, 0), family=family, backlog=self.world.size)
+            port = server.getsockname()[1]
+            self._store = dist.TCPStore(
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=PATIENCE,
+                master_listen_fd=server.detach(),
+            )
+        told = self.world.exchange({"port": port, "gpu": gpu})
+        if self.world.rank != 0:
+            self._store = dist.TCPStore(address, told[0]["port"], wait_for_workers=False, timeout=PATIENCE)
+        return [entry["gpu"] for entry in told]
+
+    @classmethod
+    def unusable(cls, world: World, device: torch.device) -> str | None:
+        if device.type not in ("cpu", "cuda"):
+            return f"torch joins CPUs and CUDA GPUs, not {device.type}"
+        if device.type == "cpu" and not (dist.is_available() and dist.is_gloo_available()):
+            return "this torch was built without gloo"
+        if device.type == "cuda" and not (dist.is_available() and dist.is_nccl_available()):
+            return "this torch was built without NCCL"
+        return None
+
+    def group(self, name: str, ranks: Sequence[int]) -> Communicator:
+        if len(ranks) == 1:
+            return SingleRank()
+        rank = list(ranks).index(self.world.rank)
+        store = dist.PrefixStore(name, self._store)
+        group: TorchGroup
+        if self.device.type == "cuda":
+            group = NcclGroup(store, self.device, rank, len(ranks))
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [self._gloo_device], PATIENCE
+            group = GlooGroup(dist.ProcessGroupGloo(store, rank, len(ranks), options), rank, len(ranks))
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+        self._store = None
+
+
+def _nccl(store: Any, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = PATIENCE
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _bind(device: torch.device) -> str:
+    """Make `device` the current one, which NCCL uses; returns what tells its GPU from every other."""
+    torch.cuda.set_device(device)
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _here(options: Any) -> Any:
+    """Options that ask NCCL to run on the current stream, not on one of its own."""
+    options.asyncOp = False
+    return options
+
+
+def _finish(work: Any) -> None:
+    if work is not None:
+        work.wait()
