@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.system import needs
 
-CPUS = 8  # what the node claims to have, whatever the machine has
+CPUS, GPUS = 8, 4  # what the node claims to have, whatever the machine has
 _START_SECONDS = 30
 
 _CONFIG = """\
@@ -24,24 +24,26 @@ SlurmdPort={node_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/controller
 SlurmdSpoolDir={folder}/node
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmctldSyslogDebug=quiet
+SlurmdSyslogDebug=quiet
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
+SchedulerType=sched/builtin
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1
+GresTypes=gpu
 KillWait=2
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -124,9 +126,17 @@ class Slurm:
         config = self.folder / "slurm.conf"
         config.write_text(
             _CONFIG.format(
-                host=host, folder=self.folder, cpus=CPUS, controller_port=controller_port, node_port=node_port
+                host=host,
+                folder=self.folder,
+                cpus=CPUS,
+                gpus=GPUS,
+                controller_port=controller_port,
+                node_port=node_port,
             )
         )
+        for gpu in range(GPUS):
+            (self.folder / f"gpu{gpu}").touch()
+        (self.folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n")
         files = ("socket", "key-file", "pid-file", "seed-file", "log-file")
         self._daemon(
             "munged",
@@ -143,7 +153,7 @@ class Slurm:
 
     def _daemon(self, name: str, *arguments: str) -> None:
         """In the foreground, and ended with this process even if that is killed."""
-        log = (self.folder / f"{name}.out.log").open("wb")
+        log = (self.folder / f"{name}.log").open("wb")
         with log:
             self._daemons.append(
                 subprocess.Popen(
