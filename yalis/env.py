@@ -26,12 +26,17 @@ def log_level() -> str:
 
 
 def rank() -> int:
-    """This process's rank under torchrun, srun or mpirun; 0 without a launcher."""
-    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    """This process's rank, for the log; 0 without a launcher. `launch.environment` knows the whole place."""
+    for name in ("YALIS_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         value = os.environ.get(name, "")
         if value.isdecimal():
             return int(value)
     return 0
+
+
+def variables() -> dict[str, str]:
+    """All variables, as a copy: what launchers set, and what a child process is given."""
+    return dict(os.environ)
 
 
 def triton_interpreted() -> bool:
@@ -45,7 +50,7 @@ def c_compiler() -> str | None:
 
 
 def let_nccl_share_a_gpu(rank: int, one_host: bool) -> None:
-    """NCCL refuses two ranks of a host on one GPU; as hosts of their own they talk over sockets. Before its first use."""
+    """NCCL refuses two ranks of a host on one GPU; as hosts of their own they use sockets. Before its first use."""
     os.environ["NCCL_HOSTID"] = f"yalis-{rank}"
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -1,0 +1,162 @@
+"""Messages between two ranks: framed JSON over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import select
+import socket
+import struct
+import sys
+import time
+from typing import Any, Protocol
+
+from yalis.errors import YalisFailure
+
+MAX_FRAME = 256 << 20
+SILENCE_S = 60  # a network or machine that has said nothing for so long is gone
+_HEADER = struct.Struct(">I")
+_CHUNK = 1 << 18
+_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+
+
+class LinkLost(YalisFailure):
+    """The other end of a link is gone, or talks something else."""
+
+    def __init__(self, sentence: str, peer: str, *, silent: bool = False) -> None:
+        super().__init__(sentence)
+        self.peer = peer
+        self.silent = silent  # the network went quiet, so nobody knows whether the other process lives
+
+
+class Guard(Protocol):
+    """Who knows why a link broke."""
+
+    @property
+    def failure(self) -> str | None: ...
+
+    def explain(self, error: BaseException) -> YalisFailure | None: ...
+
+
+class Link:
+    """One end of a connection to `peer`; used by one thread at a time in each direction.
+
+    `fileno()` may be quiet while whole messages wait in the buffer: ask `poll(0)` before waiting for it.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, guard: Guard | None = None, limit: int = MAX_FRAME) -> None:
+        self.peer, self.guard, self.limit = peer, guard, limit
+        self._socket = sock
+        self._buffer = bytearray()
+        self._lost: LinkLost | None = None
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(sock)
+        self._poller = select.poll()
+        self._poller.register(sock, select.POLLIN)
+
+    def send(self, value: Any) -> None:
+        data = json.dumps(value, separators=(",", ":")).encode()
+        if len(data) > self.limit:
+            raise ValueError(f"a message of {len(data)} bytes is longer than a link's {self.limit}")
+        try:
+            self._socket.sendall(_HEADER.pack(len(data)) + data)
+        except OSError as error:
+            raise self._reason(self._describe(error)) from error
+
+    def receive(self) -> Any:
+        """The next message; waits for it."""
+        while not self._complete():
+            if self._lost:
+                raise self._reason(self._lost)
+            if self._poller.poll(1000):
+                self._pull()
+            elif self.guard and self.guard.failure:  # the peer may live in a network that does not
+                raise self._reason(LinkLost(f"the job ended while {self.peer} was awaited", self.peer))
+        (length,) = _HEADER.unpack_from(self._buffer)
+        end = _HEADER.size + length
+        data = bytes(memoryview(self._buffer)[_HEADER.size : end])
+        del self._buffer[:end]
+        try:
+            return json.loads(data)
+        except ValueError:
+            self._lost = LinkLost(f"{self.peer} sent something that is not a message", self.peer)
+            raise self._lost from None
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Whether receive() returns (or raises) without waiting, within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self._complete() and not self._lost:
+            if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return False
+            self._pull()
+        return True
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def addresses(self) -> tuple[str, str]:
+        """The IPs of this end and of the other."""
+        return plain_address(self._socket.getsockname()[0]), plain_address(self._socket.getpeername()[0])
+
+    def close(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        self._lost = self._lost or LinkLost(f"the link to {self.peer} is closed", self.peer)
+        with contextlib.suppress(OSError):  # the other end went first
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in receive()
+        self._socket.close()
+
+    def _complete(self) -> bool:
+        if len(self._buffer) < _HEADER.size:
+            return False
+        (length,) = _HEADER.unpack_from(self._buffer)
+        if length > self.limit:
+            self._buffer.clear()
+            self._lost = LinkLost(f"{self.peer} sent something that is not a message", self.peer)
+            return False
+        return len(self._buffer) >= _HEADER.size + length
+
+    def _pull(self) -> None:
+        try:
+            data = self._socket.recv(_CHUNK)
+        except OSError as error:
+            self._lost = self._lost or self._describe(error)
+            return
+        if data:
+            self._buffer += data
+        else:
+            self._lost = self._lost or LinkLost(f"{self.peer} closed its connection", self.peer)
+
+    def _describe(self, error: OSError) -> LinkLost:
+        sentence = f"the connection to {self.peer} broke ({error.strerror or error})"
+        return LinkLost(sentence, self.peer, silent=error.errno in _SILENT)
+
+    def _reason(self, lost: LinkLost) -> YalisFailure:
+        return (self.guard.explain(lost) if self.guard else None) or lost
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel ask after a quiet peer; the peer's kernel answers even while its process is busy or stopped."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+def plain_address(address: str) -> str:
+    """Without what a dual-stack socket adds to an IPv4 address, and without an interface's name."""
+    return address.removeprefix("::ffff:").partition("%")[0]
+
+
+def listen(address: str, port: int, backlog: int = 512) -> socket.socket:
+    """A socket that accepts on `address`, or on all of this host's where that is empty."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=backlog)
