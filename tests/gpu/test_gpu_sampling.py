@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from yalis.comm.base import SingleRank
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.noise import uniform
 from yalis.sampling.sampler import Sampler
@@ -34,7 +35,8 @@ def mixed_rows(count: int) -> list[SamplingRow]:
 
 def tokens_on(device: str, logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
     vocab = logits.shape[1]
-    return Sampler(vocab, device).sample(logits.to(device), SamplingBatch.build(rows, vocab, device)).to_host()[0]
+    batch = SamplingBatch.build(rows, range(vocab), vocab, device)
+    return Sampler(range(vocab), vocab, SingleRank(), device).sample(logits.to(device), batch).to_host()[0]
 
 
 def test_uniform_noise_has_the_bits_of_the_cpu() -> None:
@@ -62,11 +64,13 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 def test_building_and_sampling_never_wait_for_the_device() -> None:
     rows = mixed_rows(18)
     logits = torch.randn(18, 8191, device="cuda", dtype=torch.bfloat16)
-    sampler = Sampler(8191, "cuda")
-    sampler.sample(logits, SamplingBatch.build(rows, 8191, "cuda"))  # one-time set-up of the kernels may wait
+    sampler = Sampler(range(8191), 8191, SingleRank(), "cuda")
+    sampler.sample(
+        logits, SamplingBatch.build(rows, range(8191), 8191, "cuda")
+    )  # one-time set-up of the kernels may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        waiting = sampler.sample(logits, SamplingBatch.build(rows, 8191, "cuda")).begin_copy()
+        waiting = sampler.sample(logits, SamplingBatch.build(rows, range(8191), 8191, "cuda")).begin_copy()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     tokens, logprobs = waiting.to_host()

@@ -10,15 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from yalis.comm.base import SingleRank
 from yalis.sampling import filters
 from yalis.sampling.batch import SamplingBatch, SamplingRow
-from yalis.sampling.sampler import Sampled, Sampler
+from yalis.sampling.drawing import Drawing
+from yalis.sampling.noise import token_words
+from yalis.sampling.sampled import Sampled
+from yalis.sampling.sampler import Sampler
+from yalis.sampling.shards import Shards
 from yalis.types import SamplingParams
 
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> Sampled:
     vocab = logits.shape[1]
-    return Sampler(vocab, "cpu").sample(logits, SamplingBatch.build(rows, vocab, "cpu"))
+    batch = SamplingBatch.build(rows, range(vocab), vocab, "cpu")
+    return Sampler(range(vocab), vocab, SingleRank(), "cpu").sample(logits, batch)
 
 
 def tokens_of(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
@@ -47,11 +53,11 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def kept(logits: Tensor, params: SamplingParams) -> Tensor:
     """Which tokens our filters let a row draw: bool [R, V]."""
-    batch = SamplingBatch.build([SamplingRow(params, 0, 0)] * len(logits), logits.shape[1], "cpu")
+    vocab = logits.shape[1]
+    batch = SamplingBatch.build([SamplingRow(params, 0, 0)] * len(logits), range(vocab), vocab, "cpu")
     assert batch.draw is not None
-    scores = (logits - logits.amax(1, keepdim=True)) / params.temperature
-    lowest = batch.draw.lowest(scores)
-    return scores > -math.inf if lowest is None else (scores >= lowest) & (scores > -math.inf)
+    drawing = Drawing(logits, batch.draw, Shards(range(vocab), vocab, SingleRank()))
+    return drawing.noisy(token_words(torch.arange(vocab)), drawing.offers()) > -math.inf
 
 
 FILTERS = {
@@ -110,9 +116,10 @@ def test_partial_ranking_and_sorting_find_the_same_nucleus(monkeypatch: pytest.M
     scores = torch.cat((peaked, flat))
     scores -= scores.amax(1, keepdim=True)
     top_p = torch.full((4,), 0.9, dtype=torch.float64)
-    alone = filters.top_p_threshold(scores[:2], top_p[:2])
+    whole = Shards(range(6000), 6000, SingleRank())
+    alone = filters.top_p_threshold(scores[:2], top_p[:2], whole)
     assert sorts == []
-    together = filters.top_p_threshold(scores, top_p)
+    together = filters.top_p_threshold(scores, top_p, whole)
     assert sorts == [1]
     assert torch.equal(alone, together[:2])
     assert (scores[2:] >= together[2:]).sum(1).min() > 1024
@@ -164,9 +171,10 @@ def test_noise_is_added_with_the_same_bits_in_any_batch() -> None:
     scores = torch.randn(13, vocab, generator=torch.Generator().manual_seed(0)).mul_(3)
     scores -= scores.amax(1, keepdim=True)
     top_p = torch.linspace(0.1, 0.99, 13, dtype=torch.float64)
-    together = filters.top_p_threshold(scores, top_p)
+    whole = Shards(range(vocab), vocab, SingleRank())
+    together = filters.top_p_threshold(scores, top_p, whole)
     for i in range(13):
-        assert torch.equal(filters.top_p_threshold(scores[i : i + 1].clone(), top_p[i : i + 1])[0], together[i])
+        assert torch.equal(filters.top_p_threshold(scores[i : i + 1].clone(), top_p[i : i + 1], whole)[0], together[i])
 
 
 def test_seeds_and_positions_change_the_draw() -> None:
@@ -224,7 +232,7 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
         SamplingParams(presence_penalty=0.4, frequency_penalty=-0.7),
         SamplingParams(repetition_penalty=0.6, presence_penalty=-0.3, frequency_penalty=1.1),
     ]
-    batch = SamplingBatch.build([SamplingRow(p, 0, 0, (prompt, output)) for p in params], 50, "cpu")
+    batch = SamplingBatch.build([SamplingRow(p, 0, 0, (prompt, output)) for p in params], range(50), 50, "cpu")
     from yalis.sampling.sampler import _adjust
 
     ours = _adjust(logits, batch)
@@ -261,7 +269,7 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
         for i, n in enumerate(asked)
     ]
     tokens, logprobs = sample(logits, rows).to_host()
-    expected = logits.log_softmax(1)
+    expected = logits.double().log_softmax(1)
     for i, n in enumerate(asked):
         found = logprobs[i]
         assert (found is None) == (n is None)
@@ -275,12 +283,12 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
 
 
 def test_work_that_no_row_needs_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    from yalis.sampling import sampler as room
+    from yalis.sampling import drawing as room
 
     calls: list[str] = []
     noise = room.gumbel_from
     monkeypatch.setattr(room, "gumbel_from", lambda *a: calls.append("noise") or noise(*a))
-    for name in ("topk", "sort", "log_softmax"):
+    for name in ("topk", "sort", "exp"):
         plain = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda *a, f=plain, n=name, **k: calls.append(n) or f(*a, **k))
     logits = torch.randn(4, 100)
@@ -294,8 +302,8 @@ def test_work_that_no_row_needs_is_not_done(monkeypatch: pytest.MonkeyPatch) -> 
     assert work(*[greedy] * 4) == []
     assert work(*[plain] * 4) == ["noise"]
     assert work(greedy, plain, greedy, SamplingParams(temperature=1.0, min_p=0.1)) == ["noise"]
-    assert work(plain, plain, plain, SamplingParams(temperature=1.0, top_k=3)) == ["noise", "topk"]
-    assert work(greedy, greedy, greedy, SamplingParams(logprobs=1)) == ["log_softmax", "topk"]
+    assert work(plain, plain, plain, SamplingParams(temperature=1.0, top_k=3)) == ["topk", "noise"]
+    assert work(greedy, greedy, greedy, SamplingParams(logprobs=1)) == ["topk", "exp"]
 
 
 SOME_PARAMS = st.builds(

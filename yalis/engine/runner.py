@@ -20,7 +20,8 @@ from yalis.log import get_logger
 from yalis.models.decoder import Decoder
 from yalis.parallel.plan import Grid
 from yalis.sampling.batch import SamplingBatch, SamplingRow
-from yalis.sampling.sampler import Sampled, Sampler
+from yalis.sampling.sampled import Sampled
+from yalis.sampling.sampler import Sampler
 from yalis.scheduling.plan import SequenceStep, StepOutput, StepPlan
 from yalis.spec import ModelSpec
 from yalis.types import SamplingParams
@@ -72,7 +73,8 @@ class Runner:
         try:
             self.model = Decoder(spec, grid, wanted_len, self.dtype, self.device)
             self.model.load(checkpoint)
-            self.sampler = Sampler(spec.vocab_size, self.device)
+            self.part = range(spec.vocab_size)
+            self.sampler = Sampler(self.part, spec.vocab_size, grid.everyone, self.device)
             self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
             self.pool = self._make_pool(config, needs, wanted_len)
         except (RuntimeError, MemoryError) as error:
@@ -120,7 +122,7 @@ class Runner:
         logits = self.model(batch, [LayerCache(*pool.layer(0))] * self.spec.num_layers, self.backend)
         hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
         sampling = [SamplingRow(hungriest, seed=0, position=0)] * rows
-        self.sampler.sample(logits, SamplingBatch.build(sampling, self.spec.vocab_size, self.device))
+        self.sampler.sample(logits, SamplingBatch.build(sampling, self.part, self.spec.vocab_size, self.device))
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start the step; on a GPU this returns before the tokens are known."""
@@ -129,8 +131,8 @@ class Runner:
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
             return PendingStep(plan, None)
-        rows = SamplingBatch.build([self._sampling_row(step) for step in sampling], self.spec.vocab_size, self.device)
-        sampled = self.sampler.sample(logits, rows)
+        rows = [self._sampling_row(step) for step in sampling]
+        sampled = self.sampler.sample(logits, SamplingBatch.build(rows, self.part, self.spec.vocab_size, self.device))
         slots = self._to_device(np.array([step.slot for step in sampling], dtype=np.int64))
         self.last_tokens.index_copy_(0, slots, sampled.tokens.clamp(min=0))
         return PendingStep(plan, sampled)

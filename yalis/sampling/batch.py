@@ -1,6 +1,8 @@
 """What the rows of one step need, laid out on the device. A part that no row needs is None and costs nothing.
 
-Shapes: R rows, S of them drawn (not greedy), V vocabulary.
+A rank holds a share of the vocabulary, `part`; penalties and bans outside it are other ranks' business.
+
+Shapes: R rows, S of them drawn (not greedy), W this rank's share of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yalis.sampling.filters import top_k_threshold, top_p_threshold
 from yalis.sampling.noise import row_keys
 from yalis.types import SamplingParams
 
 # Colder than this, scores could overflow; a draw has long been greedy by then (exact ties are still drawn evenly).
 _COLDEST = 1e-10
+# A larger top_k is counted instead of ranked where ranks would have to send that many candidates.
+_RANKED = 1024
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,24 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class Penalties:
-    """One entry for each token a row has seen."""
+    """One entry for each token of this rank's share that a row has seen."""
 
-    places: Tensor  # row * V + token, each once
+    places: Tensor  # row * W + place in the share, each once
     repetition: Tensor
     minus: Tensor  # presence + frequency * count
 
     @classmethod
-    def build(cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Penalties | None:
+    def build(cls, rows: Sequence[SamplingRow], part: range, device: torch.device) -> Penalties | None:
         places, repetition, minus = [], [], []
         for i, row in enumerate(rows):
             if not row.params.needs_history or row.history is None:
                 continue
-            prompt, output = (np.array(part, dtype=np.int64) for part in row.history)
-            counts = np.bincount(output, minlength=vocab_size)
-            seen = np.flatnonzero(counts + np.bincount(prompt, minlength=vocab_size))
-            count = counts[seen]
-            places.append(i * vocab_size + seen)
+            prompt, output = row.history
+            seen, which = np.unique(np.array((*prompt, *output), dtype=np.int64), return_inverse=True)
+            count = np.bincount(which[len(prompt) :], minlength=len(seen))
+            own = slice(*np.searchsorted(seen, (part.start, part.stop)))
+            seen, count = seen[own] - part.start, count[own]
+            places.append(i * len(part) + seen)
             repetition.append(np.full(len(seen), row.params.repetition_penalty))
             minus.append(row.params.presence_penalty * (count > 0) + row.params.frequency_penalty * count)
         if not places:
@@ -76,8 +80,10 @@ class Filter:
     reach: int  # the largest top_k
 
     @classmethod
-    def build(cls, chosen: list[int], top_k: list[int], top_p: list[float], device: torch.device) -> Filter:
+    def build(cls, chosen: list[int], top_k: list[int], top_p: list[float], device: torch.device) -> Filter | None:
         """`chosen` of the drawn rows, which either all have a top_k or all have none."""
+        if not chosen:
+            return None
         ks, ps = [top_k[i] for i in chosen], [top_p[i] for i in chosen]
         return cls(
             rows=_send_rows(chosen, len(top_k), device),
@@ -85,13 +91,6 @@ class Filter:
             top_p=_send(ps, torch.float64, device) if min(ps) < math.inf else None,
             reach=max(ks),
         )
-
-    def threshold(self, scores: Tensor) -> Tensor:
-        """The lowest score kept: [rows, V] -> [rows, 1]."""
-        if self.top_k is not None:
-            return top_k_threshold(scores, self.top_k, self.top_p, self.reach)
-        assert self.top_p is not None
-        return top_p_threshold(scores, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,9 @@ class Draw:
     keys: Tensor  # [S], of the noise
     temperature: Tensor  # [S, 1]
     log_min_p: Tensor | None  # [S, 1]
-    filters: tuple[Filter, ...]
+    ranked: Filter | None  # by top_k
+    counted: Filter | None  # by a large top_k
+    nucleus: Filter | None  # by top_p alone
 
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Draw | None:
@@ -115,27 +116,18 @@ class Draw:
         log_min_p = [[math.log(p.min_p) if p.min_p > 0 else -math.inf] for p in params]
         top_k = [p.top_k if p.top_k < vocab_size else 0 for p in params]
         top_p = [p.top_p if p.top_p < 1.0 else math.inf for p in params]
-        by_k = [i for i, k in enumerate(top_k) if k]
+        by_k = [i for i, k in enumerate(top_k) if 0 < k <= _RANKED]
+        by_large_k = [i for i, k in enumerate(top_k) if k > _RANKED]
         by_p = [i for i, p in enumerate(top_p) if p < 1.0 and not top_k[i]]
         return cls(
             rows=_send_rows(chosen, len(rows), device),
             keys=_move(keys, device),
             temperature=_send(temperature, torch.float32, device),
             log_min_p=_send(log_min_p, torch.float32, device) if any(p.min_p > 0 for p in params) else None,
-            filters=tuple(Filter.build(some, top_k, top_p, device) for some in (by_k, by_p) if some),
+            ranked=Filter.build(by_k, top_k, top_p, device),
+            counted=Filter.build(by_large_k, top_k, top_p, device),
+            nucleus=Filter.build(by_p, top_k, top_p, device),
         )
-
-    def lowest(self, scores: Tensor) -> Tensor | None:
-        """The lowest score each row may draw, None where all are free: [S, V] -> [S, 1]."""
-        lowest = self.log_min_p
-        for each in self.filters:
-            if each.rows is None:
-                threshold = each.threshold(scores)
-            else:
-                threshold = scores.new_full((len(scores), 1), -math.inf)
-                threshold.index_copy_(0, each.rows, each.threshold(scores.index_select(0, each.rows)))
-            lowest = threshold if lowest is None else torch.maximum(lowest, threshold)
-        return lowest
 
 
 @dataclass(frozen=True)
@@ -159,20 +151,29 @@ class SamplingBatch:
     """The rows of one step, in the order of the rows of logits."""
 
     penalties: Penalties | None
-    banned: Tensor | None  # places: row * V + token
+    banned: Tensor | None  # places: row * W + place in the share
     draw: Draw | None
     report: Report | None
 
     @classmethod
-    def build(cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> SamplingBatch:
+    def build(
+        cls, rows: Sequence[SamplingRow], part: range, vocab_size: int, device: torch.device | str
+    ) -> SamplingBatch:
         device = torch.device(device)
-        banned = [i * vocab_size + token for i, row in enumerate(rows) for token in row.banned if token < vocab_size]
+        banned = [
+            i * len(part) + token - part.start for i, row in enumerate(rows) for token in row.banned if token in part
+        ]
         return cls(
-            penalties=Penalties.build(rows, vocab_size, device),
+            penalties=Penalties.build(rows, part, device),
             banned=_send(banned, torch.int64, device) if banned else None,
             draw=Draw.build(rows, vocab_size, device),
             report=Report.build(rows, device),
         )
+
+
+def pick(x: Tensor, rows: Tensor | None) -> Tensor:
+    """These rows of `x`; None: all of them."""
+    return x if rows is None else x.index_select(0, rows)
 
 
 def _send(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,9 +2,9 @@
 
 Scores are (logit - row maximum) / temperature, so the best token's is 0. A threshold keeps every token tied at the
 boundary, whatever their order. Probability masses are summed as integers, which is exact: a row's threshold is the same
-in any batch.
+in any batch and under any split of the vocabulary.
 
-Shapes: N rows, V vocabulary, K ranks.
+Shapes: N rows, W this rank's share of the vocabulary, K ranks (places in a ranking).
 """
 
 from __future__ import annotations
@@ -12,40 +12,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from yalis.sampling.shards import Shards
+
 # exp(score) <= 1 in units of 2^-40: 2^18 tokens add up to 2^58 at most, inside int64.
-_UNITS = 2.0**40
+UNITS = 2.0**40
 # How many of a row's best tokens are ranked before falling back to a sort, where looking is free (on a CPU).
 _PROBE = 1024
 
 
-def top_k_threshold(scores: Tensor, top_k: Tensor, top_p: Tensor | None, reach: int) -> Tensor:
+def integer_mass(scores: Tensor) -> Tensor:
+    return scores.exp().mul_(UNITS).to(torch.int64)
+
+
+def ranked_threshold(ranked: Tensor, top_k: Tensor, top_p: Tensor | None) -> Tensor:
     """The lowest score within the `top_k` best and, of those, within the best `top_p` of their mass.
 
-    scores [N, V], top_k int64 [N] from 1 to `reach`, top_p float64 [N] (infinite keeps all) -> [N, 1]
+    ranked: the best scores of the vocabulary in falling order [N, K], top_k int64 [N] from 1 to K, top_p float64 [N]
+    (infinite keeps all) -> [N, 1]
     """
-    ranked = scores.topk(reach).values
     if top_p is None:
         return ranked.gather(1, top_k[:, None] - 1)
-    inside = torch.arange(reach, device=scores.device) < top_k[:, None]
-    mass = _mass(ranked) * inside
+    inside = torch.arange(ranked.shape[1], device=ranked.device) < top_k[:, None]
+    mass = integer_mass(ranked) * inside
     return _cut(ranked, _before(mass, mass.sum(1), top_p) & inside)
 
 
-def top_p_threshold(scores: Tensor, top_p: Tensor) -> Tensor:
-    """The lowest score of the fewest best tokens whose mass reaches `top_p`: [N, V], float64 [N] -> [N, 1]."""
+def counted_threshold(scores: Tensor, top_k: Tensor, top_p: Tensor | None, reach: int, shards: Shards) -> Tensor:
+    """`ranked_threshold` of [N, W] scores, for a top_k (`reach` at most) that would be too many candidates to send."""
+    if not shards.several:
+        return ranked_threshold(scores.topk(reach).values, top_k, top_p)
+    lowest, above = shards.search(scores, None, lambda _: top_k[:, None])
+    if top_p is None:
+        return lowest
+    mass = integer_mass(scores)
+    better = shards.sum((mass * (scores > lowest)).sum(1, keepdim=True))
+    # Of the tokens tied at the boundary, as many count as make up top_k.
+    total = better + (top_k[:, None] - above) * integer_mass(lowest)
+    cut, _ = shards.search(scores, mass, lambda _: top_p[:, None] * total)
+    return torch.where(top_p[:, None].isinf(), lowest, cut)
+
+
+def top_p_threshold(scores: Tensor, top_p: Tensor, shards: Shards) -> Tensor:
+    """The lowest score of the fewest best tokens whose mass reaches `top_p`: [N, W], float64 [N] -> [N, 1]."""
+    if shards.several:
+        return shards.search(scores, integer_mass(scores), lambda total: top_p[:, None] * total)[0]
     vocab = scores.shape[1]
-    total = _mass(scores).sum(1)
+    total = integer_mass(scores).sum(1)
     if scores.device.type == "cpu" and vocab > 4 * _PROBE:  # partial ranking is several times cheaper than a sort
         ranked = scores.topk(_PROBE).values
-        mass = _mass(ranked)
+        mass = integer_mass(ranked)
         if bool((mass.sum(1) >= top_p * total).all()):
             return _cut(ranked, _before(mass, total, top_p))
     ranked = scores.sort(descending=True).values
-    return _cut(ranked, _before(_mass(ranked), total, top_p))
-
-
-def _mass(scores: Tensor) -> Tensor:
-    return scores.exp().mul_(_UNITS).to(torch.int64)
+    return _cut(ranked, _before(integer_mass(ranked), total, top_p))
 
 
 def _before(mass: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
@@ -54,5 +73,5 @@ def _before(mass: Tensor, total: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _cut(ranked: Tensor, kept: Tensor) -> Tensor:
-    """The score at the last kept rank; the first is always kept."""
-    return ranked.gather(1, kept.sum(1, keepdim=True) - 1)
+    """The score at the last kept rank; the first is kept even in a row without any mass."""
+    return ranked.gather(1, kept.sum(1, keepdim=True).sub_(1).clamp_(min=0))

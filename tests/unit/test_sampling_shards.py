@@ -1,0 +1,191 @@
+"""With the vocabulary split over ranks, each rank finds the tokens that one rank finds, in messages of a fixed size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ranks import Memory, run_ranks
+from yalis.comm.base import SingleRank
+from yalis.parallel.plan import share
+from yalis.sampling.batch import SamplingBatch, SamplingRow
+from yalis.sampling.sampled import NO_TOKEN, Sampled
+from yalis.sampling.sampler import Sampler
+from yalis.types import SamplingParams
+
+
+def whole(logits: Tensor, rows: list[SamplingRow]) -> Sampled:
+    vocab = logits.shape[1]
+    batch = SamplingBatch.build(rows, range(vocab), vocab, "cpu")
+    return Sampler(range(vocab), vocab, SingleRank(), "cpu").sample(logits, batch)
+
+
+def split(logits: Tensor, rows: list[SamplingRow], ranks: int) -> tuple[list[Sampled], list[tuple[str, int]]]:
+    """What each rank finds, and the messages of the first."""
+    vocab = logits.shape[1]
+
+    def sample(rank: int, everyone: Memory) -> tuple[Sampled, list[tuple[str, int]]]:
+        part = share(vocab, ranks, rank)
+        batch = SamplingBatch.build(rows, part, vocab, "cpu")
+        mine = logits[:, part.start : part.stop]  # a view with gaps between its rows, as a model may hand out
+        return Sampler(part, vocab, everyone, "cpu").sample(mine, batch), everyone.calls
+
+    found = run_ranks(ranks, sample)
+    return [sampled for sampled, _ in found], found[0][1]
+
+
+def check(logits: Tensor, rows: list[SamplingRow], ranks: int) -> list[tuple[str, int]]:
+    """The messages of one rank, after comparing every rank with one that holds all."""
+    expected = whole(logits, rows)
+    found, calls = split(logits, rows, ranks)
+    for each in found:
+        assert torch.equal(each.tokens, expected.tokens)
+        if expected.logprobs is None:
+            assert each.logprobs is None
+            continue
+        assert each.logprobs is not None
+        ours, theirs = each.logprobs.packed, expected.logprobs.packed
+        assert torch.equal(ours, found[0].logprobs.packed) or ours.isnan().any()  # type: ignore[union-attr]
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)  # ids among them
+    return calls
+
+
+KINDS: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 1.1, "top_k": 12},
+    "top_k 1": {"temperature": 1.1, "top_k": 1},
+    "large top_k": {"temperature": 1.4, "top_k": 1500},
+    "large top_k, top_p": {"temperature": 1.4, "top_k": 1100, "top_p": 0.8},
+    "top_k, top_p": {"temperature": 1.1, "top_k": 9, "top_p": 0.6},
+    "top_p": {"temperature": 0.9, "top_p": 0.7},
+    "high top_p": {"temperature": 3.0, "top_p": 0.9999},
+    "min_p": {"temperature": 1.5, "min_p": 0.05},
+    "all": {"temperature": 2.0, "top_k": 40, "top_p": 0.97, "min_p": 0.01},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "greedy with penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.3},
+    "logprobs": {"logprobs": 3},
+    "drawn logprobs": {"temperature": 1.0, "top_p": 0.9, "logprobs": 30},
+    "logprob alone": {"temperature": 1.0, "logprobs": 0},
+}
+
+
+def row(kind: str, i: int, vocab: int, banned: tuple[int, ...] = ()) -> SamplingRow:
+    history = [t * 7 % vocab for t in range(i, i + 9)], [t * 3 % vocab for t in range(i, i + 5)] * 2
+    return SamplingRow(SamplingParams(**KINDS[kind]), i, 50 + i, history, banned)  # type: ignore[arg-type]
+
+
+def some_logits(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_every_kind_of_row_alone_and_together(ranks: int, dtype: torch.dtype) -> None:
+    vocab = 2003  # a prime
+    for kind in KINDS:
+        logits = some_logits(12, vocab, dtype)
+        check(logits, [row(kind, i, vocab, (i, 700, 2002)) for i in range(12)], ranks)
+    kinds = list(KINDS) * 3
+    check(some_logits(len(kinds), vocab, dtype), [row(kind, i, vocab) for i, kind in enumerate(kinds)], ranks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=6),
+    ranks=st.integers(2, 6),
+    extra=st.integers(0, 40),
+    levels=st.sampled_from([0, 2, 5, 40]),
+    holes=st.sampled_from(["none", "many", "a whole share", "all but one"]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_rows_over_any_ranks(kinds: list[str], ranks: int, extra: int, levels: int, holes: str, seed: int) -> None:
+    """Small vocabularies, with shares shorter than a top_k; few levels make ties everywhere."""
+    vocab = ranks + extra
+    logits = some_logits(len(kinds), vocab, torch.float32, seed)
+    if levels:
+        logits = (logits * levels / 12).round()
+    gone = {
+        "none": [],
+        "many": list(range(0, vocab, 2)),
+        "a whole share": list(share(vocab, ranks, seed % ranks)),
+        "all but one": [t for t in range(vocab) if t != seed % vocab],
+    }[holes]
+    rows = [row(kind, i, vocab, tuple(gone) if seed % 2 else ()) for i, kind in enumerate(kinds)]
+    if seed % 2 == 0:
+        logits[:, gone] = -math.inf
+    check(logits, rows, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_the_lowest_of_equals_wins_across_ranks(ranks: int) -> None:
+    vocab = 101
+    starts = [share(vocab, ranks, rank).start for rank in range(ranks)]
+    logits = torch.zeros(4, vocab)
+    logits[1, [start + 1 for start in starts[1:]]] = 5.0
+    logits[2, [start - 1 for start in starts[1:]] + starts[1:]] = 5.0
+    logits[3] = -math.inf
+    rows = [row("greedy", 0, vocab)] * 4
+    check(logits, rows, ranks)
+    assert split(logits, rows, ranks)[0][-1].tokens.tolist() == [0, starts[1] + 1, starts[1] - 1, 0]
+    for kind in KINDS:
+        check(torch.zeros(20, vocab), [row(kind, i, vocab) for i in range(20)], ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_row_with_nan_has_no_token_on_any_rank(ranks: int) -> None:
+    vocab = 31
+    logits = some_logits(len(KINDS) * 4, vocab, torch.float32)
+    for i in range(len(KINDS)):
+        logits[4 * i] = math.nan
+        logits[4 * i + 1, 0] = math.nan
+        logits[4 * i + 2, 30] = math.nan
+    found, _ = split(logits, [row(kind, i, vocab) for i, kind in enumerate(KINDS) for _ in range(4)], ranks)
+    for each in found:
+        assert [token == NO_TOKEN for token in each.tokens.tolist()] == [True, True, True, False] * len(KINDS)
+        assert torch.equal(each.tokens, found[0].tokens)
+
+
+MESSAGES = {
+    "greedy": 1, "temperature": 2, "min_p": 2, "top_k": 2, "top_k, top_p": 2, "all": 2, "penalties": 2,
+    "greedy with penalties": 1, "logprobs": 2, "top_p": 6, "drawn logprobs": 6, "large top_k": 6,
+    "large top_k, top_p": 11,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_messages_are_few_and_do_not_grow_with_the_vocabulary(kind: str) -> None:
+    small, large = (
+        check(some_logits(3, vocab, torch.float32), [row(kind, i, vocab) for i in range(3)], 4)
+        for vocab in (4_001, 400_009)
+    )
+    assert small == large
+    assert len(small) == MESSAGES[kind]
+    assert max(elements for _, elements in small) <= 3 * 256
+
+
+def test_kinds_of_rows_share_their_messages() -> None:
+    kinds = [kind for kind, count in MESSAGES.items() if count in (1, 2, 6) and kind != "large top_k"]
+    assert len(check(some_logits(len(kinds), 4_001, torch.float32), [row(k, 0, 4_001) for k in kinds], 3)) == 6
+
+
+def test_one_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("all_gather", "all_reduce"):
+        monkeypatch.setattr(SingleRank, name, None)
+    whole(some_logits(len(KINDS), 2_003, torch.float32), [row(kind, 0, 2_003) for kind in KINDS]).to_host()
+
+
+def test_penalties_and_bans_are_built_for_the_own_share() -> None:
+    params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.25)
+    rows = [SamplingRow(params, 0, 0, ([1, 12, 19], [12, 12, 15, 30]), (3, 11, 99))] * 2
+    batch = SamplingBatch.build(rows, range(10, 20), 40, "cpu")
+    assert batch.penalties is not None
+    assert batch.banned is not None
+    assert batch.penalties.places.tolist() == [2, 5, 9, 12, 15, 19]
+    assert batch.penalties.minus.tolist() == [1.0, 0.75, 0.0] * 2
+    assert batch.banned.tolist() == [1, 11]
