@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from yalis import env
 from yalis.comm.base import CommBackend, Communicator, SingleRank
+from yalis.comm.contiguous import ContiguousGroup
 from yalis.launch.world import World
 
 dist: Any = torch.distributed  # whose stubs lack the process group classes
@@ -28,86 +28,31 @@ dist: Any = torch.distributed  # whose stubs lack the process group classes
 PATIENCE = timedelta(minutes=30)
 # How many sent tensors may be under way before a further send waits for the oldest.
 BACKLOG = 8
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-class TorchGroup(Communicator):
-    """What gloo and NCCL groups have in common: laying tensors out as torch's calls want them."""
+class TorchGroup(ContiguousGroup):
+    """The collectives, which gloo and NCCL share."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        super().__init__(rank, size)
         self._group = group
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
-    @abstractmethod
-    def _wide(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which tensors of `dtype` are summed."""
+    def _sum(self, x: Tensor) -> None:
+        _finish(self._group.allreduce([x], _here(dist.AllreduceOptions())))
 
-    @abstractmethod
-    def _reap(self) -> None:
-        """Forget sent tensors that are out, until at most BACKLOG are kept."""
+    def _gather(self, x: Tensor, parts: Tensor) -> None:
+        options = _here(dist.distributed_c10d.AllgatherOptions())
+        _finish(self._group._allgather_base(parts.view(-1), x.view(-1), options))
 
-    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        target = x if out is None else out
-        if not x.numel():
-            return target
-        wide = self._wide(x.dtype)
-        fits = target.is_contiguous() and target.dtype == wide
-        buffer = target if fits else torch.empty(x.shape, dtype=wide, device=x.device)
-        if buffer is not x:
-            buffer.copy_(x)
-        _finish(self._group.allreduce([buffer], _here(dist.AllreduceOptions())))
-        return target if buffer is target else target.copy_(buffer)
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        gathered = x.new_empty(self.size * x.numel())
-        if x.numel():
-            flat = x.contiguous().view(-1)
-            _finish(self._group._allgather_base(gathered, flat, _here(dist.distributed_c10d.AllgatherOptions())))
-        dim %= x.dim()
-        return gathered.view(self.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
-
-    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        if x.shape[dim] % self.size:
-            raise ValueError(f"{x.shape[dim]} along dimension {dim} does not divide over {self.size} ranks")
-        if not x.numel():
-            return x.narrow(dim, 0, x.shape[dim] // self.size).clone()
-        parts = torch.stack(x.chunk(self.size, dim)).to(self._wide(x.dtype))
-        mine = torch.empty_like(parts[0])
+    def _sum_parts(self, parts: Tensor, mine: Tensor) -> None:
         options = _here(dist.ReduceScatterOptions())
         _finish(self._group._reduce_scatter_base(mine.view(-1), parts.view(-1), options))
-        return mine.to(x.dtype)
 
-    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        if not x.numel():
-            return x
-        buffer = x.contiguous()
+    def _spread(self, x: Tensor, source: int) -> None:
         options = _here(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = source, 0
-        _finish(self._group.broadcast([buffer], options))
-        return x if buffer is x else x.copy_(buffer)
-
-    def send(self, x: Tensor, to: int) -> None:
-        if not x.numel():
-            return
-        x = x.contiguous()
-        self._sent.append((self._post(x, to), x))
-        self._reap()
-
-    def recv(self, out: Tensor, source: int) -> Tensor:
-        if not out.numel():
-            return out
-        buffer = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        self._await(buffer, source)
-        return out if buffer is out else out.copy_(buffer)
-
-    @abstractmethod
-    def _post(self, x: Tensor, to: int) -> Any:
-        """Begin to send contiguous `x`; returns torch's handle."""
-
-    @abstractmethod
-    def _await(self, x: Tensor, source: int) -> None:
-        """Receive into contiguous `x`."""
+        _finish(self._group.broadcast([x], options))
 
     def close(self) -> None:
         self._sent.clear()
@@ -119,20 +64,14 @@ class GlooGroup(TorchGroup):
 
     capturable = False
 
-    def _wide(self, dtype: torch.dtype) -> torch.dtype:
-        # Gloo would round low precisions at every hop.
-        return torch.float32 if dtype in LOW_PRECISION else dtype
-
-    def _post(self, x: Tensor, to: int) -> Any:
-        return self._group.send([x], to, 0)
-
-    def _await(self, x: Tensor, source: int) -> None:
-        self._group.recv([x], source, 0).wait()
-
-    def _reap(self) -> None:
+    def _post(self, x: Tensor, to: int) -> None:
+        self._sent.append((self._group.send([x], to, 0), x))
         # Gloo's handles do not say whether they are complete; they can only be waited for.
         while len(self._sent) > BACKLOG:
             self._sent.popleft()[0].wait()
+
+    def _await(self, x: Tensor, source: int) -> None:
+        self._group.recv([x], source, 0).wait()
 
     def barrier(self) -> None:
         self._group.barrier().wait()
@@ -149,14 +88,14 @@ class NcclGroup(TorchGroup):
     capturable = True
 
     def __init__(self, store: Any, device: torch.device, rank: int, size: int) -> None:
-        self._store, self._device = store, device
         super().__init__(_nccl(dist.PrefixStore("all", store), rank, size), rank, size)
+        self._store, self._device = store, device
         self._channels: dict[tuple[int, int], Any] = {}
         # NCCL connects in the first collective: better here, where all ranks are, than inside a graph capture.
         self.barrier()
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
+        return dtype  # NCCL's kernels take low precisions as they are
 
     def _channel(self, source: int, to: int) -> Any:
         if (source, to) not in self._channels:
@@ -164,19 +103,19 @@ class NcclGroup(TorchGroup):
             self._channels[source, to] = _nccl(store, int(self.rank == to), 2)
         return self._channels[source, to]
 
-    def _post(self, x: Tensor, to: int) -> Any:
-        return self._channel(self.rank, to).send([x], 1, 0)
+    def _post(self, x: Tensor, to: int) -> None:
+        self._sent.append((self._channel(self.rank, to).send([x], 1, 0), x))
+        # Not `wait`, which would hold up the current stream.
+        while self._sent:
+            if self._sent[0][0].is_completed():
+                self._sent.popleft()
+            elif len(self._sent) > BACKLOG:
+                time.sleep(1e-4)
+            else:
+                break
 
     def _await(self, x: Tensor, source: int) -> None:
         self._channel(source, self.rank).recv([x], 0, 0).wait()
-
-    def _reap(self) -> None:
-        # Not `wait`, which would hold up the current stream.
-        while self._sent and (self._sent[0][0].is_completed() or len(self._sent) > BACKLOG):
-            if self._sent[0][0].is_completed():
-                self._sent.popleft()
-            else:
-                time.sleep(1e-4)
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device=self._device))
