@@ -31,11 +31,12 @@ def choose_backend(name: str, world: World, device: torch.device) -> type[CommBa
 
 def _refusals(world: World, device: torch.device) -> dict[str, str]:
     """Why some backends cannot be used, the same on every rank: one that misses mpi4py speaks for all."""
-    own = {candidate: BACKENDS.load(candidate).unusable(world, device) for candidate in PREFERENCE}
+    told = world.exchange({candidate: BACKENDS.load(candidate).unusable(world, device) for candidate in PREFERENCE})
     refusals: dict[str, str] = {}
-    for rank, told in enumerate(world.exchange(own)):
-        for candidate, reason in told.items():
-            if reason is not None:
-                where = f" on rank {rank} ({world.members[rank].host})" if world.size > 1 else ""
-                refusals.setdefault(candidate, reason + where)
+    for candidate in PREFERENCE:
+        reasons = [reason[candidate] for reason in told]
+        rank = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+        if rank is not None:
+            where = "" if len(set(reasons)) == 1 else f" on rank {rank} ({world.members[rank].host})"
+            refusals[candidate] = reasons[rank] + where
     return refusals

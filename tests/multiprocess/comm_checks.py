@@ -1,0 +1,255 @@
+"""What every communication backend must do, checked by the ranks of a real job; rank 0 prints what was done, as JSON.
+
+Run as `python -m tests.multiprocess.comm_checks (all|death) BACKEND SIZE DEVICE`, without a launcher or under one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import Tensor
+
+from yalis.comm.base import CommBackend, Communicator
+from yalis.comm.choose import choose_backend
+from yalis.launch.join import join
+from yalis.launch.world import World
+
+SIZES = (0, 1, 3, 1000, 65537)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+
+
+class Checks:
+    def __init__(self, world: World, backend: CommBackend, device: torch.device) -> None:
+        self.world, self.backend, self.device = world, backend, device
+        self.all = backend.group("all", range(world.size))
+        self.done = 0
+
+    def draw(self, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What `rank` brings: any rank can say it without asking."""
+        numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * rank + sum(shape)))
+        return (numbers * (1 if dtype.is_floating_point else 1e5)).to(dtype).to(self.device)
+
+    def require(self, holds: bool, what: str) -> None:
+        self.done += 1
+        if not holds:
+            raise AssertionError(what)
+
+    def same_bits(self, x: Tensor, what: str) -> None:
+        """Every rank of the world holds these bytes."""
+        held = hashlib.sha256(x.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        self.require(len(set(self.world.exchange(held))) == 1, f"{what}: ranks hold different bits")
+
+    def sums(self) -> None:
+        ranks = range(self.world.size)
+        for dtype in DTYPES:
+            for size in SIZES:
+                what = f"sum of {size} {dtype}"
+                mine = self.draw(self.world.rank, size, dtype=dtype)
+                exact = torch.stack([self.draw(rank, size, dtype=dtype) for rank in ranks])
+                exact = exact.double().sum(0) if dtype.is_floating_point else exact.sum(0)
+                out = torch.full_like(mine, 7)
+                self.require(self.all.all_reduce(mine, out=out) is out, f"{what}: not in `out`")
+                self.require(torch.equal(mine, self.draw(self.world.rank, size, dtype=dtype)), f"{what}: input written")
+                if dtype.is_floating_point:
+                    # On a CPU low precisions are rounded once, at the end; anything else at every addition.
+                    once = dtype.itemsize == 2 and self.device.type == "cpu"
+                    bound = 0.5 * exact.abs() + 1e-4 if once else self.world.size * (exact.abs() + 4)
+                    self.require(bool(((out.double() - exact).abs() <= torch.finfo(dtype).eps * bound).all()), what)
+                else:
+                    self.require(torch.equal(out, exact.to(dtype)), what)
+                self.same_bits(out, what)
+                self.require(self.all.all_reduce(mine) is mine and torch.equal(mine, out), f"{what}: in place")
+
+    def integers_as_floats(self) -> None:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            x = (torch.arange(4097, device=self.device) % 16 + self.world.rank).to(dtype)
+            n = self.world.size
+            exact = torch.arange(4097, device=self.device) % 16 * n + n * (n - 1) // 2
+            self.require(torch.equal(self.all.all_reduce(x), exact.to(dtype)), f"sums of integers in {dtype}")
+        if self.device.type == "cpu":
+            # 256 + 1 + 1 + ... stays 256 in bfloat16 where every sum is rounded.
+            x = torch.tensor([1.0 if self.world.rank else 256.0], dtype=torch.bfloat16)
+            once = torch.tensor([255.0 + self.world.size]).bfloat16()
+            self.require(torch.equal(self.all.all_reduce(x), once), "low precision was rounded on the way")
+
+    def strided(self) -> None:
+        n, rank = self.world.size, self.world.rank
+        whole = torch.zeros(6, 8, device=self.device)
+        part = whole[:, ::2]
+        part += rank + 1
+        total = n * (n + 1) / 2
+        self.require(self.all.all_reduce(part) is part and bool((whole[:, ::2] == total).all()), "strided sum")
+        self.require(bool((whole[:, 1::2] == 0).all()), "strided sum wrote beside its tensor")
+        out = torch.zeros(8, 6, device=self.device).t()[:, ::2]
+        self.require(bool((self.all.all_reduce(part, out=out) == total * n).all()), "strided out")
+        self.require(bool((self.all.broadcast(part.fill_(rank), source=n - 1) == n - 1).all()), "strided broadcast")
+        self.require(bool((whole[:, 1::2] == 0).all()), "strided broadcast wrote beside its tensor")
+
+    def gathers(self) -> None:
+        ranks = range(self.world.size)
+        for dtype in DTYPES:
+            for shape in ((3,), (2, 3), (2, 3, 5), (0, 4), (1, 70001)):
+                drawn = [self.draw(rank, *shape, dtype=dtype) for rank in ranks]
+                for dim in range(-1, len(shape)):
+                    what = f"all_gather of {dtype} {shape} along {dim}"
+                    joined = self.all.all_gather(drawn[self.world.rank], dim)
+                    self.require(torch.equal(joined, torch.cat(drawn, dim)), what)
+        turned = [self.draw(rank, 5, 3).t() for rank in ranks]
+        joined = self.all.all_gather(turned[self.world.rank], 0)
+        self.require(torch.equal(joined, torch.cat(turned, 0)), "strided all_gather")
+
+    def scatters(self) -> None:
+        n, rank = self.world.size, self.world.rank
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            for shape, dim in (((2 * n,), 0), ((3, 5 * n), -1), ((n, 3, 2), 0), ((2, n, 3), 1), ((0, n), 1)):
+                total = torch.stack([self.draw(r, *shape, dtype=dtype).double() for r in range(n)]).sum(0)
+                width = shape[dim] // n
+                want = total.narrow(dim, rank * width, width).to(dtype)
+                got = self.all.reduce_scatter(self.draw(rank, *shape, dtype=dtype), dim)
+                bound = {"rtol": 1e-4, "atol": 1e-5} if dtype != torch.bfloat16 else {"rtol": n * 2**-7, "atol": 2**-4}
+                close = torch.allclose(got.double(), want.double(), **bound)
+                self.require(got.shape == want.shape and close, f"reduce_scatter of {dtype} {shape} along {dim}")
+
+    def broadcasts(self) -> None:
+        for source in range(self.world.size):
+            for dtype in (*DTYPES, torch.uint8, torch.bool):
+                for size in SIZES:
+                    x = self.draw(self.world.rank, size, dtype=torch.int64).to(dtype)
+                    got = self.all.broadcast(x, source)
+                    want = self.draw(source, size, dtype=torch.int64).to(dtype)
+                    self.require(got is x and torch.equal(x, want), f"broadcast of {size} {dtype} from {source}")
+
+    def messages(self) -> None:
+        n, rank = self.world.size, self.world.rank
+        after, before = (rank + 1) % n, (rank - 1) % n
+        if self.device.type == "cuda":  # a channel is made by both of its ends
+            if rank == 0:
+                self.all.send(torch.zeros(1, device=self.device), after)
+            self.all.recv(torch.zeros(1, device=self.device), before)
+            if rank != 0:
+                self.all.send(torch.zeros(1, device=self.device), after)
+        # Everyone sends first, more than any buffer on the way holds, and nobody is stuck.
+        for size in (*SIZES, 1 << 20):
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                self.all.send(self.draw(rank, size, dtype=dtype), after)
+                got = self.all.recv(torch.empty(size, dtype=dtype, device=self.device), before)
+                self.require(torch.equal(got, self.draw(before, size, dtype=dtype)), f"message of {size} {dtype}")
+        # Several under way keep their order, strided ones too.
+        for i in range(6):
+            self.all.send(torch.full((3, 4), float(10 * rank + i), device=self.device).t(), after)
+        for i in range(6):
+            got = self.all.recv(torch.empty(6, 4, device=self.device)[::2].t(), before)
+            self.require(bool((got == 10 * before + i).all()), f"message {i} of several")
+
+    def long_backlog(self) -> None:
+        """A sender far ahead of its receiver is held back, and everything arrives."""
+        if self.world.rank == 0:
+            for i in range(50):
+                self.all.send(torch.full((30000,), float(i), device=self.device), 1)
+        elif self.world.rank == 1:
+            time.sleep(0.2)
+            for i in range(50):
+                got = self.all.recv(torch.empty(30000, device=self.device), 0)
+                self.require(bool((got == i).all()), f"message {i} of a long backlog")
+        self.all.barrier()
+
+    def delivery_without_help(self) -> None:
+        """A large message arrives though its sender never calls again."""
+        if self.world.rank == 0:
+            self.all.send(torch.ones(1 << 21, device=self.device), 1)
+        elif self.world.rank == 1:
+            got = self.all.recv(torch.empty(1 << 21, device=self.device), 0)
+            self.require(bool((got == 1).all()), "a large message")
+        self.world.exchange(None)
+
+    def grid(self) -> None:
+        """Rows and columns of a grid beside the whole, their calls interleaved."""
+        if self.world.size != 4:
+            return
+        row, col = divmod(self.world.rank, 2)
+        across = self.backend.group(f"row {row}", [2 * row, 2 * row + 1])
+        down = self.backend.group(f"column {col}", [col, col + 2])
+        for turn in range(20):
+            x = torch.full((257,), float(self.world.rank + turn), device=self.device)
+            self.require(bool((across.all_reduce(x.clone()) == 4 * row + 1 + 2 * turn).all()), "sum over a row")
+            self.require(bool((down.all_reduce(x.clone()) == 2 * col + 2 + 2 * turn).all()), "sum over a column")
+            self.require(bool((self.all.all_reduce(x.clone()) == 6 + 4 * turn).all()), "sum over all, between others")
+            self.require(down.all_gather(x[:1]).tolist() == [col + turn, col + 2 + turn], "gather over a column")
+        self.require((across.rank, across.size, down.rank) == (col, 2, row), "places in a row and a column")
+        turned = self.backend.group("the other way round", [3, 2, 1, 0])
+        self.require(turned.rank == 3 - self.world.rank, "place in a reordered group")
+        gathered = turned.all_gather(torch.tensor([self.world.rank], device=self.device))
+        self.require(gathered.tolist() == [3, 2, 1, 0], "order of a reordered group")
+
+    def alone(self) -> None:
+        one: Communicator = self.backend.group(f"alone {self.world.rank}", [self.world.rank])
+        self.require(one.size == 1 and one.all_reduce(torch.ones(2)).tolist() == [1, 1], "a group of one")
+
+    def no_default_group(self) -> None:
+        self.require(not torch.distributed.is_initialized(), "torch.distributed has a default group")
+
+
+def lose_a_rank(checks: Checks) -> None:
+    """The last rank is killed amid collectives; rank 0 says when it heard of that, and what the world makes of it."""
+    x = torch.ones(1000)
+    checks.all.all_reduce(x)
+    start = time.monotonic()
+    if checks.world.rank == checks.world.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            checks.all.all_reduce(x)
+    except Exception as error:
+        told = {
+            "raised": type(error).__name__,
+            "after": time.monotonic() - start,
+            "cause": str(checks.world.explain(error)),
+        }
+    if checks.world.rank == 0:
+        print(json.dumps(told), flush=True)
+
+
+def run_all(checks: Checks) -> None:
+    times = {}
+    for check in (
+        checks.no_default_group,
+        checks.sums,
+        checks.integers_as_floats,
+        checks.strided,
+        checks.gathers,
+        checks.scatters,
+        checks.broadcasts,
+        checks.messages,
+        checks.long_backlog,
+        checks.delivery_without_help,
+        checks.grid,
+        checks.alone,
+    ):
+        start = time.monotonic()
+        check()
+        times[check.__name__] = round(time.monotonic() - start, 2)
+    done = checks.world.exchange(checks.done)
+    if checks.world.rank == 0:
+        print(json.dumps({"backend": checks.backend.name, "checks": done, "seconds": times}), flush=True)
+
+
+def main() -> None:
+    job, name, size, kind = sys.argv[1:]
+    torch.set_num_threads(1)
+    world = join(int(size), [__spec__.name, *sys.argv[1:]])
+    # A rank whose check fails leaves by its exception, and the watch ends the others.
+    device = torch.device(kind)
+    backend = choose_backend(name, world, device)(world, device)
+    {"all": run_all, "death": lose_a_rank}[job](Checks(world, backend, device))
+    backend.close()
+    world.close()
+
+
+if __name__ == "__main__":
+    main()
