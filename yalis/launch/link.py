@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import select
 import socket
 import struct
 import sys
 import time
+import weakref
 from typing import Any, Protocol
 
 from yalis.errors import YalisFailure
@@ -53,6 +55,7 @@ class Link:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(sock)
+        _close_in_forks(self)
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
 
@@ -108,6 +111,11 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in receive()
         self._socket.close()
 
+    def abandon(self) -> None:
+        """Let go of the connection in this process only; a fork's parent keeps it."""
+        self._lost = self._lost or LinkLost(f"the link to {self.peer} is another process's", self.peer)
+        self._socket.close()
+
     def _complete(self) -> bool:
         if len(self._buffer) < _HEADER.size:
             return False
@@ -135,6 +143,23 @@ class Link:
 
     def _reason(self, lost: LinkLost) -> YalisFailure:
         return (self.guard.explain(lost) if self.guard else None) or lost
+
+
+_open: weakref.WeakSet[Link] | None = None
+
+
+def _close_in_forks(link: Link) -> None:
+    """A forked child that held a copy of a rank's connections would keep the rank alive in the others' eyes."""
+    global _open
+    if _open is None:
+        _open = weakref.WeakSet()
+        os.register_at_fork(after_in_child=_close_all)
+    _open.add(link)
+
+
+def _close_all() -> None:
+    for link in _open or ():
+        link.abandon()
 
 
 def keep_alive(sock: socket.socket) -> None:

@@ -57,17 +57,27 @@ class LocalRanks:
 
     def stop(self, grace: float) -> None:
         """Wait for all to end on their own, then make them; none is left when this returns."""
-        for end, seconds in ((None, grace), ("terminate", 1.0), ("kill", 10.0)):
-            running = [process for process in self.processes.values() if process.poll() is None]
-            if end:
-                for process in running:
-                    getattr(process, end)()
-            deadline = time.monotonic() + seconds
-            for process in running:
-                try:
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    break  # the time was for all of them
+        try:
+            if not self._wait(grace):
+                self._signal(signal.SIGTERM)
+                self._wait(1.0)
+        finally:  # a Ctrl-C while waiting cuts it short
+            self._signal(signal.SIGKILL)
+            self._wait(10.0)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes.values():
+            process.send_signal(number)  # nothing happens to one that has ended
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether all have ended within this time, or before."""
+        deadline = time.monotonic() + seconds
+        try:
+            for process in self.processes.values():
+                process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

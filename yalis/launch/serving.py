@@ -28,7 +28,8 @@ def serving(world: World) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            world.explain(error)  # does not return if another rank's death is behind this
+            if not world.over:
+                world.explain(error)  # does not return if another rank's death is behind this
             if not world.over:
                 world.fail(first_line(error))
                 raise

@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,12 +41,13 @@ class World:
         """`controls` go from rank 0 to each rank, and from those to rank 0. A kept world outlives close()."""
         self.rank, self.members = rank, members
         self._controls = controls or {}
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._watch, self._local, self._kept = watch, local, kept
         self._own_failure: str | None = None
         self._pid = os.getpid()
         self._closed = False
-        for link in self._controls.values():
-            link.guard = self
+        for peer, link in self._controls.items():
+            link.guard, link.peer = self, self.name(peer)
         if watch:
             watch.start()
             atexit.register(self._at_exit)
@@ -163,7 +165,7 @@ class World:
         try:
             if self._watch:
                 self._watch.close()
-            for link in self._controls.values():
+            for link in (*self._controls.values(), *self._links):
                 link.close()
         finally:
             if self._local:
@@ -209,6 +211,7 @@ class World:
                 continue
             link.peer, link.guard, link.limit = self.name(hello[1]), self, MAX_FRAME
             links[hello[1]] = link
+            self._links.add(link)
         return {rank: links[rank] for rank in followers}
 
     def _follow(self, leader: int, port: int, secret: str) -> Link:
@@ -222,6 +225,7 @@ class World:
             )
             raise self.explain(failure) or failure from error
         link = Link(sock, self.name(leader), self)
+        self._links.add(link)
         link.send([secret, self.rank])
         return link
 

@@ -1,0 +1,172 @@
+"""What the ranks of test_launch_*.py do: `python -m tests.multiprocess.launch_rank SCENARIO SIZE [TIMEOUT]`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+from yalis.errors import YalisError
+from yalis.launch import rendezvous
+from yalis.launch.environment import find_place
+from yalis.launch.join import join
+from yalis.launch.serving import serving
+from yalis.launch.world import World
+
+
+def show(**values: object) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def show_members(world: World) -> None:
+    show(pids=[member.pid for member in world.members])
+
+
+def talk(world: World) -> None:
+    """Values to all, and links in two groups; then once more over a second set of links."""
+    values = world.exchange({"rank": world.rank, "text": "ä" * 1000})
+    leader = 0 if world.rank < 2 else 2
+    answers = []
+    for _ in range(2):
+        links = world.links(leader)
+        if world.rank == leader:
+            for rank, link in links.items():
+                link.send(["to", rank, "x" * 300_000])
+            answers += [[rank, link.receive()] for rank, link in links.items()]
+        else:
+            message = links[leader].receive()
+            links[leader].send([message[1], len(message[2]), list(links)])
+        for link in links.values():
+            link.close()
+    empty = world.links(None)
+    everyone = world.exchange(answers)
+    print(f"printed by rank {world.rank}", flush=True)
+    if world.rank == 0:
+        members = [[m.rank, m.host, m.node, m.local_rank, m.address] for m in world.members]
+        show(ranks=[value["rank"] for value in values], answers=everyone, members=members, empty=empty)
+
+
+def wait(world: World) -> None:
+    """Rank 0 is inside the world, the others are busy."""
+    world.phase = "loading the model"
+    world.exchange(None)
+    if world.rank == 0:
+        show_members(world)
+        world.exchange(None)
+    time.sleep(100)
+
+
+def serve(world: World) -> None:
+    """The others serve rank 0, which does nothing that touches the world for a long time."""
+    links = world.links(0)
+    world.phase = "running"
+    if world.rank:
+        with serving(world):
+            world.exchange(None)
+            links[0].receive()
+        return
+    world.exchange(None)
+    show_members(world)
+    time.sleep(100)
+
+
+def terminated(world: World) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    serve(world)
+
+
+def idle(world: World) -> None:
+    """Rank 0 outlives another's death, knows of it when it asks, and has nothing left of it."""
+    if world.rank:
+        time.sleep(100)
+    world.phase = "idle"
+    show_members(world)
+    time.sleep(6)
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        children = file.read().split()
+    try:
+        world.exchange(None)
+    except YalisError as error:
+        show(failure=str(error), known=world.failure, children=children)
+    world.close()
+    start("exchange", world.size, 30)
+
+
+def exchange(world: World) -> None:
+    everyone = world.exchange(world.rank)
+    if world.rank == 0:
+        show(ranks=everyone)
+
+
+def fail(world: World) -> None:
+    if world.rank == 2:
+        world.fail("no memory left")
+    wait(world)
+
+
+def crash(world: World) -> None:
+    if world.rank == 2:
+        raise ValueError("a bug")
+    wait(world)
+
+
+def crash_serving(world: World) -> None:
+    if world.rank == 2:
+        with serving(world):
+            raise ValueError("a bug")
+    wait(world)
+
+
+def leave(world: World) -> None:
+    """Rank 2 goes home early, which is its right; a later exchange says so."""
+    if world.rank == 2:
+        return
+    if world.rank:
+        with serving(world):
+            world.exchange(1)
+    time.sleep(0.5)
+    assert world.failure is None
+    world.exchange(0)
+
+
+def unclosed(world: World) -> None:
+    """Rank 0 forgets to close."""
+    links = world.links(0)
+    if world.rank:
+        with serving(world):
+            links[0].receive()
+        raise SystemExit(0)
+    show_members(world)
+
+
+def again(world: World) -> None:
+    """A second engine under the same launcher."""
+    world.exchange(1)
+    world.close()
+    second = join(world.size, ["unused"])
+    assert second is world
+    exchange(second)
+
+
+def start(scenario: str, size: int, timeout: float) -> None:
+    rank = find_place().rank
+    if (scenario, rank) == ("absent", 2):
+        time.sleep(100)
+    if (scenario, rank) == ("early", 2):
+        sys.exit(3)
+    if (scenario, rank) == ("version", 2):
+        rendezvous.__version__ = "0.0.0.other"
+    world = join(size, ["tests.multiprocess.launch_rank", scenario, str(size), str(timeout)], timeout)
+    globals()[scenario](world)
+    world.close()
+
+
+if __name__ == "__main__":
+    assert "torch" not in sys.modules
+    try:
+        start(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 30)
+    except YalisError as error:
+        sys.stderr.write(f"yalis[{find_place().rank}]: {error}\n")
+        sys.exit(error.exit_code)

@@ -1,0 +1,99 @@
+"""A rank that dies ends the job: soon, with a sentence, and without leaving anything behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.multiprocess.launch_job import HOST, Job
+
+LAUNCHED = pytest.mark.parametrize("launched", [False, True], ids=["self-started", "launched"])
+DEADLINE = 10.0
+
+
+def ranks(launched: bool, size: int) -> list[int] | None:
+    return list(range(size)) if launched else None
+
+
+def kill(job: Job, rank: int) -> int:
+    pid = int(job.read()["pids"][rank])
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+@LAUNCHED
+def test_a_killed_rank_is_named_by_rank_0(launched: bool) -> None:
+    with Job("wait", 4, ranks=ranks(launched, 4)) as job:
+        pid = kill(job, 2)
+        statuses, _, errors = job.finish(DEADLINE)
+    assert statuses == ([1, 1, -signal.SIGKILL, 1] if launched else [1])
+    known = f"pid {pid}" if launched else f"pid {pid}, killed by SIGKILL"
+    sentence = f"rank 2 on {HOST} ({known}) died while loading the model"
+    said = {line for line in errors.splitlines() if sentence in line}
+    # Under a launcher the watch speaks at once, before the launcher can end rank 0 too.
+    assert said == {f"yalis[0]: {sentence}"} | ({f"yalis: {sentence}"} if launched else set())
+
+
+@LAUNCHED
+def test_rank_0_stuck_elsewhere_is_ended_with_the_sentence(launched: bool) -> None:
+    """As in a collective that never returns."""
+    with Job("serve", 3, ranks=ranks(launched, 3)) as job:
+        begin = time.monotonic()
+        kill(job, 1)
+        statuses, _, errors = job.finish(DEADLINE)
+    assert time.monotonic() - begin < 8
+    assert statuses[0] == 1
+    assert errors.count(f"rank 1 on {HOST}") == 1
+    assert "died while running" in errors
+
+
+@LAUNCHED
+@pytest.mark.parametrize("scenario", ["wait", "serve"])
+def test_everyone_ends_when_rank_0_is_killed(launched: bool, scenario: str) -> None:
+    with Job(scenario, 4, ranks=ranks(launched, 4)) as job:
+        pid = kill(job, 0)
+        statuses, _, errors = job.finish(DEADLINE)
+        assert statuses == [-signal.SIGKILL, 1, 1, 1][: len(statuses)]
+        phase = "loading the model" if scenario == "wait" else "running"
+        assert errors.splitlines() == [f"yalis: rank 0 on {HOST} (pid {pid}) died while {phase}"] * 3
+        if launched:
+            socket.create_server(("127.0.0.1", job.port)).close()  # the port is free again
+
+
+def test_rank_0_killed_before_the_others_arrive() -> None:
+    """They are orphans that nobody would wait for."""
+    with Job("absent", 4) as job:
+        while len(job.left()) < 4:
+            time.sleep(0.02)
+        job.rank0.kill()
+        sleeper = 1  # rank 2 of this scenario never gets as far as to notice
+        deadline = time.monotonic() + DEADLINE
+        while len(job.left()) > sleeper and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(job.left()) == sleeper
+
+
+def test_rank_0_that_is_idle_hears_of_it_when_it_asks_and_can_start_anew() -> None:
+    with Job("idle", 3) as job:
+        pid = kill(job, 2)
+        heard = job.read()
+        assert heard["failure"] == heard["known"] == f"rank 2 on {HOST} (pid {pid}, killed by SIGKILL) died"
+        assert heard["children"] == []  # neither running nor zombies
+        assert job.read() == {"ranks": [0, 1, 2]}
+        assert job.finish(DEADLINE)[0] == [0]
+
+
+@LAUNCHED
+@pytest.mark.parametrize(
+    ("scenario", "sentence"), [("fail", "no memory left"), ("crash", "a bug"), ("crash_serving", "a bug")]
+)
+def test_a_rank_that_cannot_go_on_says_why(scenario: str, sentence: str, launched: bool) -> None:
+    with Job(scenario, 4, ranks=ranks(launched, 4)) as job:
+        statuses, _, errors = job.finish(DEADLINE)
+    assert set(statuses) == {1}
+    assert f"yalis[0]: rank 2 on {HOST}: {sentence}" in errors.splitlines()
+    assert "died" not in errors

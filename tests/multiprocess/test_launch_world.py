@@ -1,0 +1,193 @@
+"""Ranks that meet, talk, and part."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.launch_job import HOST, Job, free_port
+
+LAUNCHED = pytest.mark.parametrize("launched", [False, True], ids=["self-started", "launched"])
+
+
+def run(*args: Any, within: float, **more: Any) -> tuple[list[int], str, str]:
+    with Job(*args, **more) as job:
+        return job.finish(within)
+
+
+def ranks(launched: bool, size: int) -> list[int] | None:
+    return list(range(size)) if launched else None
+
+
+@LAUNCHED
+def test_four_ranks_exchange_values_and_talk_over_links(launched: bool) -> None:
+    with Job("talk", 4, ranks=ranks(launched, 4)) as job:
+        statuses, output, errors = job.finish(20)
+        assert set(statuses) == {0}
+        # what the others print does not mix with results
+        assert output.splitlines()[0] == "printed by rank 0"
+        assert len(output.splitlines()) == 2
+        if not launched:
+            assert sorted(errors.splitlines()) == [f"printed by rank {rank}" for rank in (1, 2, 3)]
+        shown = json.loads(output.splitlines()[1])
+        assert shown["ranks"] == [0, 1, 2, 3]
+        assert shown["answers"] == [[[1, [1, 300_000, [0]]]] * 2, [], [[3, [3, 300_000, [2]]]] * 2, []]
+        assert shown["members"] == [[rank, HOST, 0, rank, "127.0.0.1"] for rank in range(4)]
+        assert shown["empty"] == {}
+
+
+def test_a_second_engine_under_a_launcher_finds_the_same_world() -> None:
+    with Job("again", 3, ranks=[0, 1, 2]) as job:
+        assert job.read() == {"ranks": [0, 1, 2]}
+        assert job.finish(10)[0] == [0, 0, 0]
+
+
+@LAUNCHED
+def test_rank_0_that_forgets_to_close_ends_cleanly(launched: bool) -> None:
+    statuses, _, errors = run("unclosed", 3, ranks=ranks(launched, 3), within=10)
+    assert set(statuses) == {0}
+    assert errors == ""
+
+
+def test_a_rank_that_left_in_good_order_is_no_death() -> None:
+    statuses, _, errors = run("leave", 3, within=15)
+    assert statuses == [1]
+    assert f"rank 2 on {HOST} has already ended" in errors
+    assert "died" not in errors
+
+
+@LAUNCHED
+def test_a_rank_that_never_arrives_is_named(launched: bool) -> None:
+    begin = time.monotonic()
+    statuses, _, errors = run("absent", 4, 2, ranks=[0, 1, 3] if launched else None, within=12)
+    assert 2 < time.monotonic() - begin < 10
+    assert set(statuses) == {1}
+    said = [line for line in errors.splitlines() if "rank 2 of 4 did not arrive" in line and "within 2 s" in line]
+    assert [line.split(":")[0] for line in sorted(said)] == ["yalis[0]", "yalis[1]", "yalis[3]"]
+
+
+def test_a_rank_that_ends_before_it_joins_is_noticed_at_once() -> None:
+    begin = time.monotonic()
+    statuses, _, errors = run("early", 4, within=10)
+    assert time.monotonic() - begin < 5
+    assert statuses == [1]
+    assert f"rank 2 on {HOST} ended before it joined (exit status 3)" in errors
+
+
+def test_a_rank_alone_gives_up_naming_where_rank_0_should_be() -> None:
+    with Job("exchange", 2, 1, ranks=[1]) as job:
+        statuses, _, errors = job.finish(10)
+        assert statuses == [1]
+        assert f"did not reach rank 0 at 127.0.0.1, port {job.port}, within 1 s (Connection refused)" in errors
+
+
+@LAUNCHED
+def test_another_version_is_refused_with_both(launched: bool) -> None:
+    statuses, _, errors = run("version", 3, ranks=ranks(launched, 3), within=10)
+    assert set(statuses) == {1}
+    assert f"rank 2 on {HOST}" in errors
+    assert "runs yalis 0.0.0.other and rank 0" in errors
+
+
+def test_a_second_process_for_a_rank_is_refused() -> None:
+    with Job("exchange", 3, 20, ranks=[0, 1]) as job:
+        deadline = time.monotonic() + 10
+        while connections_to(job.port) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with Job("exchange", 3, 20, ranks=[1], port=job.port) as imitation:
+            statuses, _, errors = imitation.finish(10)
+        assert statuses == [1]
+        assert f"came second: rank 1 is pid {job.processes[1].pid} on {HOST} already" in errors
+        with Job("exchange", 3, 20, ranks=[2], port=job.port) as rest:
+            assert job.read() == {"ranks": [0, 1, 2]}
+            assert job.finish(10)[0] + rest.finish(10)[0] == [0, 0, 0]
+
+
+def connections_to(port: int) -> int:
+    with open("/proc/net/tcp") as file:
+        rows = [line.split() for line in file][1:]
+    return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
+def test_strangers_do_not_disturb() -> None:
+    with Job("exchange", 2, 20, ranks=[0]) as job:
+        silent = reach(job.port)
+        with reach(job.port) as browser:
+            browser.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            browser.settimeout(5)
+            assert b"did not understand" in browser.recv(1000)
+        with reach(job.port) as guest:
+            guest.sendall(b"\0\0\0\x02{}")
+            guest.settimeout(5)
+            assert b"stranger" in guest.recv(1000)
+        with silent, Job("exchange", 2, 20, ranks=[1], port=job.port) as late:
+            assert job.read() == {"ranks": [0, 1]}
+            assert job.finish(10)[0] == late.finish(10)[0] == [0]
+
+
+def reach(port: int) -> socket.socket:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_another_job_at_the_port_is_refused_with_both_names() -> None:
+    with Job("exchange", 2, 20, ranks=[0]) as job:
+        reach(job.port).close()
+        statuses, _, errors = run("exchange", 2, 1, ranks=[1], port=job.port, restart=7, within=10)
+        assert statuses == [1]
+        assert "this is rank 0 of torchrun - restart 0, not of torchrun - restart 7" in errors
+
+
+def test_the_wrong_number_of_ranks_is_refused() -> None:
+    statuses, _, errors = run("exchange", 3, ranks=[0, 1], world=2, within=10)
+    assert statuses == [2, 2]
+    assert "this model is split over 3 ranks and torchrun started 2; type torchrun --nproc-per-node 3" in errors
+
+
+def test_ctrl_c_reaches_rank_0_alone_and_ends_all() -> None:
+    with Job("serve", 3) as job:
+        job.read()
+        os.killpg(job.rank0.pid, signal.SIGINT)
+        statuses, _, errors = job.finish(10)
+        assert statuses == [-signal.SIGINT]
+        assert errors.count("KeyboardInterrupt") == 1
+        assert "died" not in errors
+
+
+def test_ctrl_c_under_a_launcher_is_rank_0s_to_answer() -> None:
+    with Job("serve", 3, ranks=[0, 1, 2]) as job:
+        job.read()
+        for process in reversed(job.processes):
+            os.kill(process.pid, signal.SIGINT)
+        statuses, _, errors = job.finish(10)
+        assert statuses == [-signal.SIGINT, 0, 0]
+        assert errors.count("KeyboardInterrupt") == 1
+
+
+def test_sigterm_under_a_launcher_leaves_rank_0_time_to_close() -> None:
+    with Job("terminated", 3, ranks=[0, 1, 2]) as job:
+        job.read()
+        for process in reversed(job.processes):
+            os.kill(process.pid, signal.SIGTERM)
+            time.sleep(0.1)
+        statuses, _, errors = job.finish(10)
+        assert statuses == [143, 143, 143]
+        assert "died" not in errors
+
+
+def test_a_port_is_free_again() -> None:
+    with Job("talk", 2, ranks=[0, 1]) as job:
+        job.finish(10)
+        socket.create_server(("127.0.0.1", job.port)).close()
+        assert free_port()
