@@ -1,9 +1,10 @@
-"""One Slurm for all tests of this folder."""
+"""One Slurm and one model for all tests of this folder."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tests.launchers.launch import make_model, one_rank_tokens
 from tests.launchers.slurm import Slurm
 
 
@@ -11,3 +12,14 @@ from tests.launchers.slurm import Slurm
 def slurm() -> Iterator[Slurm]:
     with Slurm() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokens(model: str) -> list[list[int]]:
+    """What one rank answers."""
+    return one_rank_tokens(model)

@@ -1,4 +1,4 @@
-"""A real Slurm of one node, for as long as a test needs it."""
+"""A real Slurm, for as long as a test needs it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.multihost.hosts import Hosts
 from tests.system import needs
+from tests.system.processes import environment
 
-CPUS, GPUS = 8, 4  # what the node claims to have, whatever the machine has
+CPUS, GPUS = 8, 4  # what a node claims to have, whatever the machine has
 _START_SECONDS = 30
 
 _CONFIG = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={first}({address})
 SlurmctldPort={controller_port}
 SlurmdPort={node_port}
 SlurmUser=root
@@ -26,9 +28,9 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/controller
-SlurmdSpoolDir={folder}/node
+SlurmdSpoolDir={folder}/node-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldSyslogDebug=quiet
 SlurmdSyslogDebug=quiet
 ProctrackType=proctrack/pgid
@@ -43,25 +45,26 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1
 GresTypes=gpu
 KillWait=2
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} Gres=gpu:{gpus} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
 class Slurm:
-    """munged, slurmctld and slurmd with a key, ports and state folders of their own, beside any the machine has."""
+    """munged, slurmctld and slurmd with a key, ports and state folders of their own, beside any the machine has.
 
-    def __init__(self) -> None:
+    This machine is its one node, or each of `hosts` is a node. Clients run on the first.
+    """
+
+    def __init__(self, hosts: Hosts | None = None) -> None:
         needs.root("starting Slurm")
         self._programs = {name: needs.program(name) for name in ("munged", "slurmctld", "slurmd", "setpriv")}
         for client in ("srun", "sbatch", "sinfo", "scancel", "squeue"):
             needs.program(client)
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket's path has at most 107 characters
         self.folder.chmod(0o755)
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
-            "SLURM_CONF": str(self.folder / "slurm.conf"),
-        }
+        self._environment = environment({"SLURM_CONF": str(self.folder / "slurm.conf")})
+        self._hosts = hosts
+        self.nodes = hosts.names if hosts else [socket.gethostname().split(".")[0]]
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Slurm:
@@ -80,8 +83,8 @@ class Slurm:
     ) -> subprocess.CompletedProcess[str]:
         """A client's command; its output is captured, its exit status left to the caller."""
         return subprocess.run(
-            argv,
-            env={**self.environment, **(env or {})},
+            self._command(0, argv),
+            env={**self._environment, **(env or {})},
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -101,7 +104,7 @@ class Slurm:
         return output.read_text()
 
     def close(self) -> None:
-        if len(self._daemons) == 3:
+        if len(self._daemons) == 2 + len(self.nodes):
             self.run(["scancel", "--signal=KILL", "--full", "--user=root"], timeout=20)
             self.run(["scancel", "--user=root"], timeout=20)
             self._wait_for(lambda: not self.run(["squeue", "--noheader"]).stdout.strip())
@@ -116,49 +119,57 @@ class Slurm:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        for name in ("controller", "node"):
+        for name in ("controller", *(f"node-{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
+        addresses = self._hosts.addresses if self._hosts else ["127.0.0.1"]
         controller_port, node_port = _free_ports(2)
-        host = socket.gethostname().split(".")[0]
-        config = self.folder / "slurm.conf"
-        config.write_text(
-            _CONFIG.format(
-                host=host,
-                folder=self.folder,
-                cpus=CPUS,
-                gpus=GPUS,
-                controller_port=controller_port,
-                node_port=node_port,
-            )
+        text = _CONFIG.format(
+            folder=self.folder,
+            first=self.nodes[0],
+            address=addresses[0],
+            controller_port=controller_port,
+            node_port=node_port,
         )
+        for name, address in zip(self.nodes, addresses, strict=True):
+            text += f"NodeName={name} NodeAddr={address} CPUs={CPUS} Gres=gpu:{GPUS} State=UNKNOWN\n"
+        config = self.folder / "slurm.conf"
+        config.write_text(text)
+        # None are used, but unless a kind is named slurmd looks for one, and ends where it finds none.
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         for gpu in range(GPUS):
             (self.folder / f"gpu{gpu}").touch()
         (self.folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n")
         files = ("socket", "key-file", "pid-file", "seed-file", "log-file")
         self._daemon(
+            0,
             "munged",
             "--foreground",
             "--force",
             *(f"--{file}={self.folder}/munge.{file.split('-')[0]}" for file in files),
         )
         self._wait_for((self.folder / "munge.socket").exists)
-        self._daemon("slurmctld", "-D", "-i", "-f", str(config))
-        self._daemon("slurmd", "-D", "-f", str(config))
-        if not self._wait_for(lambda: self.run(["sinfo", "--noheader", "--format=%T"]).stdout.split() == ["idle"]):
+        self._daemon(0, "slurmctld", "-D", "-i", "-f", str(config))
+        for node in range(len(self.nodes)):
+            self._daemon(node, "slurmd", "-D", "-f", str(config))
+        sinfo = ["sinfo", "--noheader", "--Node", "--format=%T"]
+        if not self._wait_for(lambda: self.run(sinfo).stdout.split() == ["idle"] * len(self.nodes)):
             logs = "".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("*.log")))
             raise RuntimeError(f"Slurm was not ready after {_START_SECONDS} s:\n{logs}")
 
-    def _daemon(self, name: str, *arguments: str) -> None:
+    def _command(self, node: int, argv: Sequence[str]) -> list[str]:
+        return self._hosts.command(node, argv) if self._hosts else list(argv)
+
+    def _daemon(self, node: int, name: str, *arguments: str) -> None:
         """In the foreground, and ended with this process even if that is killed."""
-        log = (self.folder / f"{name}.log").open("wb")
-        with log:
+        argv = [self._programs["setpriv"], "--pdeathsig=TERM", self._programs[name], *arguments]
+        with (self.folder / f"{name}-{self.nodes[node]}.log").open("wb") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    [self._programs["setpriv"], "--pdeathsig=TERM", self._programs[name], *arguments],
-                    env=self.environment,
+                    self._command(node, argv),
+                    env=self._environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

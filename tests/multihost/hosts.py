@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.system import needs
+from tests.system.processes import environment
 
 _SWITCH = "yalis-switch"  # a namespace too, so that deleting namespaces takes the bridge and all links with it
 _LOCK = Path(tempfile.gettempdir()) / "yalis-hosts.lock"
@@ -47,18 +48,17 @@ class Hosts:
         self._names_file.close()
         self._lock.close()
 
+    def command(self, host: int, argv: Sequence[str]) -> list[str]:
+        """What runs `argv` on `host`, where host names are found."""
+        become = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+        enter = [self._ip_program, "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c", become, "sh"]
+        return [*enter, self.names[host], self._names_file.name, *argv]
+
     def run(
         self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """A process on `host`, where host names are found; `env` is added to this process's environment."""
-        enter = [self._ip_program, "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c"]
-        become = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
-        process = subprocess.Popen(
-            [*enter, become, "sh", self.names[host], self._names_file.name, *argv],
-            env={**os.environ, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            **options,
-        )
+        """A process on `host`; it ends with the hosts."""
+        process = subprocess.Popen(self.command(host, argv), env=environment(env), stdin=subprocess.DEVNULL, **options)
         self._started.append(process)
         return process
 

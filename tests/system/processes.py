@@ -1,8 +1,18 @@
-"""What runs on this machine."""
+"""Processes of the tests: what they inherit, and which ones there are."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, less what other tests and an allocation around them left; ranks import this tree's package."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_INTERPRET", "SLURM_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(extra or {})}
 
 
 def commands() -> list[str]:

@@ -1,0 +1,19 @@
+"""A rank without an engine: joins its job, and rank 0 prints who came. Started by launchers: meet.py SIZE"""
+
+import json
+import sys
+
+from yalis.launch.join import join
+
+world = join(int(sys.argv[1]), [])
+squares = world.exchange(world.rank**2)
+links = world.links(0)
+if world.rank == 0:
+    for rank, link in links.items():
+        link.send(["hello", rank])
+    assert [link.receive() for link in links.values()] == squares[1:]
+    print(json.dumps([[member.host, member.node, member.local_rank] for member in world.members]), flush=True)
+else:
+    assert links[0].receive() == ["hello", world.rank]
+    links[0].send(squares[world.rank])
+world.close()
