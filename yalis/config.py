@@ -11,6 +11,7 @@ from yalis.errors import YalisError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOADS = ("auto", "random")
 DEFAULT_MODEL = "smollm2-135m"
+GridShape = tuple[int, int]  # rows and columns of a tensor-parallel group
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,38 @@ class EngineConfig:
     kv_memory: float | None = None  # GiB for the KV cache; None: 2 on a CPU, memory_fraction on a GPU
     memory_fraction: float = 0.9  # of a GPU, for weights and KV cache together
     prefix_reuse: bool = True
-    threads: int | None = None  # CPU threads; None leaves torch's choice
+    threads: int | None = None  # CPU threads of a rank; None: torch's choice, shared among a machine's ranks
+    tp: GridShape = (1, 1)  # tensor parallelism: 4, "2x2" or (2, 2), rows x columns
+    pp: int = 1  # pipeline stages
+    dp: int = 1  # replicas
+    micro_batches: int | None = None  # steps on their way through the stages at a time; None: one for each stage
+    allreduce: str = "auto"  # auto or a communication backend's name
+    ranks_per_node: int | None = None  # pretend that a machine holds so many ranks; None: what is found
+    ranks_per_gpu: int = 1  # several ranks share a GPU only where this says so
+    join_timeout: float = 300.0  # seconds to wait for ranks that have not come
 
     def __post_init__(self) -> None:
         _text("model", self.model)
         _text("device", self.device)
         _text("attention", self.attention)
+        _text("allreduce", self.allreduce)
+        object.__setattr__(self, "tp", _grid(self.tp))
         if self.tokenizer is not None:
             _text("tokenizer", self.tokenizer)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load", self.load, LOADS)
         _one_of("prefix_reuse", self.prefix_reuse, (True, False))
         _whole("load_seed", self.load_seed, 0, 2**63 - 1)
-        for name in ("max_num_seqs", "max_batch_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_batch_tokens", "block_size", "pp", "dp", "ranks_per_gpu"):
             _whole(name, getattr(self, name), 1)
-        for name, most in (("max_model_len", None), ("kv_blocks", None), ("threads", 1024)):
+        optional = {
+            "max_model_len": None,
+            "kv_blocks": None,
+            "threads": 1024,
+            "micro_batches": 1024,
+            "ranks_per_node": None,
+        }
+        for name, most in optional.items():
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1, most)
         if self.block_size & (self.block_size - 1):
@@ -53,6 +71,22 @@ class EngineConfig:
             raise YalisError(f"kv_memory is {self.kv_memory!r}; give a number of GiB above 0")
         if not (_is_number(self.memory_fraction) and 0 < self.memory_fraction <= 1):
             raise YalisError(f"memory_fraction is {self.memory_fraction!r}; give a number above 0 and at most 1")
+        if not (_is_number(self.join_timeout) and 0 < self.join_timeout < math.inf):
+            raise YalisError(f"join_timeout is {self.join_timeout!r}; give a number of seconds above 0")
+
+
+def _grid(value: object) -> GridShape:
+    """4 and "4" are four rows of one column; "2x2" and (2, 2) are two of two."""
+    parts: object = value
+    if isinstance(value, str):
+        parts = [int(part) if part.isdecimal() else part for part in value.lower().split("x")]
+    elif not isinstance(value, (tuple, list)):
+        parts = [value]
+    assert isinstance(parts, (tuple, list))
+    good = all(isinstance(part, int) and not isinstance(part, bool) and part >= 1 for part in parts)
+    if not good or len(parts) not in (1, 2):
+        raise YalisError(f"tp is {value!r}; give a number of ranks such as 4, or rows x columns such as 2x2")
+    return (parts[0], parts[1] if len(parts) == 2 else 1)
 
 
 def _one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:

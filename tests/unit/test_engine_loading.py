@@ -8,6 +8,7 @@ import transformers
 from tests.peak_memory import peak_extra_bytes
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.models.decoder import Decoder
+from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid
 from yalis.spec import read_spec
 
@@ -27,7 +28,7 @@ def test_peak_memory_is_the_model_and_less_than_a_tensor(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     checkpoint = open_checkpoint(str(tmp_path))
     spec = read_spec(checkpoint.config)
-    model = Decoder(spec, Grid(), 128, torch.float32, torch.device("cpu"))  # its pages are not touched yet
+    model = Decoder(spec, Grid(), Stage(), 128, torch.float32, torch.device("cpu"))  # its pages are not touched yet
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     largest = 65_536 * 512 * 4
     assert size > 1.5 * largest

@@ -30,6 +30,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [R] int64, which of the T tokens get logits
     query_lens: tuple[int, ...]  # the same lengths on the host
     context_lens: tuple[int, ...]
+    hidden: Tensor | None = None  # [T, hidden] from the pipeline stage before this one
 
     @property
     def decode_only(self) -> bool:

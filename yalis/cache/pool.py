@@ -25,6 +25,10 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
 
+    @property
+    def nbytes(self) -> int:
+        return self._kv.nbytes
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of the index-th layer held by this rank."""
         return self._kv[index, 0], self._kv[index, 1]

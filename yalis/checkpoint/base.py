@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +62,17 @@ class Checkpoint(ABC):
                 f"{tuple(shape)}; config.json and weights do not belong together"
             )
         return found
+
+    def fingerprint(self) -> str:
+        """Tells apart models that differ in config or in a tensor's name, shape or type; not in the numbers inside."""
+        tensors = sorted((name, *map(str, found.shape), str(found.dtype)) for name, found in self._found())
+        content = json.dumps([self.config, tensors], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def _found(self) -> Iterator[tuple[str, LazyTensor]]:
+        for name in self.names():
+            if (tensor := self.find(name)) is not None:
+                yield name, tensor
 
     @property
     def bytes_read(self) -> int:

@@ -31,7 +31,15 @@ HELP = {
     "kv_memory": "GiB for the KV cache",
     "memory_fraction": "share of a GPU's memory for weights and KV cache together",
     "prefix_reuse": "keep the KV blocks of shared prefixes",
-    "threads": "CPU threads",
+    "threads": "CPU threads of each rank",
+    "tp": "tensor parallelism: a number of ranks, or rows x columns of a grid, such as 2x2",
+    "pp": "pipeline stages",
+    "dp": "replicas of the model, each with its own ranks",
+    "micro_batches": "steps on their way through the pipeline at a time (default: one for each stage)",
+    "allreduce": "auto or a communication backend's name (see `yalis doctor`)",
+    "ranks_per_node": "take so many neighbouring ranks for one machine, whatever is found",
+    "ranks_per_gpu": "ranks that share a GPU",
+    "join_timeout": "seconds to wait for ranks that have not come",
     # SamplingParams
     "max_tokens": "most tokens to generate",
     "min_tokens": "tokens to generate before anything may end the answer",
@@ -62,6 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(serves_ranks=True)
     group = parser.add_argument_group("engine")
     for one in fields(EngineConfig):
         _add(group, one)
@@ -105,7 +114,8 @@ def _add(group: Any, one: Field[Any], shown_defaults: dict[str, Any] | None = No
     default = (shown_defaults or {}).get(one.name, one.default)
     settings: dict[str, Any] = {"dest": one.name, "default": argparse.SUPPRESS, "help": HELP[one.name]}
     if default not in (None, (), False, ""):
-        settings["help"] += f" (default: {default if default is not True else 'on'})"
+        shown = "on" if default is True else "x".join(map(str, default)) if isinstance(default, tuple) else default
+        settings["help"] += f" (default: {shown})"
     if kind == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
     elif kind.startswith("tuple["):
@@ -133,4 +143,4 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-_READERS: dict[str, Callable[[str], Any]] = {"int": whole, "float": number, "str": str}
+_READERS: dict[str, Callable[[str], Any]] = {"int": whole, "float": number, "str": str, "GridShape": str}

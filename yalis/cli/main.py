@@ -15,10 +15,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from yalis import __version__
-from yalis.cli import batch, bench, chat, doctor, generate, models
-from yalis.cli.flags import Parser
+from yalis import __version__, env
+from yalis.cli import batch, bench, chat, doctor, generate, models, plan
+from yalis.cli.flags import Parser, engine_config
 from yalis.errors import YalisError
+from yalis.launch.environment import find_place
 from yalis.log import show_logs
 
 VERBS = {
@@ -26,6 +27,7 @@ VERBS = {
     "chat": (chat, "talk with a model"),
     "batch": (batch, "answer every line of a JSONL file, resuming where it stopped"),
     "bench": (bench, "measure"),
+    "plan": (plan, "what each rank of a split would hold, before anything is loaded"),
     "models": (models, "models with a short name, and the families that can be loaded"),
     "doctor": (doctor, "what is installed and usable here"),
 }
@@ -60,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
             )
         show_logs()
-        run: Callable[[argparse.Namespace], int] = args.run
-        status = run(args)
+        status = _run(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -74,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (YalisError, OSError, MemoryError) as error:
         if debug:
             traceback.print_exc()
-        _complain(_sentence(error))
+        if env.rank() == 0:  # who says it for all
+            _complain(_sentence(error))
         if isinstance(error, OSError):
             _drop_stdout()
         return error.exit_code if isinstance(error, YalisError) else 1
@@ -84,6 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = type(error).__name__
         _complain(f"{name}: {_one_line(error)}; run again with --debug for the traceback", "internal error")
         return 70
+
+
+def _run(args: argparse.Namespace) -> int:
+    """The verb, on the one rank that reads and prints; other ranks of a launcher serve it until it is done."""
+    run: Callable[[argparse.Namespace], int] = args.run
+    if not hasattr(args, "serves_ranks") or find_place().size == 1:
+        return run(args)
+    from yalis.engine.worker import attend
+
+    with attend(engine_config(args)) as first:
+        return run(args) if first else 0
 
 
 def _open_closed_streams() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import torch
 
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
+from yalis.launch.world import World
 
 OLDEST_TORCH = (2, 11)
+#: What CUDA and NCCL take for themselves on a GPU that several ranks share.
+SHARED_GPU_CONTEXT = 2 << 30
 
 
 def torch_is_old() -> bool:
@@ -19,6 +23,53 @@ def torch_is_old() -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """A GPU's allocator has its own exception; the CPU's raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def rank_device(config: EngineConfig, world: World) -> torch.device:
+    """This rank's device; every rank of the world asks at the same time. Ranks of a machine take its GPUs in turn."""
+    if world.size == 1:
+        return resolve_device(config.device)
+    here = [member.rank for member in world.members if member.node == world.members[world.rank].node]
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise YalisError(f"device is {config.device!r}, but there are {world.size} ranks; give auto, cpu or cuda")
+    # A launcher may show a rank all GPUs of its machine or only its own: they are told apart by their names.
+    visible: list[list[str]] = world.exchange(_visible_gpus() if config.device != "cpu" else [])
+    blind = [rank for rank, names in enumerate(visible) if not names]
+    if config.device == "cpu" or (config.device == "auto" and len(blind) == world.size):
+        return resolve_device("cpu")
+    if blind:
+        raise YalisError(f"{world.name(blind[0])} sees no GPU; start ranks where there are GPUs, or give --device cpu")
+    load: Counter[str] = Counter()
+    index = 0
+    for rank in here:
+        free = [i for i, name in enumerate(visible[rank]) if load[name] < config.ranks_per_gpu]
+        if not free:
+            count = len({name for other in here for name in visible[other]})
+            most, needed = count * config.ranks_per_gpu, -(-len(here) // count)
+            raise YalisError(
+                f"{len(here)} ranks run on {world.members[rank].host}, which shows them {count} GPU(s); start at most "
+                f"{most} there, or let ranks share a GPU with --ranks-per-gpu {needed}"
+            )
+        load[visible[rank][free[0]]] += 1
+        if rank == world.rank:
+            index = free[0]
+    return torch.device("cuda", index)
+
+
+def _visible_gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+
+
+def share_threads(config: EngineConfig, world: World, device: torch.device) -> None:
+    """As many CPU threads as were asked for; ranks that compute on one machine's CPU otherwise share its cores."""
+    node = world.members[world.rank].node
+    here = sum(member.node == node for member in world.members)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif device.type == "cpu" and here > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -62,8 +113,12 @@ def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, m
         budget = 2 * 2**30
     else:
         free, total = torch.cuda.mem_get_info(device)
-        # What the allocator keeps cached for activations is already outside `free`.
-        budget = int(free - (1 - config.memory_fraction) * total)
+        if config.ranks_per_gpu == 1:
+            # What the allocator keeps cached for activations is already outside `free`.
+            budget = int(free - (1 - config.memory_fraction) * total)
+        else:  # `free` changes while the others load: count down from an even part instead
+            used = torch.cuda.memory_reserved(device) + SHARED_GPU_CONTEXT
+            budget = int(config.memory_fraction * total / config.ranks_per_gpu - used)
     blocks = min(budget // block_bytes, most_useful)
     if blocks < 1:
         raise YalisError(

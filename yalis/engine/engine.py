@@ -6,16 +6,18 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from yalis.checkpoint.base import Checkpoint
+import torch
+
 from yalis.config import EngineConfig
 from yalis.engine.device import is_out_of_memory
-from yalis.engine.runner import PendingStep, Runner
+from yalis.engine.runner import PendingStep
+from yalis.engine.team import RankReport, RemoteStep, Team
 from yalis.errors import YalisFailure
 from yalis.scheduling.plan import Emitted
 from yalis.scheduling.request import Request
 from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
 from yalis.spec import ModelSpec
-from yalis.types import SamplingParams
+from yalis.types import FinishReason, SamplingParams
 
 
 @dataclass
@@ -31,46 +33,59 @@ class EngineStats:
 
 
 class Engine:
-    """Requests in, tokens out. Knows token ids, never text."""
+    """One replica of a model: requests in, tokens out. Knows token ids, never text."""
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, eos: frozenset[int]) -> None:
-        self.runner = Runner(config, spec, checkpoint, eos)
+    def __init__(self, config: EngineConfig, spec: ModelSpec, team: Team, eos: frozenset[int]) -> None:
+        self.team, self.runner = team, team.runner
+        # On a GPU the host plans the next step while this one runs; a CPU has nothing to overlap with. In a pipeline
+        # there is a step for every stage, and a sequence waits for its token to come back from the last.
+        piped = config.pp > 1
         on_gpu = self.runner.device.type == "cuda"
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_batch_tokens=config.max_batch_tokens,
-                max_model_len=self.runner.max_model_len,
+                max_model_len=team.max_model_len,
                 block_size=config.block_size,
-                # On a GPU the host plans the next step while this one runs; a CPU has nothing to overlap with.
-                max_outstanding=2 if on_gpu else 1,
-                feed_on_device=on_gpu,
+                max_outstanding=config.micro_batches or config.pp if piped else 2 if on_gpu else 1,
+                feed_on_device=on_gpu and not piped,
                 recompute_at=spec.rope.switch_at,
                 prefix_reuse=config.prefix_reuse,
+                spread=piped,
             ),
-            self.runner.num_blocks,
+            team.num_blocks,
         )
         self.eos = eos
         self.stats = EngineStats()
-        self._launched: deque[PendingStep] = deque()
+        self._launched: deque[PendingStep | RemoteStep] = deque()
         self._broken: str | None = None
         self._next_id = 0
 
     @property
+    def device(self) -> torch.device:
+        return self.runner.device
+
+    @property
     def max_model_len(self) -> int:
-        return self.runner.max_model_len
+        return self.team.max_model_len
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._launched)
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Request:
-        """Queue a request; `params.seed` must be set."""
-        request = Request(self._next_id, prompt, params, self.eos)
+    def add(self, prompt: list[int], params: SamplingParams, request_id: int | None = None) -> Request:
+        """Queue a request; `params.seed` must be set. Whoever gives one id gives them all."""
+        request = Request(self._next_id if request_id is None else request_id, prompt, params, self.eos)
         self.scheduler.add(request)
         self._next_id += 1
         self.stats.prompt_tokens += len(prompt)
         return request
+
+    def cancel(self, request_id: int) -> list[Emitted]:
+        return self.scheduler.cancel(request_id)
+
+    def finish(self, request_id: int, reason: FinishReason = "stop") -> bool:
+        return self.scheduler.finish(request_id, reason)
 
     def step(self) -> list[Emitted]:
         """Launch what may be launched, then wait for the oldest step's tokens.
@@ -79,10 +94,16 @@ class Engine:
         """
         if self._broken is not None:
             raise YalisFailure(f"this model stopped working in an earlier step ({self._broken}); load it anew")
+        world = self.team.world
         try:
             return self._step()
         except BaseException as error:
+            # Another rank's end shows here as a collective that broke.
+            if isinstance(error, Exception) and (failure := world.explain(error)) is not None:
+                self._broken = str(failure)
+                raise failure from error
             self._broken = (str(error).strip() or type(error).__name__).splitlines()[0]
+            world.fail(self._broken)
             if is_out_of_memory(error):
                 raise YalisFailure(
                     f"{self.runner.device} ran out of memory in a step; give a smaller --max-batch-tokens, "
@@ -98,7 +119,7 @@ class Engine:
             if plan is None:
                 break
             begin = time.perf_counter()
-            self._launched.append(self.runner.launch(plan))
+            self._launched.append(self.team.launch(plan))
             self.stats.launch_seconds += time.perf_counter() - begin
             self.stats.steps += 1
         if not self._launched:
@@ -110,3 +131,12 @@ class Engine:
         self.stats.output_tokens += sum(item.token is not None for item in emitted)
         self.stats.preemptions = self.scheduler.counters.preemptions
         return emitted
+
+    def reports(self) -> list[RankReport]:
+        """What each rank holds and did."""
+        while self._launched:
+            self.scheduler.commit(self._launched.popleft().result())
+        return self.team.reports()
+
+    def close(self) -> None:
+        self.team.close()

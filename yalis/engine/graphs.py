@@ -82,3 +82,5 @@ def _fill(static: ForwardBatch, batch: ForwardBatch) -> None:
     static.slots.copy_(batch.slots)
     static.context_len.copy_(batch.context_len)
     static.block_tables[:, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+    if static.hidden is not None and batch.hidden is not None:
+        static.hidden.copy_(batch.hidden)

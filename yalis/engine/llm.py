@@ -16,7 +16,13 @@ from yalis.engine.answer import Answer, Progress
 from yalis.engine.device import release_memory
 from yalis.engine.engine import Engine, EngineStats
 from yalis.engine.interrupts import interrupts_held
-from yalis.errors import YalisError
+from yalis.engine.replicas import Replicas
+from yalis.engine.team import Team, agree, agree_on_model, split_of
+from yalis.engine.worker import WORKER, serve_rank
+from yalis.errors import YalisError, first_line
+from yalis.launch.environment import find_place
+from yalis.launch.join import join
+from yalis.parallel.plan import Split
 from yalis.sampling.noise import derive_seed
 from yalis.scheduling.plan import Emitted
 from yalis.spec import ModelSpec, read_spec
@@ -34,6 +40,10 @@ class LLM:
 
     `generate`, `chat` and `stream` run requests to their end; `submit`, `poll` and `cancel` are what they are made of.
     Close it, or use it in a `with` block, to give its memory back. It belongs to one thread.
+
+    With tp, pp or dp above 1 it starts the other ranks itself, unless a launcher (torchrun, srun, mpirun) has: then
+    every rank runs the same script, `LLM(...)` of ranks other than the first returns once the first has closed its own,
+    and their `generate`, `chat` and `stream` give nothing.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
@@ -41,18 +51,48 @@ class LLM:
         if unknown := sorted(set(fields) - known):
             raise YalisError(f"LLM has no argument {unknown[0]!r}; accepted: {', '.join(sorted(known))}")
         self.config = EngineConfig(model=str(model), **fields)
-        checkpoint = open_checkpoint(self.config.model, self.config.load, self.config.load_seed)
-        try:
-            self.spec: ModelSpec = read_spec(checkpoint.config, checkpoint.label)
-            self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint, self.config.tokenizer)
-            eos = (*eos_token_ids(checkpoint), *(self.tokenizer.eos_ids if self.tokenizer is not None else ()))
-            self._engine: Engine | None = Engine(self.config, self.spec, checkpoint, frozenset(eos))
-        finally:
-            checkpoint.close()
         self._requests: dict[int, _Request] = {}
         self._by_sequence: dict[int, tuple[_Request, int]] = {}
         self._done: Results = {}  # of submit(), until a poll() takes them
         self._next_id = 0
+        self.tokenizer: Tokenizer | None = None
+        self._engine: Engine | Replicas | None = None
+        split = split_of(self.config)
+        # Ranks that a launcher started meet first, so that all of them hear what is wrong with the model.
+        self._world = None if find_place().size == 1 else join(split.size, WORKER, self.config.join_timeout)
+        #: 0 for the process that reads requests and gets results
+        self.rank = 0 if self._world is None else self._world.rank
+        if self._world is not None and self.rank > 0:
+            serve_rank(self._world, self.config)
+            return
+        try:
+            self._open(split)
+        except BaseException as error:
+            if self._world is not None:
+                self._world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
+                self._leave()
+            raise
+
+    def _open(self, split: Split) -> None:
+        config = self.config
+        checkpoint = open_checkpoint(config.model, config.load, config.load_seed)
+        try:
+            self.spec: ModelSpec = read_spec(checkpoint.config, checkpoint.label)
+            split.check(self.spec, checkpoint.label)
+            self.tokenizer = load_tokenizer(checkpoint, config.tokenizer)
+            eos = frozenset(
+                (*eos_token_ids(checkpoint), *(self.tokenizer.eos_ids if self.tokenizer is not None else ()))
+            )
+            if self._world is None:
+                self._world = join(split.size, WORKER, config.join_timeout)
+            world = self._world
+            agree(world, config)
+            agree_on_model(world, checkpoint, eos)
+            team = Team(world, config, self.spec, checkpoint, eos)
+            engine = Engine(config, self.spec, team, eos)
+            self._engine = engine if config.dp == 1 else Replicas(engine, world.links(0), config.max_num_seqs)
+        finally:
+            checkpoint.close()
 
     # Whole jobs
 
@@ -63,7 +103,9 @@ class LLM:
         *,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; results are in the order of the prompts."""
+        """Complete every prompt; results are in the order of the prompts. Ranks other than the first get none."""
+        if self.rank > 0:
+            return []
         done: Results = {}
         ids = self._submit_all(prompts, sampling, done)
         try:
@@ -86,6 +128,8 @@ class LLM:
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None) -> Iterator[StreamChunk]:
         """Text as it becomes sure. Leaving the loop early cancels what is unfinished."""
+        if self.rank > 0:
+            return
         news: News = deque()
         ids = self._submit_all(prompts, sampling, {}, news)
         left = {(id, index) for id in ids for index in range(len(self._requests[id].answers))}
@@ -126,7 +170,7 @@ class LLM:
             return
         for answer in request.answers:
             if answer.finish_reason is None:
-                self._apply(self._engine.scheduler.cancel(answer.sequence.id))
+                self._apply(self._engine.cancel(answer.sequence.id))
 
     @property
     def num_unfinished(self) -> int:
@@ -145,10 +189,14 @@ class LLM:
         """Let go of the model and its memory; unfinished requests are dropped."""
         if self._engine is None:
             return
-        device, self._engine = self._engine.runner.device, None
+        engine, self._engine = self._engine, None
         self._requests.clear()
         self._by_sequence.clear()
         self._done.clear()
+        device = engine.device
+        engine.close()
+        self._leave()
+        del engine
         release_memory(device)
 
     def __enter__(self) -> LLM:
@@ -159,7 +207,13 @@ class LLM:
 
     # Inside
 
-    def _running(self) -> Engine:
+    def _leave(self) -> None:
+        """Ranks that we started end with the engine; those of a launcher wait for the next one."""
+        if self._world is not None and find_place().size == 1:
+            self._world.close()
+        self._world = None
+
+    def _running(self) -> Engine | Replicas:
         if self._engine is None:
             raise YalisError("this LLM is closed; make a new one")
         return self._engine
@@ -222,7 +276,7 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         return None, self.tokenizer.encode_chat(list(prompt))  # type: ignore[arg-type]
 
-    def _check(self, tokens: Sequence[Any], sampling: SamplingParams, engine: Engine) -> list[int]:
+    def _check(self, tokens: Sequence[Any], sampling: SamplingParams, engine: Engine | Replicas) -> list[int]:
         """The ids as plain integers, if this model can run them."""
         if not tokens:
             raise YalisError(_EMPTY)
@@ -254,7 +308,7 @@ class LLM:
             answer = request.answers[index]
             if answer.receive(item):
                 # A stop string was found: the scheduler learns it here, one step late.
-                self._running().scheduler.finish(answer.sequence.id, "stop")
+                self._running().finish(answer.sequence.id)
             if request.news is not None:
                 request.news.append((request, index))
             if request.finished:

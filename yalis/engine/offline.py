@@ -112,7 +112,7 @@ class OfflineJob:
                     if llm is None:
                         llm = make_llm()
                         start = time.monotonic()
-                    while len(running) >= WINDOW * llm.config.max_num_seqs:
+                    while len(running) >= WINDOW * llm.config.max_num_seqs * llm.config.dp:
                         advance(llm)
                     try:
                         running[llm.submit(line.prompt, line.sampling)] = line

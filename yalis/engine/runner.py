@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,11 +15,13 @@ from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
-from yalis.engine.device import count_blocks, is_out_of_memory, resolve_device, resolve_dtype
+from yalis.engine.device import count_blocks, is_out_of_memory, resolve_dtype
 from yalis.engine.graphs import DecodeGraphs
 from yalis.errors import YalisError, YalisFailure
+from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
+from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.sampled import Sampled
@@ -48,19 +52,37 @@ class PendingStep:
         )
 
 
-class Runner:
-    """Holds the model, its KV cache and the sampler of one rank."""
+@dataclass
+class StageTimes:
+    """Where a rank's host time went, counted since it was loaded; on a CPU the host computes."""
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, eos: frozenset[int]) -> None:
+    busy: float = 0.0  # computing
+    waiting: float = 0.0  # for the stage before
+
+
+class Runner:
+    """Holds one rank's part of the model, its KV cache and the sampler."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        eos: frozenset[int],
+        device: torch.device,
+        grid: Grid | None = None,
+        stage: Stage | None = None,
+    ) -> None:
         self.spec, self.eos, self.block_size = spec, eos, config.block_size
-        self.device = resolve_device(config.device)
-        self.dtype = resolve_dtype(config.dtype, spec.dtype, self.device)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        grid = Grid()
+        self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
+        self.vocabulary = self.grid.vocabulary(spec.vocab_size)
+        self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
+        self.times = StageTimes()
+        grid = self.grid
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
+        edges = uneven_edges(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
         needs = AttentionNeeds(
-            len(heads), len(kv_heads), spec.head_dim, self.dtype, self.device, config.block_size,
+            len(heads) + sum(edges), len(kv_heads), spec.head_dim, self.dtype, device, config.block_size,
             window=any(spec.windows), softcap=spec.attention_softcap is not None,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
@@ -71,9 +93,9 @@ class Runner:
                 "give at most that"
             )
         try:
-            self.model = Decoder(spec, grid, wanted_len, self.dtype, self.device)
+            self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
-            self.part = range(spec.vocab_size)
+            self.part = self.grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.part, spec.vocab_size, grid.everyone, self.device)
             self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
             self.pool = self._make_pool(config, needs, wanted_len)
@@ -84,10 +106,10 @@ class Runner:
                 f"{checkpoint.label} in {self.dtype} with these settings does not fit the memory of {self.device}; "
                 "give a smaller --kv-blocks, --kv-memory or --max-num-seqs, --dtype bfloat16, or a smaller model"
             ) from error
-        self.caches = [LayerCache(*self.pool.layer(index)) for index in range(spec.num_layers)]
+        self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
         self.graphs = DecodeGraphs(
             lambda batch: self.model(batch, self.caches, self.backend),
-            self.backend.capturable,
+            self.backend.capturable and grid.capturable,
             -(-wanted_len // config.block_size),
         )
         capacity = self.pool.num_blocks * config.block_size
@@ -99,8 +121,13 @@ class Runner:
     def num_blocks(self) -> int:
         return self.pool.num_blocks
 
+    @property
+    def weight_bytes(self) -> int:
+        """What this rank holds of the model."""
+        return sum(x.nbytes for x in self.model.parameters())
+
     def _make_pool(self, config: EngineConfig, needs: AttentionNeeds, max_len: int) -> KVPool:
-        shape = (self.spec.num_layers, config.block_size, needs.num_kv_heads, needs.head_dim)
+        shape = (len(self.model.layers), config.block_size, needs.num_kv_heads, needs.head_dim)
         per_sequence = -(-max_len // config.block_size)
         if self.device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None:
             self._rehearse(config, needs, min(max_len, config.max_batch_tokens))
@@ -119,15 +146,35 @@ class Runner:
         )  # fmt: skip
         rows = min(tokens, config.max_num_seqs)
         batch = self.build([step], logit_rows=range(tokens - rows, tokens))
-        logits = self.model(batch, [LayerCache(*pool.layer(0))] * self.spec.num_layers, self.backend)
+        if not self.stage.first:
+            batch = replace(batch, hidden=torch.zeros(tokens, self.model.hidden, dtype=self.dtype, device=self.device))
+        logits = self.model(batch, [LayerCache(*pool.layer(0))] * len(self.model.layers), self.backend)
+        if not self.stage.last:
+            return
         hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
         sampling = [SamplingRow(hungriest, seed=0, position=0)] * rows
         self.sampler.sample(logits, SamplingBatch.build(sampling, self.part, self.spec.vocab_size, self.device))
 
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Start the step; on a GPU this returns before the tokens are known."""
+    def launch(self, plan: StepPlan) -> PendingStep | None:
+        """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
+        begin = time.perf_counter()
         batch = self.build(plan.sequences)
-        logits = self.graphs.run(batch)
+        ready = time.perf_counter()
+        hidden = self.stage.receive((plan.num_tokens, self.model.hidden), self.dtype, self.device)
+        arrived = time.perf_counter()
+        if hidden is not None:
+            batch = replace(batch, hidden=hidden)
+        out = self.graphs.run(batch)
+        pending = None
+        if self.stage.last:
+            pending = self._sample(plan, out)
+        else:
+            self.stage.pass_on(out.clone())  # a replay's result is overwritten by the next
+        self.times.busy += time.perf_counter() - begin - (arrived - ready)
+        self.times.waiting += arrived - ready
+        return pending
+
+    def _sample(self, plan: StepPlan, logits: Tensor) -> PendingStep:
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
             return PendingStep(plan, None)
@@ -136,6 +183,9 @@ class Runner:
         slots = self._to_device(np.array([step.slot for step in sampling], dtype=np.int64))
         self.last_tokens.index_copy_(0, slots, sampled.tokens.clamp(min=0))
         return PendingStep(plan, sampled)
+
+    def _lay_out(self, rows: list[SamplingRow]) -> SamplingBatch:
+        return SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)
 
     def _sampling_row(self, step: SequenceStep) -> SamplingRow:
         params = step.params

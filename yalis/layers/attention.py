@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from yalis.attention.base import AttentionBackend, AttentionParams, ForwardBatch, LayerCache
 from yalis.kernels.ops import rotate
@@ -25,6 +26,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
         self.num_heads, self.num_kv_heads, self.head_dim = len(heads), len(kv_heads), spec.head_dim
+        self.before, self.behind = uneven_edges(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
         self.params = AttentionParams(spec.attention_scale, spec.windows[layer], spec.attention_softcap)
         pieces = _qkv_pieces(spec, prefix, heads, kv_heads)
         self.qkv = up_linear(grid, pieces, spec.hidden_size, spec.qkv_bias, dtype, device)
@@ -56,7 +58,20 @@ class SelfAttention(nn.Module):
             q, k = rotate(qkv[:, : H + K], *rope).split((H, K), dim=1)
             v = qkv[:, H + K :]
         backend.write(k, v, cache, batch)
-        return self.out(backend.attend(q, cache, batch, shared, self.params).reshape(x.shape[0], H * self.head_dim))
+        if self.before or self.behind:
+            q = pad(q, (0, 0, self.before, self.behind))
+        attended = backend.attend(q, cache, batch, shared, self.params)
+        if self.before or self.behind:
+            attended = attended[:, self.before : self.before + H]
+        return self.out(attended.reshape(x.shape[0], H * self.head_dim))
+
+
+def uneven_edges(heads: range, kv_heads: range, group: int) -> tuple[int, int]:
+    """Query heads missing before and behind these, where a share begins or ends inside a key/value head's group.
+
+    Backends want as many queries for each key/value head; empty ones fill the gap. A lone key/value head has no gap.
+    """
+    return (heads.start % group, -heads.stop % group) if len(kv_heads) > 1 else (0, 0)
 
 
 def _qkv_pieces(spec: ModelSpec, prefix: str, heads: range, kv_heads: range) -> list[Piece]:

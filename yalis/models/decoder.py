@@ -17,9 +17,12 @@ from yalis.layers.mlp import GatedMLP
 from yalis.layers.rotary import Rotary
 from yalis.parallel.embedding import LMHead, VocabEmbedding
 from yalis.parallel.norm import RMSNorm
+from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import ParallelLayer, TensorSource
 from yalis.spec import ModelSpec
+
+EMBEDDING = "model.embed_tokens"
 
 
 class Block(nn.Module):
@@ -58,19 +61,28 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, spec: ModelSpec, grid: Grid, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    """The layers of one pipeline stage, with the embedding on the first and the head on the last."""
+
+    def __init__(
+        self, spec: ModelSpec, grid: Grid, stage: Stage, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.dtype, self.hidden = spec, dtype, len(grid.hidden(spec.hidden_size))
         # Rounded to the compute dtype, as the reference multiplies.
         scale = spec.embed_scale
         self.embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         vocab, hidden = spec.vocab_size, spec.hidden_size
-        self.embedding = VocabEmbedding(grid, "model.embed_tokens", vocab, hidden, dtype, device)
         self.rotary = Rotary(spec.rope, max_len, dtype, device)
-        self.layers = nn.ModuleList(Block(spec, grid, layer, dtype, device) for layer in range(spec.num_layers))
-        self.norm = RMSNorm(grid, "model.norm", hidden, spec.norm_eps, spec.norm_offset, dtype, device)
-        tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead(grid, "lm_head", vocab, hidden, dtype, device, tied)
+        self.embedding = VocabEmbedding(grid, EMBEDDING, vocab, hidden, dtype, device) if stage.first else None
+        layers = stage.layers(spec.num_layers)
+        self.layers = nn.ModuleList(Block(spec, grid, layer, dtype, device) for layer in layers)
+        self.norm: RMSNorm | None = None
+        self.head: LMHead | None = None
+        if stage.last:
+            self.norm = RMSNorm(grid, "model.norm", hidden, spec.norm_eps, spec.norm_offset, dtype, device)
+            tied = self.embedding if spec.tie_embeddings else None
+            name = EMBEDDING if spec.tie_embeddings else "lm_head"
+            self.head = LMHead(grid, name, vocab, hidden, dtype, device, tied)
 
     def load(self, source: TensorSource) -> None:
         """Every layer reads its own slices; `source` never learns which."""
@@ -80,14 +92,23 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], backend: AttentionBackend) -> Tensor:
-        """Logits [R, vocabulary share] of the rows the batch asks for."""
-        x = self.embedding(batch.token_ids)
-        if self.embed_scale is not None:
-            x = x * self.embed_scale
+        """On the last stage logits [R, vocabulary share] of the rows the batch asks for, else hidden states
+
+        for the next, [T, hidden]. They start from the batch's token ids on the first stage, elsewhere from its hidden states.
+        """
+        if self.embedding is not None:
+            x: Tensor = self.embedding(batch.token_ids)
+            if self.embed_scale is not None:
+                x = x * self.embed_scale
+        else:
+            assert batch.hidden is not None, "a later stage starts from hidden states"
+            x = batch.hidden
         rope = self.rotary.rows(batch.rope_rows)
         shared = backend.prepare(batch)
         for block, cache in zip(self.layers, caches, strict=True):
             x = block(x, rope, batch, cache, backend, shared)
+        if self.norm is None or self.head is None:
+            return x
         logits: Tensor = self.head(self.norm(ops.take(x, batch.logit_rows)))
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -18,6 +18,9 @@ from yalis.scheduling.plan import FED, Emitted, SequenceStep, StepOutput, StepPl
 from yalis.scheduling.request import Request
 from yalis.types import FinishReason
 
+#: Tokens of a pipeline's step below which cutting a prompt further costs more than it keeps stages busy.
+SMALLEST_PORTION = 64
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -29,6 +32,7 @@ class SchedulerConfig:
     feed_on_device: bool = False  # a sampled token reaches the next step without passing the host
     recompute_at: int | None = None  # past this length keys are rotated otherwise: a sequence is computed anew there
     prefix_reuse: bool = True
+    spread: bool = False  # cut the work into max_outstanding like portions, so that every stage of a pipeline has one
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_batch_tokens", "max_model_len", "block_size", "max_outstanding"):
@@ -139,12 +143,13 @@ class Scheduler:
             return None
         self._admitting = True
         self._held.clear()
-        budget = self.config.max_batch_tokens
+        turns = self._turns()
+        budget, seats = self._portion(turns) if self.config.spread else (self.config.max_batch_tokens, len(turns))
         steps: list[SequenceStep] = []
         requests: list[Request] = []
         filling: list[bytes] = []
-        for request in self._turns():
-            if budget == 0:
+        for request in turns:
+            if budget == 0 or len(steps) == seats:
                 break
             if self._ready(request):
                 step = self._step(request, budget, filling)
@@ -206,6 +211,15 @@ class Scheduler:
             turns.extend(islice(self._waiting, len(self._free_slots)))
             turns.sort(key=_by_arrival)
         return turns
+
+    def _portion(self, turns: list[Request]) -> tuple[int, int]:
+        """Tokens and sequences for one of max_outstanding steps: its share of what is in flight or could be."""
+        ready = [request for request in turns if not request.pending]
+        flying = [flown.plan for flown in self._in_flight]
+        tokens = sum(request.length - request.planned for request in ready) + sum(plan.num_tokens for plan in flying)
+        sequences = len(ready) + sum(len(plan.sequences) for plan in flying)
+        parts = self.config.max_outstanding
+        return min(max(-(-tokens // parts), SMALLEST_PORTION), self.config.max_batch_tokens), -(-sequences // parts)
 
     def _ready(self, request: Request) -> bool:
         """Whether the request, whose turn it is, has tokens to compute and the blocks to hold them."""

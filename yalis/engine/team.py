@@ -1,0 +1,165 @@
+"""The ranks that run one replica of a model: what they settle before the first step, and how steps reach them."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from yalis.checkpoint.base import Checkpoint
+from yalis.comm.base import CommBackend
+from yalis.comm.choose import choose_backend
+from yalis.config import EngineConfig
+from yalis.engine.device import rank_device, share_threads
+from yalis.engine.runner import PendingStep, Runner
+from yalis.errors import YalisError
+from yalis.launch.link import Link
+from yalis.launch.world import World
+from yalis.parallel.pipeline import Stage
+from yalis.parallel.plan import Grid, Split
+from yalis.scheduling.plan import StepOutput, StepPlan
+from yalis.scheduling.wire import PlanDecoder, PlanEncoder, decode_output, encode_output
+from yalis.spec import ModelSpec
+
+
+def split_of(config: EngineConfig) -> Split:
+    return Split(*config.tp, config.pp, config.dp)
+
+
+def agree(world: World, config: EngineConfig | None) -> EngineConfig | None:
+    """Rank 0's settings, None where it makes no engine; a rank that brought its own must have the same."""
+    ours = _agreed(world, None if config is None else asdict(config))
+    return None if ours is None else EngineConfig(**ours)
+
+
+def agree_on_model(world: World, checkpoint: Checkpoint, eos: frozenset[int] | None) -> frozenset[int]:
+    """The tokens that end a text, which rank 0 knows; every rank must see the same model."""
+    _agreed(world, {"torch": torch.__version__, "the checkpoint's fingerprint": checkpoint.fingerprint()})
+    found = world.exchange(None if eos is None else sorted(eos))[0]
+    return frozenset(found)
+
+
+def _agreed(world: World, facts: dict[str, Any] | None) -> dict[str, Any] | None:
+    facts = json.loads(json.dumps(facts))  # as the others will see them
+    everyone = world.exchange(facts)
+    ours: dict[str, Any] | None = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for name, value in ours.items() if ours is not None and theirs is not None else ():
+            if theirs[name] != value:
+                raise YalisError(
+                    f"the ranks do not agree: {name} is {theirs[name]!r} on {world.name(rank)} and {value!r} on "
+                    f"{world.name(0)}; start every rank with the same command, versions and files"
+                )
+    return ours
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank holds and did."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes: int
+    bytes_read: int  # of the checkpoint
+    busy_seconds: float  # computing, where the host can tell: on a CPU
+    waiting_seconds: float  # for the stage before
+
+
+class RemoteStep:
+    """A step whose tokens another rank samples; `result()` waits for them."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def result(self) -> StepOutput:
+        return decode_output(self._link.receive())
+
+
+class Team:
+    """This rank's part in its replica. The driver launches steps on all of its ranks; the others serve it."""
+
+    def __init__(
+        self, world: World, config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, eos: frozenset[int]
+    ) -> None:
+        """Every rank of the world does this at the same time."""
+        self.world, self.split = world, split_of(config)
+        place = self.split.place(world.rank)
+        device = rank_device(config, world)
+        share_threads(config, world, device)
+        self._comm: CommBackend | None = None
+        grid, stage = Grid(), Stage()
+        if world.size > 1:
+            world.phase = "connecting"
+            self._comm = choose_backend(config.allreduce, world, device)(world, device)
+            grid = Grid.open(self.split, world.rank, self._comm)
+            stage = Stage.open(self.split, world.rank, self._comm)
+        world.phase = "loading the model"
+        self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage)
+        self._bytes_read = checkpoint.bytes_read
+        self.is_driver = world.rank == self.split.driver(place.replica)
+        self._links = world.links(self.split.driver(place.replica)) if world.size > 1 else {}
+        first = self.split.driver(place.replica)
+        ranks = range(first, first + self.split.per_replica)
+        counted = world.exchange([self.runner.num_blocks, self.runner.max_model_len])
+        # A block is the same tokens on every rank, so the rank with the least memory decides.
+        self.num_blocks, self.max_model_len = (min(counted[rank][i] for rank in ranks) for i in (0, 1))
+        self._reporter = self.split.reporter(place.replica)
+        self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
+        world.phase = "running"
+
+    # The driver's side
+
+    def launch(self, plan: StepPlan) -> PendingStep | RemoteStep:
+        """Start the step on every rank."""
+        self._tell(["plan", self._encoder.encode(plan)] if self._links else None)
+        pending = self.runner.launch(plan)
+        return RemoteStep(self._links[self._reporter]) if pending is None else pending
+
+    def reports(self) -> list[RankReport]:
+        """What each rank of this replica holds and did; only while no step is on its way."""
+        self._tell(["report"])
+        return [self._report(), *(RankReport(**link.receive()) for link in self._links.values())]
+
+    def close(self) -> None:
+        """Send the other ranks home."""
+        if self.is_driver and self.world.failure is None:
+            self._tell(["end"])
+        for link in self._links.values():
+            link.close()
+        if self._comm is not None:
+            self._comm.close()
+
+    def _tell(self, message: Any) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+    # The others' side
+
+    def serve(self) -> None:
+        """Run the driver's steps until it is done."""
+        (driver,) = self._links.values()
+        on_gpu = self.runner.device.type == "cuda"
+        unreported: deque[PendingStep] = deque()
+        while True:
+            # A GPU is given the next step before its host waits for the last; on a CPU the tokens are there already.
+            while unreported and not (on_gpu and driver.poll(0)):
+                driver.send(encode_output(unreported.popleft().result()))
+            kind, *rest = driver.receive()
+            if kind == "plan":
+                pending = self.runner.launch(self._decoder.decode(rest[0]))
+                if pending is not None and self.world.rank == self._reporter:
+                    unreported.append(pending)
+            elif kind == "report":
+                driver.send(asdict(self._report()))
+            else:
+                return
+
+    def _report(self) -> RankReport:
+        runner = self.runner
+        return RankReport(
+            self.world.rank, runner.weight_bytes, runner.pool.nbytes, self._bytes_read,
+            runner.times.busy, runner.times.waiting,
+        )  # fmt: skip
