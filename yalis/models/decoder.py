@@ -92,9 +92,9 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], backend: AttentionBackend) -> Tensor:
-        """On the last stage logits [R, vocabulary share] of the rows the batch asks for, else hidden states
+        """Logits [R, vocabulary share] of the rows the batch asks for; before the last stage hidden states [T, hidden].
 
-        for the next, [T, hidden]. They start from the batch's token ids on the first stage, elsewhere from its hidden states.
+        The first stage starts from token ids, the others from the hidden states that the batch carries.
         """
         if self.embedding is not None:
             x: Tensor = self.embedding(batch.token_ids)
