@@ -1,0 +1,133 @@
+"""`yalis plan`: a split in numbers, from a config alone, and the same numbers as the ranks' own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_parallel_memory import NINE_HEADS, Seats
+from yalis.checkpoint.resolve import open_checkpoint
+from yalis.cli.main import main
+from yalis.cli.plan import spell_ranks
+from yalis.config import EngineConfig
+from yalis.engine.runner import Runner
+from yalis.parallel.pipeline import Stage
+from yalis.parallel.plan import Grid, Split
+from yalis.spec import read_spec
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of which only the config is there."""
+    (tmp_path / "config.json").write_text(json.dumps({**NINE_HEADS, "dtype": "bfloat16"}))
+    return tmp_path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(["plan", *map(str, words), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.mark.parametrize(
+    "budget", [{"kv_blocks": 7}, {"kv_memory": 0.001}, {"max_model_len": 64, "max_num_seqs": 3}, {}]
+)
+def test_every_rank_holds_what_was_planned(
+    folder: Path, capsys: pytest.CaptureFixture[str], budget: dict[str, Any]
+) -> None:
+    split = Split(4, 2, 2)
+    words = [word for name, value in budget.items() for word in ("--" + name.replace("_", "-"), value)]
+    told = plan(capsys, "--model", folder, "--tp", "4x2", "--pp", 2, "--device", "cpu", *words)
+    config = EngineConfig(str(folder), load="random", tp=(4, 2), pp=2, device="cpu", **budget)
+    checkpoint = open_checkpoint(config.model, config.load)
+    spec = read_spec(checkpoint.config)
+    assert [rank["rank"] for rank in told["ranks"]] == list(range(split.size))
+    counts = []
+    for rank in told["ranks"]:
+        seats = Seats(rank["rank"])
+        grid, stage = Grid.open(split, seats.rank, seats), Stage.open(split, seats.rank, seats)
+        runner = Runner(config, spec, checkpoint, frozenset(), torch.device("cpu"), grid, stage)
+        assert rank["weight_bytes"] == runner.weight_bytes
+        assert rank["rotary"]["bytes"] == sum(buffer.nbytes for buffer in runner.model.buffers())
+        assert (rank["kv_blocks"], rank["kv_bytes"]) == (runner.num_blocks, runner.pool.nbytes)
+        counts.append(runner.num_blocks)
+    assert told["kv_blocks"] == min(counts)
+
+
+def test_one_object_says_it_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = plan(
+        capsys, "--model", folder, "--tp", "3x2", "--pp", 2, "--dp", 2, "--device", "cuda", "--max-model-len", 50
+    )
+    assert told["split"] == {"rows": 3, "cols": 2, "stages": 2, "replicas": 2, "ranks": 24}
+    assert (told["dtype"], told["max_model_len"], told["block_size"]) == ("bfloat16", 50, 16)
+    assert told["kv_blocks"] is None  # a GPU that is not here decides that
+    assert told["even_weight_bytes"] == told["weight_bytes"] / 12
+    assert told["even_kv_bytes_per_token"] == told["kv_bytes_per_token"] / 6
+    assert told["kv_bytes_per_token"] == 3 * 2 * 3 * 8 * 2
+    last = told["ranks"][-1]
+    assert (last["replica"], last["stage"], last["row"], last["col"]) == (1, 1, 2, 1)
+    assert (last["layers"], last["heads"], last["kv_heads"]) == ([2, 3], [6, 9], [2, 3])
+    assert (last["width"], last["vocabulary"]) == ([68, 101], [210, 251])
+    assert sum(part["bytes"] for part in last["weights"]) == last["weight_bytes"]
+    (head,) = (part for part in last["weights"] if part["name"] == "lm_head")
+    assert (head["copies"], head["repeated_bytes"]) == (2, head["bytes"] / 2)
+
+
+def test_alike_ranks_share_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", str(folder), "--tp", "4", "--dp", "2", "--dtype", "float32", "--kv-blocks", "10"]
+    assert main(["plan", *words, "--device", "cpu"]) == 0
+    title, heads, *lines = capsys.readouterr().out.splitlines()
+    assert title.endswith(" · tp 4 x pp 1 x dp 2 · 8 ranks · float32 · cpu")
+    assert heads.split()[:4] == ["ranks", "layers", "heads", "kv"]
+    # Ranks 1 and 3 have as many heads, but not as much of the vocabulary and the MLP: 251 and 101 are prime.
+    assert [line.split("  ")[0] for line in lines[:4]] == ["0, 4", "1, 5", "2, 6", "3, 7"]
+    assert lines[0].split()[2:7] == ["3", "3", "1", "26", "63"]
+    assert lines[2].split()[2:7] == ["3", "2", "2", "25", "63"]
+    assert "shared key/value matrices 13.5 KiB" not in lines[0]
+    assert "shared key/value matrices 27.0 KiB" in lines[2]
+    assert "  norms: whole, repeated over 4 rows" in lines
+    assert "  shared KV cache: split over 4 rows, heads read by 2 rows" in lines
+    assert lines[-1] == "KV cache of a replica: 10 blocks of 16 tokens, 160 tokens in all"
+
+
+def test_one_rank_repeats_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(folder / "config.json"), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("  nothing")
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--tp 10", "has 9 heads and an MLP width of 101; give 1 to 9 rows"),
+        ("--tp 1x5", "columns that divide it: 1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72"),
+        ("--pp 4", "give pp 1 to 3"),
+        ("--tp 9x36", "give a grid of at most 251 ranks"),
+        ("--tp 2y2", "tp is '2y2'; give a number of ranks such as 4, or rows x columns such as 2x2"),
+        ("--max-model-len 129", "max_model_len is 129, but"),
+        ("--kv-memory 1e-7 --device cuda", "no memory is left for the KV cache"),
+        ("--device tpu", "device is 'tpu'"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    assert main(["plan", "--model", str(folder), *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert sentence in err
+
+
+def test_ranks_are_spelt_short() -> None:
+    assert spell_ranks([0]) == "0"
+    assert spell_ranks([0, 1, 2, 3, 8]) == "0-3, 8"
+    assert spell_ranks(range(0, 20, 2), most=3) == "0, 2, 4, ... (10)"

@@ -1,0 +1,213 @@
+"""Show what each rank of a split would hold, from the model's config alone: no weight is read, no rank started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config
+from yalis.config import EngineConfig
+from yalis.errors import YalisError
+
+if TYPE_CHECKING:
+    from yalis.parallel.memory import Part, RankMemory
+    from yalis.parallel.plan import Split
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Ranks that hold the same amounts."""
+
+    ranks: list[int]
+    memory: RankMemory  # of the first of them
+    kv_blocks: int | None  # None: as many as a GPU has room for
+
+    @property
+    def kv_bytes(self) -> int | None:
+        return None if self.kv_blocks is None else self.kv_blocks * self.memory.kv_block_bytes
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    model: str
+    device: str
+    dtype: str
+    max_model_len: int
+    split: Split
+    whole: RankMemory  # the model on one rank
+    ranks: list[Holding]  # each rank by itself
+
+    @property
+    def even_weight_bytes(self) -> float:
+        return self.whole.weight_bytes / self.split.per_replica
+
+    @property
+    def even_kv_token_bytes(self) -> float:
+        return self.whole.kv_token_bytes / (self.split.rows * self.split.stages)
+
+    @property
+    def kv_blocks(self) -> int | None:
+        """A block is the same tokens on every rank, so the rank with the fewest decides."""
+        counts = [one.kv_blocks for one in self.ranks if one.kv_blocks is not None]
+        return min(counts, default=None)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    add_common_flags(parser, json="print the plan as one object")
+
+
+def run(args: argparse.Namespace) -> int:
+    plan = make_plan(engine_config(args))
+    if args.json:
+        print(json.dumps(_as_json(plan)))
+    else:
+        _print_table(plan)
+    return 0
+
+
+def make_plan(config: EngineConfig) -> SplitPlan:
+    import torch
+
+    from yalis.checkpoint.resolve import open_checkpoint
+    from yalis.engine.device import count_blocks, resolve_device, resolve_dtype
+    from yalis.parallel.memory import rank_memory, whole_memory
+    from yalis.parallel.plan import Split
+    from yalis.spec import read_spec
+
+    checkpoint = open_checkpoint(config.model, load="random")  # of which only the config is read
+    spec = read_spec(checkpoint.config, checkpoint.label)
+    checkpoint.close()
+    split = Split(*config.tp, config.pp, config.dp)
+    split.check(spec, checkpoint.label)
+    max_len = config.max_model_len or spec.max_position
+    if max_len > spec.max_position:
+        raise YalisError(
+            f"max_model_len is {max_len}, but {checkpoint.label} was made for {spec.max_position} positions; "
+            "give at most that"
+        )
+    # A split for GPUs can be planned where there are none.
+    device = torch.device("cuda") if config.device.startswith("cuda") else resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, spec.dtype, device)
+    most_useful = -(-max_len // config.block_size) * config.max_num_seqs
+    depends = device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None
+
+    def hold(rank: int) -> Holding:
+        memory = rank_memory(spec, split, rank, dtype.itemsize, config.block_size, max_len)
+        blocks = None if depends else count_blocks(config, device, memory.kv_block_bytes, most_useful)
+        return Holding([rank], memory, blocks)
+
+    return SplitPlan(
+        checkpoint.label, device.type, str(dtype).removeprefix("torch."), max_len, split,
+        whole_memory(spec, dtype.itemsize, config.block_size, max_len), [hold(rank) for rank in range(split.size)],
+    )  # fmt: skip
+
+
+def group_alike(holdings: Iterable[Holding]) -> list[Holding]:
+    """Ranks with as many of everything, on one line."""
+    found: dict[Any, Holding] = {}
+    for one in holdings:
+        memory = one.memory
+        sizes = tuple(map(len, (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)))
+        known = found.setdefault((sizes, memory.parts()), Holding([], memory, one.kv_blocks))
+        known.ranks.extend(one.ranks)
+    return list(found.values())
+
+
+def _as_json(plan: SplitPlan) -> dict[str, Any]:
+    return {
+        "model": plan.model,
+        "split": {**asdict(plan.split), "ranks": plan.split.size},
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "max_model_len": plan.max_model_len,
+        "block_size": plan.whole.block_size,
+        "kv_blocks": plan.kv_blocks,
+        "weight_bytes": plan.whole.weight_bytes,
+        "even_weight_bytes": plan.even_weight_bytes,
+        "kv_bytes_per_token": plan.whole.kv_token_bytes,
+        "even_kv_bytes_per_token": plan.even_kv_token_bytes,
+        "ranks": [_rank_json(one) for one in plan.ranks],
+    }
+
+
+def _rank_json(one: Holding) -> dict[str, Any]:
+    memory = one.memory
+    spans = {name: getattr(memory, name) for name in ("layers", "heads", "kv_heads", "width", "vocabulary")}
+    return {
+        "rank": one.ranks[0],
+        **asdict(memory.place),
+        **{name: [span.start, span.stop] for name, span in spans.items()},
+        "weight_bytes": memory.weight_bytes,
+        "weights": [_part_json(part) for part in memory.weights],
+        "rotary": _part_json(memory.rotary),
+        "kv_bytes_per_token": memory.kv_token_bytes,
+        "kv_per_block": [_part_json(part) for part in memory.kv_block],
+        "kv_blocks": one.kv_blocks,
+        "kv_bytes": one.kv_bytes,
+    }
+
+
+def _part_json(part: Part) -> dict[str, Any]:
+    return {**asdict(part), "repeated_bytes": part.repeated}
+
+
+def _print_table(plan: SplitPlan) -> None:
+    ranks = "1 rank" if plan.split.size == 1 else f"{plan.split.size} ranks"
+    print(f"{plan.model} · {plan.split} · {ranks} · {plan.dtype} · {plan.device}")
+    heads = ["ranks", "layers", "heads", "kv heads", "MLP width", "vocabulary", "weights GiB", "KV B/token", "KV GiB"]
+    lines: list[list[str]] = []
+    notes: dict[tuple[str, str], None] = {}  # in order, each once
+    for one in group_alike(plan.ranks):
+        memory = one.memory
+        counts = (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)
+        kv = "what is left" if one.kv_bytes is None else f"{one.kv_bytes / _GIB:.3f}"
+        cells = [spell_ranks(one.ranks), *(str(len(part)) for part in counts), f"{memory.weight_bytes / _GIB:.3f}"]
+        repeated = [part for part in memory.parts() if part.copies > 1]
+        notes.update({(part.name, part.held): None for part in repeated})
+        told = ", ".join(_spell_part(part, part in memory.kv_block) for part in repeated) or "nothing"
+        lines.append([*cells, str(memory.kv_token_bytes), kv, told])
+    widths = [max(map(len, column)) for column in zip(heads, *(line[:-1] for line in lines), strict=True)]
+    for line in ([*heads, "held elsewhere too"], *lines):
+        right = [cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True)]
+        print("  ".join([line[0].ljust(widths[0]), *right, line[-1]]))
+    for name, held in notes:
+        print(f"  {name}: {held}")
+    split, whole = plan.split, plan.whole
+    weights, even = whole.weight_bytes / _GIB, plan.even_weight_bytes / _GIB
+    print(
+        f"even shares: weights {weights:.3f} / (tp {split.per_stage} x pp {split.stages}) = {even:.3f} GiB, "
+        f"KV {whole.kv_token_bytes} / (rows {split.rows} x pp {split.stages}) = {plan.even_kv_token_bytes:.0f} B/token"
+    )
+    if plan.kv_blocks is not None:
+        size = whole.block_size
+        print(f"KV cache of a replica: {plan.kv_blocks} blocks of {size} tokens, {plan.kv_blocks * size} tokens in all")
+
+
+def _spell_part(part: Part, is_kv: bool) -> str:
+    """The KV cache has no size of its own, only one for each token."""
+    return f"{part.name} ({part.copies} copies)" if is_kv else f"{part.name} {_spell_bytes(part.bytes)}"
+
+
+def _spell_bytes(count: int) -> str:
+    for unit, size in (("GiB", _GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def spell_ranks(ranks: Sequence[int], most: int = 6) -> str:
+    """0-3, 8: neighbours as one span, and many spans cut short."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    told = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ", ".join(told) if len(told) <= most else ", ".join(told[:most]) + f", ... ({len(ranks)})"

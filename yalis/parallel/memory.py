@@ -1,0 +1,197 @@
+"""What a rank of a split holds, as arithmetic: every part, its bytes, and who else holds the same.
+
+A rank's weights are 1 / (tp * pp) of the model and its KV cache 1 / (rows * pp), plus the parts that are repeated:
+`copies` says on how many ranks of a replica, so that bytes / copies, summed over them, is the model once. Uneven shares
+move bytes between ranks and add none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from yalis.parallel.plan import Grid, Place, Split, share
+from yalis.spec import ModelSpec
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    bytes: int  # on this rank
+    held: str  # how it is split and repeated
+    copies: int = 1  # ranks of a replica that hold these same bytes
+
+    @property
+    def repeated(self) -> float:
+        """This rank's share of what the repetition costs."""
+        return self.bytes * (self.copies - 1) / self.copies
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds once it has loaded; activations come on top."""
+
+    place: Place
+    layers: range
+    heads: range
+    kv_heads: range
+    width: range  # of the MLP
+    vocabulary: range
+    block_size: int
+    weights: tuple[Part, ...]
+    rotary: Part
+    kv_block: tuple[Part, ...]  # one block of the KV cache over all layers of this rank
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.bytes for part in self.weights)
+
+    @property
+    def kv_block_bytes(self) -> int:
+        return sum(part.bytes for part in self.kv_block)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return self.kv_block_bytes // self.block_size
+
+    def parts(self) -> tuple[Part, ...]:
+        return (*self.weights, self.rotary, *self.kv_block)
+
+
+def rank_memory(
+    spec: ModelSpec, split: Split, rank: int, itemsize: int, block_size: int, max_len: int | None = None
+) -> RankMemory:
+    """What `rank` holds in a dtype of `itemsize` bytes; the rotary table has a row for each of `max_len` positions."""
+    place = split.place(rank)
+    grid = Grid(split.rows, split.cols, place.row, place.col)
+    heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
+    layers = share(spec.num_layers, split.stages, place.stage)
+    shares = _Shares(spec, split, place, grid, itemsize, len(layers))
+    tables = 2 if spec.rope.switch_at else 1
+    rows = tables * (max_len or spec.max_position)
+    # A row has a head's cosines and sines, each once per rotated dimension.
+    rotary = Part(
+        "rotary table", rows * 2 * spec.rope.dim * itemsize, _repeated("whole", split.per_replica, "ranks"),
+        split.per_replica,
+    )  # fmt: skip
+    return RankMemory(
+        place, layers, heads, kv_heads,
+        width=grid.width(spec.intermediate_size),
+        vocabulary=grid.vocabulary(spec.vocab_size),
+        block_size=block_size,
+        weights=tuple(part for part in shares.weights() if part.bytes),
+        rotary=rotary,
+        kv_block=tuple(shares.kv_block(block_size)),
+    )  # fmt: skip
+
+
+def whole_memory(spec: ModelSpec, itemsize: int, block_size: int, max_len: int | None = None) -> RankMemory:
+    """The model on one rank. Its weights over tp * pp and its KV cache over rows * pp are what even shares would be."""
+    return rank_memory(spec, Split(), 0, itemsize, block_size, max_len)
+
+
+class _Shares:
+    """The rules of the split, for the layers of one rank's stage."""
+
+    def __init__(self, spec: ModelSpec, split: Split, place: Place, grid: Grid, itemsize: int, layers: int) -> None:
+        self.spec, self.split, self.place, self.grid = spec, split, place, grid
+        self.itemsize, self.layers = itemsize, layers
+        self.hidden = len(grid.hidden(spec.hidden_size))
+        self.width = len(grid.width(spec.intermediate_size))
+        heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
+        self.queries = len(heads) * spec.head_dim
+        # This rank's key/value heads, counted by the number of rows that hold them.
+        readers = Counter(head for row in range(split.rows) for head in _kv_heads(spec, split, row))
+        self.kv_heads = sorted(Counter(readers[head] for head in kv_heads).items())
+
+    def weights(self) -> Iterator[Part]:
+        yield from self._tables()
+        over_grid = _split(self.split, "rows", "columns")
+        yield self._layered("query and output matrices", 2 * self.queries * self.hidden, over_grid)
+        for rows, count in self.kv_heads:
+            elements = 2 * count * self.spec.head_dim * self.hidden
+            yield self._layered(_shared("key/value matrices", rows), elements, _read_by(over_grid, rows), rows)
+        yield self._layered("MLP matrices", 3 * self.width * self.hidden, over_grid)
+        yield from self._biases()
+        yield from self._norms()
+
+    def kv_block(self, block_size: int) -> Iterator[Part]:
+        """Attention is computed by each column of a row, so each holds the row's keys and values."""
+        cols = self.split.cols
+        for rows, count in self.kv_heads:
+            elements = 2 * count * self.spec.head_dim * block_size
+            held = _repeated(_read_by(_split(self.split, "rows"), rows), cols, "columns")
+            yield self._layered(_shared("KV cache", rows), elements, held, rows * cols)
+
+    def _tables(self) -> Iterator[Part]:
+        """The embedding on the first stage, lm_head on the last; tied they are one matrix where they meet."""
+        first, last = self.place.stage == 0, self.place.stage == self.split.stages - 1
+        size = len(self.grid.vocabulary(self.spec.vocab_size)) * self.spec.hidden_size * self.itemsize
+        held = "vocabulary " + _split(self.split, "rows", "columns")
+        apart = self.spec.tie_embeddings and self.split.stages > 1
+        copies = 2 if apart else 1
+        if first:
+            yield Part("embedding", size, held + (", also on the last stage (tied)" if apart else ""), copies)
+        if last and not (first and self.spec.tie_embeddings):
+            yield Part("lm_head", size, held + (", also on the first stage (tied)" if apart else ""), copies)
+
+    def _biases(self) -> Iterator[Part]:
+        """A bias joins one partial sum only: the first column's going up, the first row's going down."""
+        spec = self.spec
+        if self.place.col == 0:
+            held = _split(self.split, "rows") + _only(self.split.cols, "column")
+            if spec.qkv_bias:
+                yield self._layered("query biases", self.queries, held)
+                for rows, count in self.kv_heads:
+                    elements = 2 * count * spec.head_dim
+                    yield self._layered(_shared("key/value biases", rows), elements, _read_by(held, rows), rows)
+            if spec.mlp_bias:
+                yield self._layered("gate and up biases", 2 * self.width, held)
+        if self.place.row == 0:
+            held = _split(self.split, "columns") + _only(self.split.rows, "row")
+            if spec.out_bias:
+                yield self._layered("output biases", self.hidden, held)
+            if spec.mlp_bias:
+                yield self._layered("down biases", self.hidden, held)
+
+    def _norms(self) -> Iterator[Part]:
+        spec, split = self.spec, self.split
+        count = self.layers * (4 if spec.sandwich_norms else 2) + (self.place.stage == split.stages - 1)
+        # 1 + weight, as Gemma has it, is kept in fp32.
+        size = count * self.hidden * (_FLOAT32 if spec.norm_offset else self.itemsize)
+        yield Part("norms", size, _repeated(_split(split, "columns"), split.rows, "rows"), split.rows)
+        if spec.qk_norm:
+            held = _repeated("whole", split.per_stage, "ranks of a stage")
+            yield self._layered("head norms", 2 * spec.head_dim, held, split.per_stage)
+
+    def _layered(self, name: str, elements: int, held: str, copies: int = 1) -> Part:
+        return Part(name, self.layers * elements * self.itemsize, held, copies)
+
+
+def _kv_heads(spec: ModelSpec, split: Split, row: int) -> range:
+    return Grid(split.rows, split.cols, row).heads(spec.num_heads, spec.num_kv_heads)[1]
+
+
+def _split(split: Split, *axes: str) -> str:
+    degrees = {"rows": split.rows, "columns": split.cols}
+    over = [f"{degrees[axis]} {axis}" for axis in axes if degrees[axis] > 1]
+    return "split over " + " x ".join(over) if over else "whole"
+
+
+def _repeated(held: str, copies: int, over: str) -> str:
+    return f"{held}, repeated over {copies} {over}" if copies > 1 else held
+
+
+def _shared(name: str, rows: int) -> str:
+    return f"shared {name}" if rows > 1 else name
+
+
+def _read_by(held: str, rows: int) -> str:
+    return f"{held}, heads read by {rows} rows" if rows > 1 else held
+
+
+def _only(count: int, line: str) -> str:
+    return f", on the first {line} only" if count > 1 else ""
