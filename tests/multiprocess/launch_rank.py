@@ -119,6 +119,15 @@ def crash_serving(world: World) -> None:
     wait(world)
 
 
+def stuck(world: World) -> None:
+    """Rank 0 leaves while the others are in something that does not end, such as a collective with it."""
+    if world.rank:
+        with serving(world):
+            world.exchange(None)
+            time.sleep(100)
+    world.exchange(None)
+
+
 def leave(world: World) -> None:
     """Rank 2 goes home early, which is its right; a later exchange says so."""
     if world.rank == 2:

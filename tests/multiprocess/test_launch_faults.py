@@ -87,6 +87,12 @@ def test_rank_0_that_is_idle_hears_of_it_when_it_asks_and_can_start_anew() -> No
         assert job.finish(DEADLINE)[0] == [0]
 
 
+@pytest.mark.full
+def test_a_serving_rank_does_not_outlive_rank_0() -> None:
+    with Job("stuck", 3, ranks=[0, 1, 2]) as job:
+        assert job.finish(20)[0] == [0, 1, 1]
+
+
 @LAUNCHED
 @pytest.mark.parametrize(
     ("scenario", "sentence"), [("fail", "no memory left"), ("crash", "a bug"), ("crash_serving", "a bug")]
@@ -96,4 +102,5 @@ def test_a_rank_that_cannot_go_on_says_why(scenario: str, sentence: str, launche
         statuses, _, errors = job.finish(DEADLINE)
     assert set(statuses) == {1}
     assert f"yalis[0]: rank 2 on {HOST}: {sentence}" in errors.splitlines()
+    assert ('raise ValueError("a bug")' in errors) == scenario.startswith("crash")  # where a bug is, its rank says
     assert "died" not in errors

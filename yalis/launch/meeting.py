@@ -43,7 +43,7 @@ def open_meeting(place: Place, timeout: float) -> tuple[socket.socket, Meeting]:
     meeting = _known_meeting(place)
     for port in meeting.ports:
         try:
-            return listen("127.0.0.1" if meeting.host == "127.0.0.1" else "", port), meeting
+            return listen("127.0.0.1" if meeting.host in ("127.0.0.1", "localhost") else "", port), meeting
         except OSError as error:
             reason = error.strerror or str(error)
     ports = ", ".join(map(str, meeting.ports))

@@ -8,9 +8,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from yalis.errors import first_line
+from yalis.errors import YalisError, first_line
 from yalis.launch.watch import LEAVE_S
 from yalis.launch.world import World
+from yalis.log import get_logger
+
+_log = get_logger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -31,6 +34,8 @@ def serving(world: World) -> Iterator[None]:
             if not world.over:
                 world.explain(error)  # does not return if another rank's death is behind this
             if not world.over:
+                if not isinstance(error, YalisError):
+                    _log.exception("%s failed", world.name(world.rank))
                 world.fail(first_line(error))
                 raise
     if asked.is_set():

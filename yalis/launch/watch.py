@@ -106,7 +106,7 @@ class HubWatch(Watch):
 
     def fail(self, sentence: str) -> None:
         self.noticed.set()
-        self._spread(f"{self.members[0]}: {sentence}")
+        self._spread(f"{self.members[0]}: {sentence}", aloud=False)  # whoever calls this has its own words for it
 
     def close(self) -> None:
         """Say goodbye, so that what ends from here on is no death."""
@@ -157,7 +157,8 @@ class HubWatch(Watch):
             self._end_job(self._obituary(rank, lost, self._phases.get(rank) or self.phase, end))
 
     def _end_job(self, sentence: str) -> None:
-        if not self._spread(sentence):
+        # Under a launcher at once: it notices too, and may leave this process no time.
+        if not self._spread(sentence, aloud=self._launched):
             return
         deadline = time.monotonic() + STUCK_S
         if self._local:
@@ -168,11 +169,11 @@ class HubWatch(Watch):
                 say(sentence)
             os._exit(1)
 
-    def _spread(self, sentence: str) -> bool:
+    def _spread(self, sentence: str, aloud: bool) -> bool:
         if not self._set_failure(sentence):
             return False
-        if self._launched:
-            say(sentence)  # at once: a launcher that notices too may leave this process no time
+        if aloud:
+            say(sentence)
         for link in self._links.values():
             self._send(link, {"failed": sentence})
         return True

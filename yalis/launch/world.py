@@ -20,6 +20,7 @@ from yalis.launch.member import Member
 from yalis.launch.watch import HubWatch, SpokeWatch, Watch
 
 _EXPLAIN_S = 3.0  # the watch hears of a death within milliseconds
+_PEERS_FAULT = (YalisFailure, RuntimeError, OSError)  # what links, torch's and MPI's collectives raise
 _LINK_S = 60.0
 _GRACE_S = 8.0  # for self-started ranks to end on their own
 
@@ -142,7 +143,7 @@ class World:
 
     def explain(self, error: BaseException) -> YalisFailure | None:
         """What ended the job, if `error` follows from it; waits a little for that to become known."""
-        if not self._watch or isinstance(error, KeyboardInterrupt) or self._closed:
+        if not self._watch or self._closed or not isinstance(error, _PEERS_FAULT):
             return None
         peer = error.peer if isinstance(error, LinkLost) else None
         self._watch.wait(peer, _EXPLAIN_S)
