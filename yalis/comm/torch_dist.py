@@ -28,6 +28,9 @@ dist: Any = torch.distributed  # whose stubs lack the process group classes
 PATIENCE = timedelta(minutes=30)
 # How many sent tensors may be under way before a further send waits for the oldest.
 BACKLOG = 8
+# Up to how many bytes in all a rank sends the same message to every other one itself.
+SHORT = 256 << 10
+MESSAGE_TAG, EXCHANGE_TAG = 0, 1
 
 
 class TorchGroup(ContiguousGroup):
@@ -60,18 +63,46 @@ class TorchGroup(ContiguousGroup):
 
 
 class GlooGroup(TorchGroup):
-    """A group of CPU ranks. Gloo's ring sums each element on one rank and passes it on: all have the same bits."""
+    """A group of CPU ranks.
+
+    Gloo passes everything around a ring, which for short messages is mostly waiting for the next rank: those go from
+    every rank to every rank at once. All have the same bits either way, since a short sum is taken in order of rank
+    everywhere, and the ring sums each element on one rank and passes it on.
+    """
 
     capturable = False
 
+    def _sum(self, x: Tensor) -> None:
+        if not self._short(x):
+            return super()._sum(x)
+        parts = torch.empty((self.size, *x.shape), dtype=x.dtype)
+        self._exchange(x, parts)
+        torch.add(parts[0], parts[1], out=x)
+        for part in parts[2:]:
+            x += part
+
+    def _gather(self, x: Tensor, parts: Tensor) -> None:
+        (self._exchange if self._short(x) else super()._gather)(x, parts)
+
+    def _short(self, x: Tensor) -> bool:
+        return x.nbytes * (self.size - 1) <= SHORT
+
+    def _exchange(self, x: Tensor, parts: Tensor) -> None:
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        works = [self._group.recv([parts[peer]], peer, EXCHANGE_TAG) for peer in peers]
+        works += [self._group.send([x], peer, EXCHANGE_TAG) for peer in peers]
+        parts[self.rank] = x
+        for work in works:
+            work.wait()
+
     def _post(self, x: Tensor, to: int) -> None:
-        self._sent.append((self._group.send([x], to, 0), x))
+        self._sent.append((self._group.send([x], to, MESSAGE_TAG), x))
         # Gloo's handles do not say whether they are complete; they can only be waited for.
         while len(self._sent) > BACKLOG:
             self._sent.popleft()[0].wait()
 
     def _await(self, x: Tensor, source: int) -> None:
-        self._group.recv([x], source, 0).wait()
+        self._group.recv([x], source, MESSAGE_TAG).wait()
 
     def barrier(self) -> None:
         self._group.barrier().wait()
