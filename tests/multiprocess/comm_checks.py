@@ -187,6 +187,19 @@ class Checks:
         gathered = turned.all_gather(torch.tensor([self.world.rank], device=self.device))
         self.require(gathered.tolist() == [3, 2, 1, 0], "order of a reordered group")
 
+    def captured(self) -> None:
+        """A recorded sum sums again at every replay."""
+        if not self.all.capturable:
+            return
+        x = torch.ones(1000, device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.all.all_reduce(x)
+        x.fill_(1)
+        for _ in range(3):
+            graph.replay()
+        self.require(bool((x == self.world.size**3).all()), "replayed sums")
+
     def alone(self) -> None:
         one: Communicator = self.backend.group(f"alone {self.world.rank}", [self.world.rank])
         self.require(one.size == 1 and one.all_reduce(torch.ones(2)).tolist() == [1, 1], "a group of one")
@@ -229,6 +242,7 @@ def run_all(checks: Checks) -> None:
         checks.long_backlog,
         checks.delivery_without_help,
         checks.grid,
+        checks.captured,
         checks.alone,
     ):
         start = time.monotonic()

@@ -57,7 +57,8 @@ class TorchGroup(ContiguousGroup):
         options.rootRank, options.rootTensor = source, 0
         _finish(self._group.broadcast([x], options))
 
-    def close(self) -> None:
+    def close(self, broken: bool) -> None:
+        """Let go; `broken` when some rank is gone."""
         self._sent.clear()
         self._group = None
 
@@ -152,12 +153,12 @@ class NcclGroup(TorchGroup):
         self.all_reduce(torch.zeros(1, device=self._device))
         torch.cuda.current_stream(self._device).synchronize()
 
-    def close(self) -> None:
-        for group in [*self._channels.values(), self._group]:
-            if group is not None:
-                group.abort()  # unlike a shutdown, this does not wait for ranks that are gone
+    def close(self, broken: bool) -> None:
+        # Leaving waits for the others, so all go through the channels in one order, and nobody waits for a dead rank.
+        for group in [*(self._channels[key] for key in sorted(self._channels)), self._group]:
+            group.abort() if broken else group.shutdown()
         self._channels.clear()
-        super().close()
+        super().close(broken)
 
 
 class TorchBackend(CommBackend):
@@ -226,7 +227,7 @@ class TorchBackend(CommBackend):
 
     def close(self) -> None:
         for group in self._groups:
-            group.close()
+            group.close(broken=self.world.failure is not None)
         self._groups.clear()
         self._store = None
 

@@ -1,0 +1,21 @@
+"""The contract of communicators between ranks that share one GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.multiprocess.test_comm_backends import CHECKS, mpirun, run
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("backend", ["torch", "mpi"])
+def test_the_whole_contract(backend: str, size: int) -> None:
+    launcher = mpirun(size) if backend == "mpi" else []
+    done = run(*launcher, *CHECKS, "all", backend, str(size), "cuda:0")
+    assert done.returncode == 0, done.stderr
+    assert min(json.loads(done.stdout)["checks"]) > 300
