@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from yalis.comm.base import SingleRank
+from tests.ranks import run_ranks
+from yalis.comm.base import Communicator, SingleRank
+from yalis.parallel.plan import share
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.noise import uniform
+from yalis.sampling.sampled import Sampled
 from yalis.sampling.sampler import Sampler
 from yalis.types import SamplingParams
 
@@ -53,6 +56,28 @@ def test_tokens_are_those_of_the_cpu_and_of_any_batch(vocab: int) -> None:
     assert tokens == tokens_on("cpu", logits, rows)
     for i in range(54):
         assert tokens_on("cuda", logits[i : i + 1], rows[i : i + 1]) == [tokens[i]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_a_share_each_find_the_tokens_of_one(ranks: int) -> None:
+    vocab, rows = 50_021, mixed_rows(54)
+    logits = torch.randn(54, vocab, generator=torch.Generator().manual_seed(2)).mul_(2).cuda()
+
+    def sample(rank: int, everyone: Communicator) -> Sampled:
+        part = share(vocab, ranks, rank)
+        batch = SamplingBatch.build(rows, part, vocab, "cuda")
+        return Sampler(part, vocab, everyone, "cuda").sample(logits[:, part.start : part.stop], batch)
+
+    run_ranks(ranks, sample)  # one-time set-up of the kernels may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run_ranks(ranks, sample)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = tokens_on("cuda", logits, rows)
+    for each in found:
+        assert each.to_host() == found[0].to_host()
+        assert each.tokens.tolist() == expected
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:

@@ -288,7 +288,7 @@ def test_work_that_no_row_needs_is_not_done(monkeypatch: pytest.MonkeyPatch) -> 
     calls: list[str] = []
     noise = room.gumbel_from
     monkeypatch.setattr(room, "gumbel_from", lambda *a: calls.append("noise") or noise(*a))
-    for name in ("topk", "sort", "exp"):
+    for name in ("topk", "sort", "exp_"):
         plain = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda *a, f=plain, n=name, **k: calls.append(n) or f(*a, **k))
     logits = torch.randn(4, 100)
@@ -303,7 +303,7 @@ def test_work_that_no_row_needs_is_not_done(monkeypatch: pytest.MonkeyPatch) -> 
     assert work(*[plain] * 4) == ["noise"]
     assert work(greedy, plain, greedy, SamplingParams(temperature=1.0, min_p=0.1)) == ["noise"]
     assert work(plain, plain, plain, SamplingParams(temperature=1.0, top_k=3)) == ["topk", "noise"]
-    assert work(greedy, greedy, greedy, SamplingParams(logprobs=1)) == ["topk", "exp"]
+    assert work(greedy, greedy, greedy, SamplingParams(logprobs=1)) == ["topk", "exp_", "sort", "sort"]
 
 
 SOME_PARAMS = st.builds(

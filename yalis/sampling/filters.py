@@ -20,7 +20,7 @@ UNITS = 2.0**40
 _PROBE = 1024
 
 
-def integer_mass(scores: Tensor) -> Tensor:
+def _mass(scores: Tensor) -> Tensor:
     return scores.exp().mul_(UNITS).to(torch.int64)
 
 
@@ -33,7 +33,7 @@ def ranked_threshold(ranked: Tensor, top_k: Tensor, top_p: Tensor | None) -> Ten
     if top_p is None:
         return ranked.gather(1, top_k[:, None] - 1)
     inside = torch.arange(ranked.shape[1], device=ranked.device) < top_k[:, None]
-    mass = integer_mass(ranked) * inside
+    mass = _mass(ranked) * inside
     return _cut(ranked, _before(mass, mass.sum(1), top_p) & inside)
 
 
@@ -44,10 +44,10 @@ def counted_threshold(scores: Tensor, top_k: Tensor, top_p: Tensor | None, reach
     lowest, above = shards.search(scores, None, lambda _: top_k[:, None])
     if top_p is None:
         return lowest
-    mass = integer_mass(scores)
+    mass = _mass(scores)
     better = shards.sum((mass * (scores > lowest)).sum(1, keepdim=True))
     # Of the tokens tied at the boundary, as many count as make up top_k.
-    total = better + (top_k[:, None] - above) * integer_mass(lowest)
+    total = better + (top_k[:, None] - above) * _mass(lowest)
     cut, _ = shards.search(scores, mass, lambda _: top_p[:, None] * total)
     return torch.where(top_p[:, None].isinf(), lowest, cut)
 
@@ -55,16 +55,16 @@ def counted_threshold(scores: Tensor, top_k: Tensor, top_p: Tensor | None, reach
 def top_p_threshold(scores: Tensor, top_p: Tensor, shards: Shards) -> Tensor:
     """The lowest score of the fewest best tokens whose mass reaches `top_p`: [N, W], float64 [N] -> [N, 1]."""
     if shards.several:
-        return shards.search(scores, integer_mass(scores), lambda total: top_p[:, None] * total)[0]
+        return shards.search(scores, _mass(scores), lambda total: top_p[:, None] * total)[0]
     vocab = scores.shape[1]
-    total = integer_mass(scores).sum(1)
+    total = _mass(scores).sum(1)
     if scores.device.type == "cpu" and vocab > 4 * _PROBE:  # partial ranking is several times cheaper than a sort
         ranked = scores.topk(_PROBE).values
-        mass = integer_mass(ranked)
+        mass = _mass(ranked)
         if bool((mass.sum(1) >= top_p * total).all()):
             return _cut(ranked, _before(mass, total, top_p))
     ranked = scores.sort(descending=True).values
-    return _cut(ranked, _before(integer_mass(ranked), total, top_p))
+    return _cut(ranked, _before(_mass(ranked), total, top_p))
 
 
 def _before(mass: Tensor, total: Tensor, top_p: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The rows of a step that report log-probabilities, which are those of the logits before any adjustment.
 
-The sum under the logarithm is one of integers, so it is the same in any batch.
+The sum under the logarithm is taken in integers, so it is exact: the same in any batch, and but for the last bit of a
+float64 under any split.
 
 Shapes: L rows, W this rank's share of the vocabulary, P ranks, n alternatives.
 """
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from yalis.sampling.batch import Report, pick
-from yalis.sampling.filters import UNITS, integer_mass
+from yalis.sampling.filters import UNITS
 from yalis.sampling.sampled import Logprobs
-from yalis.sampling.shards import Shards
+from yalis.sampling.shards import Shards, best
 
 
 class Reporting:
@@ -24,28 +25,28 @@ class Reporting:
 
     def offers(self) -> list[Tensor]:
         """What the ranks have to tell each other first: each row's maximum, and the likeliest tokens."""
-        top, count = self._logits.amax(1, keepdim=True), max(self._report.counts)
+        top, count = best(self._logits)[0], max(self._report.counts)
         return [top, *self._shards.offer_tokens(self._logits, count)] if count else [top]
 
-    def parts(self, places: Tensor, answers: list[Tensor]) -> list[Tensor]:
-        """What they have to tell each other last: the logit of the token chosen here, and this share's mass.
+    def closing(self, places: Tensor, answers: list[Tensor]) -> list[Tensor]:
+        """What they have to tell each other last: the logit of the token chosen here, and the mass of this share.
 
-        places [R, 1] within the share, everyone's offers -> [L, 1], [L, 1]
+        places [R, 1] in the share, everyone's offers -> [L, 1], [L, 1]
         """
         chosen = self._logits.gather(1, pick(places, self._report.where))
-        mass = integer_mass(self._logits - _highest(answers)).sum(1, keepdim=True)
-        return [chosen, mass.double()]
+        mass = (self._logits - _highest(answers)).exp_().mul_(UNITS).to(torch.int64)
+        return [chosen, mass.sum(1, keepdim=True).double()]
 
-    def packed(self, winner: Tensor | None, answers: list[Tensor], parts: list[Tensor]) -> Logprobs:
-        """winner [R, 1]: the rank whose token was chosen; everyone's offers and parts."""
-        chosen, mass = parts
+    def finish(self, answers: list[Tensor], winner: Tensor | None, closing: list[Tensor]) -> Logprobs:
+        """From everyone's offers, the rank whose token was chosen [R, 1] (None: this one), everyone's closing."""
+        chosen, mass = closing
         if winner is not None:
             chosen = chosen.gather(1, pick(winner, self._report.where))
         norm = mass.sum(1, keepdim=True).div_(UNITS).log_().add_(_highest(answers))
-        found = [chosen.double() - norm]
+        found = [chosen - norm]
         if len(answers) > 1:
             values, ids = self._shards.merge(answers[1], answers[2], max(self._report.counts))
-            found += [values.double() - norm, ids.double()]
+            found += [values - norm, ids.double()]
         return Logprobs(torch.cat(found, 1), self._report)
 
 

@@ -21,7 +21,7 @@ from yalis.sampling.drawing import Drawing
 from yalis.sampling.noise import token_words
 from yalis.sampling.reporting import Reporting
 from yalis.sampling.sampled import NO_TOKEN, Sampled
-from yalis.sampling.shards import Shards
+from yalis.sampling.shards import Shards, best
 
 
 class Sampler:
@@ -43,20 +43,20 @@ class Sampler:
         for_draw, for_report = answers[: len(for_draw)], answers[len(for_draw) :]
 
         values, places = self._choose(adjusted, drawing, for_draw)
-        parts = reporting.parts(places, for_report) if reporting is not None else []
-        values, tokens, winner, parts = shards.agree(values, places, *parts)
+        closing = reporting.closing(places, for_report) if reporting is not None else []
+        values, tokens, winner, closing = shards.agree(values, places, *closing)
         # A row of NaN has no best token; what is found there says so when it reaches the host.
         tokens = torch.where(values.isnan(), NO_TOKEN, tokens)[:, 0]
-        return Sampled(tokens, reporting.packed(winner, for_report, parts) if reporting is not None else None)
+        return Sampled(tokens, reporting.finish(for_report, winner, closing) if reporting is not None else None)
 
     def _choose(self, logits: Tensor, drawing: Drawing | None, answers: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The best value of each row in this share, and its place: [R, W] -> [R, 1], [R, 1]."""
         if drawing is None:
-            return _best(logits)
-        drawn_values, drawn_places = _best(drawing.noisy(self._words, answers))
+            return best(logits)
+        drawn_values, drawn_places = best(drawing.noisy(self._words, answers))
         if drawing.rows is None:
             return drawn_values, drawn_places
-        values, places = _best(logits)
+        values, places = best(logits)
         values = values.float().index_copy_(0, drawing.rows, drawn_values)
         return values, places.index_copy_(0, drawing.rows, drawn_places)
 
@@ -76,12 +76,3 @@ def _penalise(flat: Tensor, penalties: Penalties) -> None:
     value = flat.index_select(0, penalties.places)
     value = torch.where(value > 0, value / penalties.repetition, value * penalties.repetition) - penalties.minus
     flat.index_copy_(0, penalties.places, value)
-
-
-def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest score of each row and its place, the first among equals: [R, W] -> [R, 1], [R, 1]."""
-    if scores.device.type != "cpu":
-        places = scores.argmax(1, keepdim=True)
-    else:  # numpy's argmax uses vector instructions and torch's does not: 6 times faster on a CPU.
-        places = torch.from_numpy(scores.float().numpy().argmax(1, keepdims=True))
-    return scores.gather(1, places), places
