@@ -65,10 +65,10 @@ def test_a_rank_that_left_in_good_order_is_no_death() -> None:
 @LAUNCHED
 def test_a_rank_that_never_arrives_is_named(launched: bool) -> None:
     begin = time.monotonic()
-    statuses, _, errors = run("absent", 4, 2, ranks=[0, 1, 3] if launched else None, within=12)
-    assert 2 < time.monotonic() - begin < 10
+    statuses, _, errors = run("absent", 4, 3, ranks=[0, 1, 3] if launched else None, within=12)
+    assert 3 < time.monotonic() - begin < 10
     assert set(statuses) == {1}
-    said = [line for line in errors.splitlines() if "rank 2 of 4 did not arrive" in line and "within 2 s" in line]
+    said = [line for line in errors.splitlines() if "rank 2 of 4 did not arrive" in line and "within 3 s" in line]
     assert [line.split(":")[0] for line in sorted(said)] == ["yalis[0]", "yalis[1]", "yalis[3]"]
 
 
@@ -97,9 +97,7 @@ def test_another_version_is_refused_with_both(launched: bool) -> None:
 
 def test_a_second_process_for_a_rank_is_refused() -> None:
     with Job("exchange", 3, 20, ranks=[0, 1]) as job:
-        deadline = time.monotonic() + 10
-        while connections_to(job.port) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        await_connections(job.port, 2)
         with Job("exchange", 3, 20, ranks=[1], port=job.port) as imitation:
             statuses, _, errors = imitation.finish(10)
         assert statuses == [1]
@@ -109,10 +107,27 @@ def test_a_second_process_for_a_rank_is_refused() -> None:
             assert job.finish(10)[0] + rest.finish(10)[0] == [0, 0, 0]
 
 
-def connections_to(port: int) -> int:
-    with open("/proc/net/tcp") as file:
-        rows = [line.split() for line in file][1:]
-    return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+def test_a_rank_that_dies_while_others_arrive_is_named_to_those_who_come_later() -> None:
+    with Job("exchange", 3, 20, ranks=[0, 1]) as job:
+        await_connections(job.port, 2)
+        job.processes[1].kill()
+        job.processes[1].wait()
+        statuses, _, late = run("exchange", 3, 20, ranks=[2], port=job.port, within=10)
+        statuses += job.finish(10)[0]
+        assert statuses == [1, 1, -signal.SIGKILL]
+        assert f"rank 1 on {HOST} (pid {job.processes[1].pid}) died while ranks were still arriving" in late
+
+
+def await_connections(port: int, count: int) -> None:
+    """Until rank 0 has answered this many, which are two from each rank."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with open("/proc/net/tcp") as file:
+            rows = [line.split() for line in file][1:]
+        if sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows) >= count:
+            break
+        time.sleep(0.05)
+    time.sleep(0.2)
 
 
 def test_strangers_do_not_disturb() -> None:

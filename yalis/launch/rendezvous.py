@@ -22,6 +22,7 @@ from yalis.version import __version__
 
 _MAX_HELLO = 64 << 10  # before anyone has shown who they are
 _PATIENCE_S = 10  # for an answer to a hello
+_LINGER_S = 5  # once the job cannot be, for the others to come and hear why
 CHANNELS = ("control", "watch")
 
 
@@ -48,6 +49,9 @@ class Reception:
         self.links: dict[str, dict[int, Link]] = {channel: {} for channel in CHANNELS}
         self._hellos: dict[int, dict[str, Any]] = {}
         self._unknown: set[Link] = set()
+        self._verdict: str | None = None  # why there will be no job
+        self._condemned: set[int] = set()  # ranks not waited for any more
+        self._deadline = 0.0
         self._server = server
         self._selector = selectors.DefaultSelector()
         server.setblocking(False)
@@ -56,16 +60,18 @@ class Reception:
     def receive_all(self, timeout: float) -> tuple[Member, ...]:
         """Wait for every rank and tell all who is there; on any trouble everyone who came is told why."""
         try:
-            deadline = time.monotonic() + timeout
+            self._deadline = time.monotonic() + timeout
             while self._missing():
-                if time.monotonic() > deadline:
-                    raise YalisFailure(self._absence(timeout))
+                if time.monotonic() > self._deadline:
+                    raise YalisFailure(self._verdict or self._absence(timeout))
                 for key, _ in self._selector.select(min(0.1, timeout)):
                     if isinstance(key.fileobj, Link):
                         self._read(key.fileobj)
                     else:
                         self._accept()
                 self._check_started()
+            if self._verdict:
+                raise YalisFailure(self._verdict)
             members = self._table()
             for rank, link in self.links["control"].items():
                 self._send(rank, link, {"members": [asdict(member) for member in members]})
@@ -84,7 +90,14 @@ class Reception:
             self._server.close()
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(1, self.size) if any(rank not in self.links[name] for name in CHANNELS)]
+        awaited = (rank for rank in range(1, self.size) if rank not in self._condemned)
+        return [rank for rank in awaited if any(rank not in self.links[name] for name in CHANNELS)]
+
+    def _condemn(self, rank: int, sentence: str) -> None:
+        """There is no job without this rank."""
+        self._verdict = self._verdict or sentence
+        self._condemned.add(rank)
+        self._deadline = min(self._deadline, time.monotonic() + _LINGER_S)
 
     def _absence(self, timeout: float) -> str:
         missing = self._missing()
@@ -115,21 +128,26 @@ class Reception:
             rank = next(r for channel in self.links.values() for r, known in channel.items() if known is link)
             hello = self._hellos[rank]
             end = (self.local.ended(rank, 0.3) if self.local else None) or f"pid {hello['pid']}"
-            raise YalisFailure(f"rank {rank} on {hello['host']} ({end}) died while ranks were still arriving")
+            self._condemn(rank, f"rank {rank} on {hello['host']} ({end}) died while ranks were still arriving")
+            self._dismiss(link)
+            return
         self._unknown.remove(link)
         hello = {}
         with contextlib.suppress(LinkLost):
             hello = link.receive()
         if refusal := self._judge(hello, link):
             _answer(link, refusal)
-            self._selector.unregister(link)
-            link.close()
+            self._dismiss(link)
             return
         rank, channel = int(hello["rank"]), str(hello["channel"])
         link.peer, link.limit = f"rank {rank} on {hello['host']}", MAX_FRAME
         self._hellos.setdefault(rank, hello)
         self.links[channel][rank] = link
         _answer(link, {"here": rank})
+
+    def _dismiss(self, link: Link) -> None:
+        self._selector.unregister(link)
+        link.close()
 
     def _judge(self, hello: Any, link: Link) -> dict[str, str] | None:
         """Why this hello is not accepted."""
@@ -140,14 +158,14 @@ class Reception:
             return {"stranger": f"this is rank 0 of {self.meeting.job}, not of {hello['job']}"}
         rank, who = hello["rank"], f"rank {hello['rank']} on {hello['host']} (pid {hello['pid']})"
         if hello["version"] != __version__:
-            raise self._refuse(
-                link,
+            return self._refuse(
+                rank,
                 f"{who} runs yalis {hello['version']} and rank 0 on {socket.gethostname()} runs {__version__}; install "
                 "the same version on every host",
             )
         if hello["size"] != self.size or rank not in range(1, self.size) or hello["channel"] not in CHANNELS:
-            raise self._refuse(
-                link, f"{who} was started as one of {hello['size']} ranks, and rank 0 as one of {self.size}"
+            return self._refuse(
+                rank, f"{who} was started as one of {hello['size']} ranks, and rank 0 as one of {self.size}"
             )
         known = self._hellos.get(rank)
         if rank in self.links[hello["channel"]] or (
@@ -157,11 +175,9 @@ class Reception:
             return {"refused": f"{who} came second: rank {rank} is pid {known['pid']} on {known['host']} already"}
         return None
 
-    def _refuse(self, link: Link, sentence: str) -> YalisFailure:
-        """This one cannot be waited for; everyone hears why."""
-        _answer(link, {"refused": sentence})
-        link.close()
-        return YalisFailure(sentence)
+    def _refuse(self, rank: int, sentence: str) -> dict[str, str]:
+        self._condemn(rank, sentence)
+        return {"refused": sentence}
 
     def _send(self, rank: int, link: Link, message: Any) -> None:
         try:
