@@ -36,6 +36,7 @@ class Case:
     name: str
     config: str  # transformers' config class
     options: dict[str, Any] = field(default_factory=dict)
+    spread: float = 0.25  # of the matrices; more layers amplify rounding, and need less
 
     def build(self, seed: int) -> transformers.PreTrainedModel:
         """A model with every weight drawn wide enough that logits differ and nothing is left at its default."""
@@ -47,7 +48,7 @@ class Case:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 noise = torch.randn(weight.shape, generator=draw)
-                weight.copy_(offset + 0.2 * noise if "norm" in name else 0.25 * noise)
+                weight.copy_(offset + 0.2 * noise if "norm" in name else self.spread * noise)
         model.generation_config.eos_token_id = None
         model.generation_config.bos_token_id = None
         return model

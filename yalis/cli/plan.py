@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config
 from yalis.config import EngineConfig
-from yalis.errors import YalisError
 
 if TYPE_CHECKING:
     from yalis.parallel.memory import Part, RankMemory
@@ -75,7 +74,7 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     import torch
 
     from yalis.checkpoint.resolve import open_checkpoint
-    from yalis.engine.device import count_blocks, resolve_device, resolve_dtype
+    from yalis.engine.device import count_blocks, longest_context, resolve_device, resolve_dtype
     from yalis.parallel.memory import rank_memory, whole_memory
     from yalis.parallel.plan import Split
     from yalis.spec import read_spec
@@ -85,26 +84,21 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     checkpoint.close()
     split = Split(*config.tp, config.pp, config.dp)
     split.check(spec, checkpoint.label)
-    max_len = config.max_model_len or spec.max_position
-    if max_len > spec.max_position:
-        raise YalisError(
-            f"max_model_len is {max_len}, but {checkpoint.label} was made for {spec.max_position} positions; "
-            "give at most that"
-        )
+    max_len = longest_context(config, spec, checkpoint.label)
     # A split for GPUs can be planned where there are none.
     device = torch.device("cuda") if config.device.startswith("cuda") else resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
     most_useful = -(-max_len // config.block_size) * config.max_num_seqs
     depends = device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None
 
-    def hold(rank: int) -> Holding:
-        memory = rank_memory(spec, split, rank, dtype.itemsize, config.block_size, max_len)
-        blocks = None if depends else count_blocks(config, device, memory.kv_block_bytes, most_useful)
-        return Holding([rank], memory, blocks)
-
+    ranks = range(split.size)
+    memories = [rank_memory(spec, split, rank, dtype.itemsize, config.block_size, max_len) for rank in ranks]
+    # The rank whose blocks are largest decides for its replica, and replicas are alike.
+    largest = max(memory.kv_block_bytes for memory in memories)
+    blocks = None if depends else count_blocks(config, device, largest, most_useful)
     return SplitPlan(
         checkpoint.label, device.type, str(dtype).removeprefix("torch."), max_len, split,
-        whole_memory(spec, dtype.itemsize, config.block_size, max_len), [hold(rank) for rank in range(split.size)],
+        whole_memory(spec, dtype.itemsize, config.block_size, max_len), [Holding([rank], memories[rank], blocks) for rank in ranks],
     )  # fmt: skip
 
 

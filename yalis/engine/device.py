@@ -10,6 +10,7 @@ import torch
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.launch.world import World
+from yalis.spec import ModelSpec
 
 OLDEST_TORCH = (2, 11)
 #: What CUDA and NCCL take for themselves on a GPU that several ranks share.
@@ -101,6 +102,16 @@ def resolve_dtype(name: str, preferred: str, device: torch.device) -> torch.dtyp
         name = preferred if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def longest_context(config: EngineConfig, spec: ModelSpec, label: str) -> int:
+    """Positions to make room for: those asked for, or all that the model knows."""
+    wanted = config.max_model_len or spec.max_position
+    if wanted > spec.max_position:
+        raise YalisError(
+            f"max_model_len is {wanted}, but {label} was made for {spec.max_position} positions; give at most that"
+        )
+    return wanted
 
 
 def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, most_useful: int) -> int:

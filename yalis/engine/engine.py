@@ -45,7 +45,7 @@ class Engine:
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_batch_tokens=config.max_batch_tokens,
-                max_model_len=team.max_model_len,
+                max_model_len=self.runner.max_model_len,
                 block_size=config.block_size,
                 max_outstanding=config.micro_batches or config.pp if piped else 2 if on_gpu else 1,
                 feed_on_device=on_gpu and not piped,
@@ -53,7 +53,7 @@ class Engine:
                 prefix_reuse=config.prefix_reuse,
                 spread=piped,
             ),
-            team.num_blocks,
+            self.runner.num_blocks,
         )
         self.eos = eos
         self.stats = EngineStats()
@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        return self.team.max_model_len
+        return self.runner.max_model_len
 
     @property
     def has_work(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,9 +15,9 @@ from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
-from yalis.engine.device import count_blocks, is_out_of_memory, resolve_dtype
+from yalis.engine.device import count_blocks, is_out_of_memory, longest_context, resolve_dtype
 from yalis.engine.graphs import DecodeGraphs
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisFailure
 from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
@@ -72,7 +72,9 @@ class Runner:
         device: torch.device,
         grid: Grid | None = None,
         stage: Stage | None = None,
+        settle: Callable[[int], int] = lambda blocks: blocks,
     ) -> None:
+        """`settle`: from the KV blocks that fit here to those that fit on every rank."""
         self.spec, self.eos, self.block_size = spec, eos, config.block_size
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
         self.vocabulary = self.grid.vocabulary(spec.vocab_size)
@@ -86,19 +88,14 @@ class Runner:
             window=any(spec.windows), softcap=spec.attention_softcap is not None,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
-        wanted_len = config.max_model_len or spec.max_position
-        if wanted_len > spec.max_position:
-            raise YalisError(
-                f"max_model_len is {wanted_len}, but {checkpoint.label} was made for {spec.max_position} positions; "
-                "give at most that"
-            )
+        wanted_len = longest_context(config, spec, checkpoint.label)
         try:
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
             self.part = self.grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.part, spec.vocab_size, grid.everyone, self.device)
             self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
-            self.pool = self._make_pool(config, needs, wanted_len)
+            self.pool = self._make_pool(config, needs, wanted_len, settle)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -126,13 +123,15 @@ class Runner:
         """What this rank holds of the model."""
         return sum(x.nbytes for x in self.model.parameters())
 
-    def _make_pool(self, config: EngineConfig, needs: AttentionNeeds, max_len: int) -> KVPool:
+    def _make_pool(
+        self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
+    ) -> KVPool:
         shape = (len(self.model.layers), config.block_size, needs.num_kv_heads, needs.head_dim)
         per_sequence = -(-max_len // config.block_size)
         if self.device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None:
             self._rehearse(config, needs, min(max_len, config.max_batch_tokens))
         block_bytes = KVPool.block_bytes(*shape, self.dtype)
-        blocks = count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs)
+        blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs))
         layers, block_size, kv_heads, head_dim = shape
         return KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
 

@@ -97,15 +97,18 @@ class Team:
             grid = Grid.open(self.split, world.rank, self._comm)
             stage = Stage.open(self.split, world.rank, self._comm)
         world.phase = "loading the model"
-        self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage)
+        driver = self.split.driver(place.replica)
+        ranks = range(driver, driver + self.split.per_replica)
+
+        def settle(blocks: int) -> int:
+            """A block is the same tokens on every rank, so the one with the least room decides."""
+            everyone = world.exchange(blocks)
+            return min(everyone[rank] for rank in ranks)
+
+        self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, settle)
         self._bytes_read = checkpoint.bytes_read
-        self.is_driver = world.rank == self.split.driver(place.replica)
-        self._links = world.links(self.split.driver(place.replica)) if world.size > 1 else {}
-        first = self.split.driver(place.replica)
-        ranks = range(first, first + self.split.per_replica)
-        counted = world.exchange([self.runner.num_blocks, self.runner.max_model_len])
-        # A block is the same tokens on every rank, so the rank with the least memory decides.
-        self.num_blocks, self.max_model_len = (min(counted[rank][i] for rank in ranks) for i in (0, 1))
+        self.is_driver = world.rank == driver
+        self._links = world.links(driver) if world.size > 1 else {}
         self._reporter = self.split.reporter(place.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
         world.phase = "running"

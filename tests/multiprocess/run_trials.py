@@ -1,0 +1,79 @@
+"""Run by every rank of a launch: one engine after the other, all answers into a file by rank 0.
+
+Each rank folds what must be the same on several ranks into digests: hidden states after every layer, and tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.multiprocess.splits import DRAWN, GREEDY, Trial
+from yalis import LLM
+from yalis.launch.environment import find_place
+from yalis.models.decoder import Block
+from yalis.sampling.sampler import Sampler
+
+
+class Digests:
+    """What this rank has seen of each engine, as hashes."""
+
+    def __init__(self) -> None:
+        self.hidden, self.tokens = hashlib.sha256(), hashlib.sha256()
+        self.steps = 0
+        torch.nn.modules.module.register_module_forward_hook(self._see)
+        sample = Sampler.sample
+
+        def watched(sampler: Sampler, logits: torch.Tensor, batch: Any) -> Any:
+            sampled = sample(sampler, logits, batch)
+            self.tokens.update(sampled.tokens.numpy().tobytes())
+            self.steps += 1
+            return sampled
+
+        Sampler.sample = watched  # type: ignore[method-assign]
+
+    def _see(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, Block):
+            self.hidden.update(output.contiguous().numpy().tobytes())
+
+    def take(self) -> dict[str, Any]:
+        found = {"hidden": self.hidden.hexdigest(), "tokens": self.tokens.hexdigest(), "steps": self.steps}
+        self.hidden, self.tokens, self.steps = hashlib.sha256(), hashlib.sha256(), 0
+        return found
+
+
+def main(plan: Path, out: Path) -> None:
+    rank, digests = find_place().rank, Digests()
+    answers, seen = [], []
+    for fields in json.loads(plan.read_text()):
+        trial = Trial(**fields)
+        with LLM(trial.model, **trial.split, **trial.fields) as llm:
+            if rank == 0:
+                prompts = json.loads((Path(trial.model) / "prompts.json").read_text())
+                answers.append(answer(llm, prompts))
+        seen.append(digests.take())
+    (out / f"rank{rank}.json").write_text(json.dumps({"answers": answers, "seen": seen}))
+
+
+def answer(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
+    """Every prompt greedily and drawn, in one batch; the log-probabilities of the greedy ones in full."""
+    outputs = llm.generate([*prompts, *prompts], [GREEDY] * len(prompts) + DRAWN[: len(prompts)])
+    greedy = outputs[: len(prompts)]
+    counters = getattr(llm._engine, "scheduler", None)
+    return {
+        "tokens": [output.token_ids for output in outputs],
+        "logprobs": [[sorted(step.top.items()) for step in output.logprobs or ()] for output in greedy],
+        "counters": None if counters is None else asdict(counters.counters),
+        "stats": asdict(llm.stats),
+        "cached": [output.metrics.cached_tokens for output in outputs],
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

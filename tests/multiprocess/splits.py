@@ -1,0 +1,70 @@
+"""Which splits are tried on which models: shapes that divide nothing evenly, and every family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.families import CASES, VOCAB, Case
+from yalis import SamplingParams
+
+STEPS = 12
+LENGTHS = (21, 1, 30, 37, 6, 26)
+
+#: By number of ranks: the ways to split a model over them.
+SPLITS: dict[int, list[dict[str, Any]]] = {
+    2: [{"tp": 2}, {"tp": "1x2"}, {"pp": 2}, {"dp": 2}],
+    3: [{"tp": 3}, {"pp": 3}],
+    4: [{"tp": 4}, {"tp": "2x2"}, {"tp": "1x4"}, {"pp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}],
+    5: [{"tp": 5}],
+    8: [{"tp": 8}, {"tp": "2x4"}, {"tp": "4x2"}, {"tp": "2x2", "pp": 2}, {"tp": 2, "pp": 2, "dp": 2}],
+}
+
+
+def widen(case: Case) -> Case:
+    """The case with 5 layers, enough heads for 8 ranks, and an MLP that no number of ranks divides."""
+    if case.config == "Phi3Config":  # whose heads fill the hidden size
+        sizes = {"hidden_size": 128, "num_attention_heads": 8}
+        kv_heads = {4: 8, 2: 4, 1: 1}
+    else:
+        sizes = {"hidden_size": 72, "num_attention_heads": 9, "head_dim": case.options.get("head_dim", 16)}
+        kv_heads = {4: 9, 3: 3, 2: 3, 1: 1}
+    kept = {name: value for name, value in case.options.items() if name != "hidden_size"}
+    sizes["num_key_value_heads"] = kv_heads[case.options.get("num_key_value_heads", 2)]
+    return replace(case, spread=0.15, options={**kept, "num_hidden_layers": 5, "intermediate_size": 83, **sizes})
+
+
+WIDE = [widen(case) for case in CASES]
+
+#: One request for each prompt and each of these, all in one batch.
+GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True, logprobs=VOCAB)
+DRAWN = [
+    SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.8, seed=1),
+    SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.5, top_k=7, seed=2),
+    SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.2, top_p=0.8, seed=3),
+    SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.3, min_p=0.05, seed=4),
+    SamplingParams(
+        max_tokens=STEPS, ignore_eos=True, temperature=1.1, top_k=30, top_p=0.7, seed=5, presence_penalty=0.5
+    ),
+    SamplingParams(max_tokens=STEPS, min_tokens=STEPS, temperature=0.9, top_p=0.95, seed=6, repetition_penalty=1.2),
+]
+
+#: A cache too small for the batch and steps too short for a prompt: everything the scheduler does, happens.
+PRESSED = {
+    "device": "cpu", "dtype": "float32", "block_size": 4, "kv_blocks": 30, "max_batch_tokens": 23, "max_model_len": 50,
+    "max_num_seqs": 7,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One engine in a launch: a model and how it is split."""
+
+    case: str
+    model: str  # its folder
+    split: dict[str, Any]
+    fields: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.case} " + " ".join(f"{degree} {value}" for degree, value in self.split.items())

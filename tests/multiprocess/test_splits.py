@@ -1,0 +1,116 @@
+"""However a model is split, it gives the tokens of one rank, which are transformers'."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families import Reference, make_prompts, make_reference
+from tests.multiprocess.run_trials import answer
+from tests.multiprocess.splits import LENGTHS, PRESSED, SPLITS, STEPS, WIDE, Trial
+from yalis import LLM
+from yalis.config import EngineConfig
+from yalis.engine.team import split_of
+
+ROOT = Path(__file__).parents[2]
+
+
+class Models:
+    """The wide checkpoints with transformers' greedy answers and one rank's drawn ones, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._made: dict[str, tuple[Reference, dict[str, Any]]] = {}
+
+    def find(self, name: str) -> tuple[Reference, dict[str, Any]]:
+        if name not in self._made:
+            case = next(case for case in WIDE if case.name == name)
+            reference = make_reference(case, self.folder, 3, make_prompts(3, LENGTHS, shared=16), STEPS)
+            (reference.path / "prompts.json").write_text(json.dumps(reference.prompts))
+            with LLM(str(reference.path), **PRESSED) as llm:
+                self._made[name] = reference, answer(llm, reference.prompts)
+        return self._made[name]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("wide"))
+
+
+def launch(ranks: int, trials: list[Trial], out: Path) -> list[dict[str, Any]]:
+    """All trials in one launch; what each rank wrote."""
+    plan = out / "plan.json"
+    plan.write_text(json.dumps([asdict(trial) for trial in trials]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(Path(__file__).with_name("run_trials.py")), str(plan), str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def check(trial: Trial, given: dict[str, Any], reference: Reference, alone: dict[str, Any]) -> None:
+    count = len(reference.prompts)
+    assert given["tokens"][:count] == reference.tokens, f"{trial.name}: greedy tokens are not transformers'"
+    assert given["tokens"][count:] == alone["tokens"][count:], f"{trial.name}: drawn tokens are not one rank's"
+    for logits, steps in zip(reference.logits, given["logprobs"], strict=True):
+        found = torch.tensor([[value for _, value in step] for step in steps])
+        worst = (found - logits.log_softmax(1)).abs().max().item()
+        assert worst < 1e-4, f"{trial.name}: log-probabilities off by {worst:.2e}"
+    if given["counters"] is not None:
+        assert min(given["counters"][name] for name in ("chunked_prefills", "preemptions", "prefix_hit_tokens")) > 0
+    assert given["stats"]["preemptions"] > 0
+
+
+def check_ranks(trial: Trial, seen: list[dict[str, Any]]) -> None:
+    """Ranks of one tensor-parallel group chose the same tokens; those of one column hold the same hidden states."""
+    split = split_of(EngineConfig(**trial.split))
+    for first in range(0, len(seen), split.per_stage):
+        group = seen[first : first + split.per_stage]
+        assert len({found["tokens"] for found in group}) == 1, trial.name
+        for column in range(split.cols):
+            assert len({found["hidden"] for found in group[column :: split.cols]}) == 1, trial.name
+
+
+def run(models: Models, ranks: int, chosen: list[tuple[str, dict[str, Any]]], out: Path) -> None:
+    # Replicas share the requests, so each has half the need for memory.
+    fields = [{**PRESSED, **({"kv_blocks": 15} if "dp" in split else {})} for _, split in chosen]
+    trials = [
+        Trial(name, str(models.find(name)[0].path), split, settings)
+        for (name, split), settings in zip(chosen, fields, strict=True)
+    ]
+    everyone = launch(ranks, trials, out)
+    for index, trial in enumerate(trials):
+        check(trial, everyone[0]["answers"][index], *models.find(trial.case))
+        check_ranks(trial, [rank["seen"][index] for rank in everyone])
+
+
+def cover(ranks: int) -> list[tuple[str, dict[str, Any]]]:
+    """Every split with a third of the models, every model with some split of this many ranks."""
+    splits = SPLITS[ranks]
+    return [
+        (case.name, split)
+        for place, split in enumerate(splits)
+        for number, case in enumerate(WIDE)
+        if (number + place) % min(3, max(len(splits), 2)) == 0
+    ]
+
+
+@pytest.mark.parametrize("ranks", SPLITS)
+def test_splits_give_the_tokens_of_one_rank(models, ranks, tmp_path):
+    run(models, ranks, cover(ranks), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", SPLITS)
+@pytest.mark.parametrize("case", [case.name for case in WIDE])
+def test_every_split_of_every_model(models, case, ranks, tmp_path):
+    run(models, ranks, [(case, split) for split in SPLITS[ranks]], tmp_path)
