@@ -96,10 +96,9 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     # The rank whose blocks are largest decides for its replica, and replicas are alike.
     largest = max(memory.kv_block_bytes for memory in memories)
     blocks = None if depends else count_blocks(config, device, largest, most_useful)
-    return SplitPlan(
-        checkpoint.label, device.type, str(dtype).removeprefix("torch."), max_len, split,
-        whole_memory(spec, dtype.itemsize, config.block_size, max_len), [Holding([rank], memories[rank], blocks) for rank in ranks],
-    )  # fmt: skip
+    whole = whole_memory(spec, dtype.itemsize, config.block_size, max_len)
+    holdings = [Holding([rank], memories[rank], blocks) for rank in ranks]
+    return SplitPlan(checkpoint.label, device.type, str(dtype).removeprefix("torch."), max_len, split, whole, holdings)
 
 
 def group_alike(holdings: Iterable[Holding]) -> list[Holding]:

@@ -7,6 +7,7 @@ import operator
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Union
 
 from yalis.checkpoint.resolve import open_checkpoint
@@ -297,8 +298,19 @@ class LLM:
 
     def _advance(self) -> None:
         """One engine step and what follows from it, whole even when Ctrl-C is pressed meanwhile."""
-        with interrupts_held():
-            self._apply(self._running().step())
+        engine = self._running()
+        with interrupts_held(), self._at_work():
+            self._apply(engine.step())
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """A rank that dies while nothing runs ends the next call; one that dies meanwhile may hold this one up."""
+        assert self._world is not None
+        self._world.phase = "running"
+        try:
+            yield
+        finally:
+            self._world.phase = "idle"
 
     def _apply(self, emitted: list[Emitted]) -> None:
         for item in emitted:
