@@ -54,14 +54,20 @@ test-full: lint fetch system
 
 # On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
 # backend and one for the rest, side by side, with few threads each: the references of tiny models run on the CPU.
-GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest)
+GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest ranks)
 .PHONY: $(GPU_PARTS)
 gpu-test:
-	$(MAKE) --keep-going --output-sync=target -j 5 $(GPU_PARTS)
+	$(MAKE) --keep-going --output-sync=target -j 5 $(filter-out %-ranks,$(GPU_PARTS))
+	$(MAKE) gpu-test-ranks
 
-$(GPU_PARTS): gpu-test-%:
-	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/gpu -p no:cacheprovider --show-capture=stdout -rfEsP --durations=3 \
-	  -k '$(if $(filter rest,$*),not (sdpa or flex or triton or flash),$*)'
+# Several ranks on the one GPU, which they have to themselves.
+gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py
+gpu-test-rest: CHOSEN = -k 'not (sdpa or flex or triton or flash)'
+$(GPU_PARTS): FILES ?= test_gpu_attention.py test_gpu_checkpoint.py test_gpu_parity.py test_gpu_sampling.py
+$(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks,$@),,-k $(@:gpu-test-%=%))
+$(GPU_PARTS):
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(addprefix tests/gpu/,$(FILES)) $(CHOSEN) -p no:cacheprovider \
+	  --show-capture=stdout -rfEsP --durations=3
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.multiprocess.splits import DRAWN, GREEDY, Trial
+from tests.multiprocess.splits import DRAWN, GREEDY, STEPS, Trial
 from yalis import LLM
 from yalis.launch.environment import find_place
 from yalis.models.decoder import Block
@@ -32,7 +32,7 @@ class Digests:
 
         def watched(sampler: Sampler, logits: torch.Tensor, batch: Any) -> Any:
             sampled = sample(sampler, logits, batch)
-            self.tokens.update(sampled.tokens.numpy().tobytes())
+            self.tokens.update(sampled.tokens.cpu().numpy().tobytes())
             self.steps += 1
             return sampled
 
@@ -40,7 +40,7 @@ class Digests:
 
     def _see(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(module, Block):
-            self.hidden.update(output.contiguous().numpy().tobytes())
+            self.hidden.update(output.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
     def take(self) -> dict[str, Any]:
         found = {"hidden": self.hidden.hexdigest(), "tokens": self.tokens.hexdigest(), "steps": self.steps}
@@ -55,8 +55,8 @@ def main(plan: Path, out: Path) -> None:
         trial = Trial(**fields)
         with LLM(trial.model, **trial.split, **trial.fields) as llm:
             if rank == 0:
-                prompts = json.loads((Path(trial.model) / "prompts.json").read_text())
-                answers.append(answer(llm, prompts))
+                prompts = json.loads(Path(trial.forced or Path(trial.model) / "prompts.json").read_text())
+                answers.append(force(llm, prompts) if trial.forced else answer(llm, prompts))
         seen.append(digests.take())
     (out / f"rank{rank}.json").write_text(json.dumps({"answers": answers, "seen": seen}))
 
@@ -72,6 +72,16 @@ def answer(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
         "counters": None if counters is None else asdict(counters.counters),
         "stats": asdict(llm.stats),
         "cached": [output.metrics.cached_tokens for output in outputs],
+    }
+
+
+def force(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
+    """The next token of every prompt that is given with its answer so far, and all log-probabilities."""
+    texts = [prompt["prompt"] + prompt["answer"][:step] for prompt in prompts for step in range(STEPS)]
+    outputs = llm.generate(texts, replace(GREEDY, max_tokens=1))
+    return {
+        "tokens": [output.token_ids[0] for output in outputs],
+        "logprobs": [sorted(output.logprobs[0].top.items()) for output in outputs if output.logprobs],
     }
 
 

@@ -64,6 +64,7 @@ class Trial:
     model: str  # its folder
     split: dict[str, Any]
     fields: dict[str, Any]
+    forced: str | None = None  # a file of prompts with answers, to be continued token by token
 
     @property
     def name(self) -> str:

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 class Models:
     """The wide checkpoints with transformers' greedy answers and one rank's drawn ones, each made once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, fields: dict[str, Any] = PRESSED) -> None:
+        self.folder, self.fields = folder, fields
         self._made: dict[str, tuple[Reference, dict[str, Any]]] = {}
 
     def find(self, name: str) -> tuple[Reference, dict[str, Any]]:
@@ -35,7 +35,7 @@ class Models:
             case = next(case for case in WIDE if case.name == name)
             reference = make_reference(case, self.folder, 3, make_prompts(3, LENGTHS, shared=16), STEPS)
             (reference.path / "prompts.json").write_text(json.dumps(reference.prompts))
-            with LLM(str(reference.path), **PRESSED) as llm:
+            with LLM(str(reference.path), **self.fields) as llm:
                 self._made[name] = reference, answer(llm, reference.prompts)
         return self._made[name]
 
@@ -45,13 +45,13 @@ def models(tmp_path_factory):
     return Models(tmp_path_factory.mktemp("wide"))
 
 
-def launch(ranks: int, trials: list[Trial], out: Path) -> list[dict[str, Any]]:
+def launch(ranks: int, trials: list[Trial], out: Path, variables: dict[str, str] | None = None) -> list[dict[str, Any]]:
     """All trials in one launch; what each rank wrote."""
     plan = out / "plan.json"
     plan.write_text(json.dumps([asdict(trial) for trial in trials]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(Path(__file__).with_name("run_trials.py")), str(plan), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(variables or {})}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(ranks)]

@@ -1,0 +1,78 @@
+"""A model split over ranks that share one GPU under MPS: what one rank gives, which is transformers'."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from tests.multiprocess.splits import PRESSED, SPLITS, Trial
+from tests.multiprocess.test_splits import Models, check, check_ranks, launch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+FEW = ("llama3-gqa4", "llama-bias-linear", "qwen3-gqa4", "gemma2", "phi3")
+ON_GPU = {**PRESSED, "device": "cuda", "block_size": 16, "kv_blocks": 8}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("wide"), ON_GPU)
+
+
+@pytest.fixture(scope="module")
+def mps(tmp_path_factory):
+    """Kernels of several processes run at the same time; without it they take turns of milliseconds."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        pytest.skip("needs nvidia-cuda-mps-control")
+    pipes = tmp_path_factory.mktemp("mps")
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
+    everything = {**os.environ, **environment}
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=everything, check=True)
+    yield environment
+    subprocess.run(["nvidia-cuda-mps-control"], env=everything, input="quit", text=True, check=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_splits_on_one_gpu(models, mps, ranks, tmp_path):
+    """fp32 exactly; bf16 within twice transformers' own error, and another token only at a near-tie."""
+    splits = [split for split in SPLITS[ranks] if ("dp" not in split and split.get("pp") != ranks) or ranks == 2]
+    exact, close = [], []
+    for number, case in enumerate(FEW):
+        reference, _ = models.find(case)
+        forced = tmp_path / f"{case}.json"
+        pairs = zip(reference.prompts, reference.tokens, strict=True)
+        forced.write_text(json.dumps([{"prompt": prompt, "answer": answer} for prompt, answer in pairs]))
+        model = str(reference.path)
+        for place, split in enumerate(splits):
+            fields = {**ON_GPU, "ranks_per_gpu": ranks, **({"kv_blocks": 5} if "dp" in split else {})}
+            if (number + place) % 2 == 0:
+                exact.append(Trial(case, model, split, fields))
+            else:
+                roomy = {**fields, "dtype": "bfloat16", "kv_blocks": 64}
+                close.append(Trial(case, model, split, roomy, str(forced)))
+    everyone = launch(ranks, exact + close, tmp_path, mps)
+    answers = everyone[0]["answers"]
+    for index, trial in enumerate(exact + close):
+        check_ranks(trial, [rank["seen"][index] for rank in everyone])
+    for trial, given in zip(exact, answers[: len(exact)], strict=True):
+        check(trial, given, *models.find(trial.case))
+    apart = asked = 0
+    for trial, given in zip(close, answers[len(exact) :], strict=True):
+        reference, _ = models.find(trial.case)
+        bound = 2 * reference.bf16_noise()
+        logits = torch.cat(reference.logits)
+        found = torch.tensor([[value for _, value in step] for step in given["logprobs"]])
+        worst = (found - logits.log_softmax(1)).abs().max().item()
+        assert worst < 2 * bound, f"{trial.name}: bf16 log-probabilities off by {worst:.3f}, bound {2 * bound:.3f}"
+        best, chosen = logits.argmax(1), torch.tensor(given["tokens"])
+        rows = torch.arange(len(best))
+        gap = (logits[rows, best] - logits[rows, chosen]).max().item()
+        assert gap < bound, f"{trial.name}: chose a token {gap:.3f} below the best, bound {bound:.3f}"
+        apart, asked = apart + int((best != chosen).sum()), asked + len(best)
+    print(f"\nbf16 over {ranks} ranks: {apart} near-ties of {asked} tokens in {len(close)} trials went the other way")
