@@ -16,7 +16,7 @@ from tests.system import needs
 from tests.system.processes import environment
 
 _SWITCH = "yalis-switch"  # a namespace too, so that deleting namespaces takes the bridge and all links with it
-_LOCK = Path(tempfile.gettempdir()) / "yalis-hosts.lock"
+_LOCK, _NAMES = (Path(tempfile.gettempdir()) / f"yalis-hosts.{kind}" for kind in ("lock", "names"))
 
 
 class Hosts:
@@ -32,7 +32,6 @@ class Hosts:
     def __enter__(self) -> Hosts:
         self._lock = _LOCK.open("w")  # the kernel lets go of it when this process ends, however it ends
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._names_file = tempfile.NamedTemporaryFile("w", prefix="yalis-hosts-")
         try:
             self._remove()
             self._make()
@@ -45,14 +44,14 @@ class Hosts:
         self._remove()
         for process in self._started:
             process.wait()
-        self._names_file.close()
+        _NAMES.unlink(missing_ok=True)
         self._lock.close()
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """What runs `argv` on `host`, where host names are found."""
         become = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
         enter = [self._ip_program, "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c", become, "sh"]
-        return [*enter, self.names[host], self._names_file.name, *argv]
+        return [*enter, self.names[host], str(_NAMES), *argv]
 
     def run(
         self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
@@ -75,8 +74,7 @@ class Hosts:
             for device in ("lo", "eth0"):
                 self._ip("-n", name, "link", "set", device, "up")
             lines.append(f"{address} {name}")
-        self._names_file.write("\n".join(lines) + "\n")
-        self._names_file.flush()
+        _NAMES.write_text("\n".join(lines) + "\n")
 
     def _remove(self) -> None:
         """Ends every process on the hosts, then the hosts; those of any earlier run too."""

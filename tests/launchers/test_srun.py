@@ -1,0 +1,32 @@
+"""The command line under Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.launch import YALIS
+from tests.launchers.slurm import Slurm
+from tests.system.processes import ROOT
+from yalis import LLM, SamplingParams
+
+PROMPT = "The capital of France is"
+
+
+def test_srun_prints_one_ranks_answer_once(slurm: Slurm) -> None:
+    with LLM(dtype="float32") as llm:
+        (alone,) = llm.generate(PROMPT, SamplingParams(max_tokens=8))
+    assert alone.text.startswith(" Paris")
+    step = slurm.run(
+        ["srun", "--ntasks=2", YALIS, "generate", "--tp", "2", "--dtype", "float32", "--max-tokens", "8", PROMPT]
+    )
+    assert step.returncode == 0, step.stderr
+    assert step.stdout == alone.text + "\n"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "slurm").glob("*.sh")), ids=lambda path: path.stem)
+def test_slurm_accepts_the_job_scripts(slurm: Slurm, script: Path) -> None:
+    # As far as one small node can have what they ask for.
+    checked = slurm.run(["sbatch", "--test-only", "--nodes=1", "--cpus-per-task=1", str(script)])
+    assert checked.returncode == 0, checked.stderr

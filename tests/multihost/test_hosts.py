@@ -1,0 +1,52 @@
+"""A model over two hosts of two ranks each, through torchrun's rendezvous."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launchers.launch import GREEDY, PROMPTS, SAMPLED, make_model, one_rank_tokens
+from tests.multihost.hosts import Hosts
+
+SPLITS = [{"tp": 4}, {"tp": "2x2"}, {"tp": 2, "pp": 2}]
+SCRIPT = """
+import json
+import socket
+from pathlib import Path
+from yalis import LLM, SamplingParams
+
+sent = Path("/sys/class/net/eth0/statistics/tx_bytes")
+for split in {splits}:
+    with LLM({model!r}, dtype="float32", **split) as llm:
+        before = int(sent.read_text())
+        outputs = llm.generate({prompts}, [SamplingParams(**{greedy}), SamplingParams(**{sampled})])
+        crossed = int(sent.read_text()) - before
+        if llm.rank == 0:
+            print(json.dumps([socket.gethostname(), [output.token_ids for output in outputs], crossed]), flush=True)
+        else:
+            assert outputs == []
+"""
+
+
+def test_two_hosts_give_one_ranks_tokens(tmp_path: Path) -> None:
+    with Hosts(2) as hosts:
+        model = make_model(tmp_path)
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT.format(splits=SPLITS, model=model, prompts=PROMPTS, greedy=GREEDY, sampled=SAMPLED))
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.names[0]}:29500", "--rdzv-id", "two-hosts"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meet]
+        agents = [
+            hosts.run(host, [*torchrun, str(script)], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+            for host in range(2)
+        ]
+        tokens = one_rank_tokens(model)
+        printed = [agent.communicate(timeout=150)[0] for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0]
+    # torchrun counts hosts as they come, so rank 0 may be on either.
+    lines = [json.loads(line) for output in printed for line in output.splitlines()]
+    assert len({host for host, _, _ in lines}) == 1
+    assert [answer for _, answer, _ in lines] == [tokens] * len(SPLITS)
+    # Every step's sums crossed the network: 24 steps of several messages.
+    assert all(crossed > 24 * 1000 for _, _, crossed in lines), lines
