@@ -98,6 +98,8 @@ class Sim:
             self.plans.append(plan)
             self.launched.append((plan, self.run(plan)))
             assert len(self.launched) <= self.config.max_outstanding
+        elif not self.launched:
+            assert not self.scheduler.has_work, "work is left, nothing is in flight, and nothing is scheduled"
         return plan
 
     def commit(self) -> list[Emitted]:
@@ -122,7 +124,6 @@ class Sim:
         if self.launched:
             self.commit()
             return True
-        assert not self.scheduler.has_work, "work is left, nothing is in flight, and nothing is scheduled"
         return False
 
     def drain(self, limit: int = 100_000) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduling_sim import VOCAB, Sim
+from yalis.scheduling import portion
 from yalis.scheduling.scheduler import SchedulerConfig
 
 SHARED = [3, 1, 4, 1, 5, 2, 2, 3, 5, 3, 1, 4, 4, 2, 1, 5, 1, 1, 2, 3]
@@ -32,6 +33,13 @@ def setups(draw: st.DrawFn) -> tuple[SchedulerConfig, int]:
         prefix_reuse=draw(st.booleans()),
     )
     return config, num_blocks
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[SchedulerConfig, int]:
+    """As setups, with the work cut into a step for each stage; a sequence waits for its token to come back."""
+    config, num_blocks = draw(setups())
+    return replace(config, spread=True, feed_on_device=False, max_outstanding=draw(st.integers(2, 4))), num_blocks
 
 
 #: What happens between steps: (kind, a number that says which request, prompt or length).
@@ -72,14 +80,29 @@ def act(sim: Sim, kind: str, number: int) -> None:
 @settings(max_examples=300, deadline=None)
 @given(setups(), ACTIONS)
 def test_any_traffic(setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]]) -> None:
-    sim = Sim(*setup)
+    go_through(Sim(*setup), actions)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pipelines(), ACTIONS, st.sampled_from([1, 3, 8, 64]))
+def test_any_traffic_in_a_pipeline(
+    setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]], smallest: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portion, "SMALLEST_PORTION", smallest)  # of the size of these prompts
+        sim = Sim(*setup)
+        go_through(sim, actions)
+    assert sim.scheduler.counters.fed_tokens == 0
+
+
+def go_through(sim: Sim, actions: list[tuple[str, int]]) -> None:
     for kind, number in actions:
         act(sim, kind, number)
         sim.scheduler.check()
     sim.drain()
 
 
-def heavy(seed: int, max_outstanding: int, feed_on_device: bool, requests: int) -> Sim:
+def heavy(seed: int, max_outstanding: int, feed_on_device: bool, requests: int, spread: bool = False) -> Sim:
     """Many requests in a small pool, arriving while others run, some cancelled."""
     rng = random.Random(seed)
     num_blocks, block_size = rng.randint(6, 16), rng.choice([2, 4])
@@ -91,6 +114,7 @@ def heavy(seed: int, max_outstanding: int, feed_on_device: bool, requests: int) 
         max_outstanding=max_outstanding,
         feed_on_device=feed_on_device,
         recompute_at=[None, 8, 12][seed % 3],
+        spread=spread,
     )
     sim = Sim(config, num_blocks)
     while len(sim.requests) < requests:
@@ -123,7 +147,26 @@ def test_heavy_traffic_goes_through_everything(max_outstanding: int, feed_on_dev
     assert all(totals[name] > 0 for name in expected), totals
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_heavy_traffic_in_a_pipeline(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portion, "SMALLEST_PORTION", 3)
+    totals: Counter[str] = Counter()
+    for seed in range(6):
+        sim = heavy(seed * 8 + stages, stages, False, requests=60, spread=True)
+        totals.update(asdict(sim.scheduler.counters))
+        totals["cancelled"] += sum(r.finish_reason == "cancelled" for r in sim.requests.values())
+    expected = ["preemptions", "rope_switches", "prefix_hit_tokens", "chunked_prefills", "cancelled"]
+    assert all(totals[name] > 0 for name in expected), totals
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 400))
 def test_heavy_traffic_at_length(seed: int) -> None:
     heavy(seed, 1 + seed % 4, bool(seed // 4 % 2), requests=100)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(400, 700))
+def test_heavy_traffic_in_a_pipeline_at_length(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portion, "SMALLEST_PORTION", [1, 3, 8, 64][seed % 4])
+    heavy(seed, 2 + seed % 3, False, requests=100, spread=True)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.scheduling_sim import EOS, Sim, alone
 from yalis.errors import YalisError
 from yalis.scheduling.plan import FED, Emitted, SequenceStep, StepOutput, StepPlan
+from yalis.scheduling.portion import SMALLEST_PORTION
 from yalis.scheduling.request import Request
 from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
 from yalis.types import SamplingParams, TokenLogprobs
@@ -214,6 +217,158 @@ def test_commits_come_in_order() -> None:
     scheduler.schedule()
     with pytest.raises(ValueError, match="expected: 0"):
         scheduler.commit(StepOutput(1, {0: 1}))
+
+
+# Portions: a step for every stage of a pipeline
+
+
+class Pipeline(Sim):
+    """As many steps in flight as there are stages."""
+
+    def __init__(self, stages: int, num_blocks: int = 512, **changes: object) -> None:
+        values = {"max_num_seqs": 64, "max_batch_tokens": 512, "max_model_len": 1024, **changes}
+        super().__init__(config(max_outstanding=stages, spread=True, **values), num_blocks)
+
+    def fill(self) -> list[dict[int, int]]:
+        """What can be launched now."""
+        plans = []
+        while (plan := self.launch()) is not None:
+            plans.append(counts(plan))
+        return plans
+
+    def round(self) -> list[dict[int, int]]:
+        """Commit every step in flight, and launch what can be launched after each."""
+        plans = []
+        for _ in range(len(self.launched)):
+            self.commit()
+            plans += self.fill()
+        return plans
+
+    def decoding(self, count: int, length: int = 1) -> None:
+        """Sequences whose prompts are computed, all at once, with nothing in flight."""
+        for index in range(count):
+            self.add([1 + index % 5, 1 + index // 5 % 5] + [1] * (length - 1), max_tokens=200, ignore_eos=True)
+        while any(not r.output for r in self.requests.values()):
+            self.step()
+        while self.launched:
+            self.commit()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "stages", "expected"),
+    [(8, 4, [2, 2, 2, 2]), (9, 4, [3, 2, 2, 2]), (10, 4, [3, 3, 2, 2]), (3, 4, [1, 1, 1]), (5, 2, [3, 2]), (7, 1, [7])],
+)
+def test_sequences_are_shared_evenly_among_the_steps(sequences: int, stages: int, expected: list[int]) -> None:
+    sim = Pipeline(stages)
+    sim.decoding(sequences)
+    assert [len(plan) for plan in sim.fill()] == expected
+    for _ in range(3):
+        assert sorted(map(len, sim.round()), reverse=True) == expected
+
+
+@pytest.mark.parametrize("left", [range(6), [0, 3, 4, 5, 9, 14], range(1, 16, 3), [0, 15]])
+def test_uneven_steps_even_out(left: Sequence[int]) -> None:
+    """However many end, and whichever step they were in, the rest is shared anew within two rounds."""
+    sim = Pipeline(4)
+    sim.decoding(16)
+    assert [len(plan) for plan in sim.fill()] == [4, 4, 4, 4]
+    for request in list(sim.requests.values()):
+        if request.id not in left:
+            sim.cancel(request.id)
+    sim.round()
+    sim.round()
+    for _ in range(3):
+        sizes = sorted(map(len, sim.round()), reverse=True)
+        assert sizes == [size for size in (-(-(len(left) - place) // 4) for place in range(4)) if size]
+
+
+def test_newcomers_join_the_smallest_steps() -> None:
+    sim = Pipeline(4)
+    sim.decoding(5)
+    assert [len(plan) for plan in sim.fill()] == [2, 1, 1, 1]
+    for index in range(3):
+        sim.add([5, index + 1], max_tokens=50, ignore_eos=True)
+    sim.round()
+    assert [len(plan) for plan in sim.round()] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"),
+    [
+        (1000, [250, 250, 250, 250]),
+        (257, [65, 65, 65, 62]),
+        (200, [67, 67, 66]),
+        (2 * SMALLEST_PORTION, [SMALLEST_PORTION] * 2),
+        (2 * SMALLEST_PORTION - 1, [2 * SMALLEST_PORTION - 1]),
+        (5, [5]),
+    ],
+)
+def test_a_long_prompt_is_cut_for_the_stages_to_overlap(length: int, parts: list[int]) -> None:
+    sim = Pipeline(4)
+    sim.add([1] * length, max_tokens=2, ignore_eos=True)
+    assert sim.fill() == [{0: size} for size in parts]
+    sim.drain()
+
+
+@pytest.mark.parametrize("length", [1, 20, 63, 100, 400])
+def test_prompts_of_one_length_take_a_step_each(length: int) -> None:
+    sim = Pipeline(4)
+    for index in range(4):
+        sim.add([index + 1] * length, max_tokens=3, ignore_eos=True)
+    assert sim.fill() == [{index: length} for index in range(4)]
+    sim.drain()
+
+
+def test_a_long_prompt_is_spread_over_steps_that_decode() -> None:
+    sim = Pipeline(4)
+    sim.decoding(8)
+    prompt = sim.add([5] * 1000, max_tokens=9, ignore_eos=True)
+    plans = sim.fill()
+    assert [len(plan) for plan in plans] == [4, 3, 3, 2]
+    assert all(sum(plan.values()) == 252 for plan in plans)
+    sim.round()
+    assert len(prompt.output) == 1
+    # A short one joins a step that has a seat, whole.
+    short = sim.add([4] * 20, max_tokens=9, ignore_eos=True)
+    plans = sim.round()
+    assert [plan[short.id] for plan in plans if short.id in plan] == [20]
+
+
+def test_those_that_cannot_start_do_not_make_steps_larger() -> None:
+    """16 wait for blocks, and the 4 that run still make a step each."""
+    sim = Pipeline(4, num_blocks=48, max_model_len=96)
+    for index in range(20):
+        sim.add([1 + index % 5, 1 + index // 5, *[2] * 42], max_tokens=40, ignore_eos=True)
+    sim.fill()
+    while not all(sim.requests[index].output for index in range(3)):
+        sim.step()
+    assert sim.scheduler.num_waiting > 10
+    sim.fill()
+    running = sim.scheduler.num_running
+    for _ in range(3):
+        assert [len(plan) for plan in sim.round()] == [1] * running
+    sim.drain()
+
+
+def test_samples_of_one_prompt_do_not_make_its_steps_larger() -> None:
+    sim = Pipeline(4)
+    for seed in range(8):
+        sim.add([1, 2, 3, 4] * 100, max_tokens=4, seed=seed, ignore_eos=True)
+    assert sim.fill() == [{0: 100}] * 4
+    sim.drain()
+
+
+def test_those_that_share_what_is_cached_start_although_blocks_are_few() -> None:
+    """Room for one whole prompt only, but for many that share it."""
+    sim = Pipeline(2, num_blocks=40, max_model_len=160)
+    shared = [1, 2, 3, 4] * 25
+    for index in range(8):
+        sim.add([*shared, index % 5 + 1, index + 1], max_tokens=3, ignore_eos=True)
+    most = 0
+    while sim.step():
+        most = max(most, sim.scheduler.num_running)
+    assert most >= 6
+    sim.check_end()
 
 
 # Cancelling

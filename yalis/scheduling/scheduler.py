@@ -9,17 +9,16 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 from yalis.cache.blocks import BlockAllocator
 from yalis.errors import YalisError
 from yalis.scheduling.plan import FED, Emitted, SequenceStep, StepOutput, StepPlan
+from yalis.scheduling.portion import Portion, even_portion
 from yalis.scheduling.request import Request
 from yalis.types import FinishReason
-
-#: Tokens of a pipeline's step below which cutting a prompt further costs more than it keeps stages busy.
-SMALLEST_PORTION = 64
 
 
 @dataclass(frozen=True)
@@ -144,16 +143,18 @@ class Scheduler:
         self._admitting = True
         self._held.clear()
         turns = self._turns()
-        budget, seats = self._portion(turns) if self.config.spread else (self.config.max_batch_tokens, len(turns))
+        portion = self._portion(turns)
         steps: list[SequenceStep] = []
         requests: list[Request] = []
         filling: list[bytes] = []
         for request in turns:
-            if budget == 0 or len(steps) == seats:
+            if portion.full:
                 break
-            if self._ready(request):
-                step = self._step(request, budget, filling)
-                budget -= step.count
+            if not portion.admits(self._left(request)):
+                self._admitting &= request.slot is not None  # nobody starts before those that came earlier
+            elif self._ready(request):
+                step = self._step(request, portion.room, filling)
+                portion.take(step.count, step.samples)
                 steps.append(step)
                 requests.append(request)
         if not steps:
@@ -212,14 +213,40 @@ class Scheduler:
             turns.sort(key=_by_arrival)
         return turns
 
-    def _portion(self, turns: list[Request]) -> tuple[int, int]:
-        """Tokens and sequences for one of max_outstanding steps: its share of what is in flight or could be."""
-        ready = [request for request in turns if not request.pending]
-        flying = [flown.plan for flown in self._in_flight]
-        tokens = sum(request.length - request.planned for request in ready) + sum(plan.num_tokens for plan in flying)
-        sequences = len(ready) + sum(len(plan.sequences) for plan in flying)
-        parts = self.config.max_outstanding
-        return min(max(-(-tokens // parts), SMALLEST_PORTION), self.config.max_batch_tokens), -(-sequences // parts)
+    def _portion(self, turns: list[Request]) -> Portion:
+        config = self.config
+        if not config.spread:
+            return Portion(config.max_batch_tokens, len(turns))
+        ready = [self._left(request) for request in self._running if not request.pending]
+        ready += self._startable(request for request in turns if request.slot is None)
+        flying = []
+        for flown in self._in_flight:
+            steps = zip(flown.plan.sequences, flown.requests, strict=True)
+            alive = [step for step, request in steps if request.finish_reason is None]
+            flying.append((sum(step.count for step in alive), sum(step.samples for step in alive)))
+        return even_portion(config.max_outstanding, config.max_batch_tokens, ready, flying)
+
+    def _startable(self, waiting: Iterable[Request]) -> list[int]:
+        """The tokens to compute of each of these that could start now, as far as one can tell without starting them."""
+        found: list[int] = []
+        names, fresh = set(self._filling), len(self._running)
+        for request in waiting:
+            shared, coming = self._prefix(request)
+            if coming is not None:
+                if coming in names:  # it will wait for that block
+                    continue
+                names.add(coming)
+            size = len(request.tokens)
+            fresh += -(-size // self.config.block_size) - len(shared)
+            if self.blocks.shortage(shared, fresh) > 0:
+                break
+            fresh += 1  # room to grow for the next one's elder
+            found.append(size - len(shared) * self.config.block_size)
+        return found
+
+    def _left(self, request: Request) -> int:
+        """Tokens the request has yet to compute; all of them while it waits."""
+        return request.length - (0 if request.slot is None else request.planned)
 
     def _ready(self, request: Request) -> bool:
         """Whether the request, whose turn it is, has tokens to compute and the blocks to hold them."""
@@ -250,16 +277,11 @@ class Scheduler:
         if not self._admitting:
             return False
         size, block_size = len(request.tokens), self.config.block_size
-        request.use_rope(self._is_long(size))
-        shared: list[int] = []
-        if self.config.prefix_reuse:
-            usable = (size - 1) // block_size  # the last token is computed in any case: its logits are wanted
-            names = request.block_hashes(block_size, usable)[:usable]
-            shared = self.blocks.match(names)
-            if len(shared) < usable and names[len(shared)] in self._filling:
-                # Certain to end: the block is in a plan that will be committed. Those behind may go ahead meanwhile.
-                self.counters.deferrals += 1
-                return False
+        shared, coming = self._prefix(request)
+        if coming in self._filling:
+            # Certain to end: the block is in a plan that will be committed. Those behind may go ahead meanwhile.
+            self.counters.deferrals += 1
+            return False
         fresh = -(-size // block_size) - len(shared)
         # Older requests keep room to grow by a block each, or they would soon throw this one out again.
         spare = sum(1 for other in self._running if other.arrival < request.arrival)
@@ -278,6 +300,17 @@ class Scheduler:
         self._waiting.remove(request)
         insort(self._running, request, key=_by_arrival)
         return True
+
+    def _prefix(self, request: Request) -> tuple[list[int], bytes | None]:
+        """The cached blocks a waiting request can begin with, and the name of the next one it could share."""
+        size, block_size = len(request.tokens), self.config.block_size
+        request.use_rope(self._is_long(size))
+        if not self.config.prefix_reuse:
+            return [], None
+        usable = (size - 1) // block_size  # the last token is computed in any case: its logits are wanted
+        names = request.block_hashes(block_size, usable)[:usable]
+        shared = self.blocks.match(names)
+        return shared, names[len(shared)] if len(shared) < usable else None
 
     def _make_room(self, request: Request, shared: list[int], fresh: int) -> bool:
         """See that the blocks can be had, if need be from younger requests, the youngest first."""
