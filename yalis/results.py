@@ -45,8 +45,17 @@ _ROWS: dict[str, dict[str, type]] = {
         "ratio": float,  # this engine's decode step over ours
         "same_tokens": float,  # the share of its sequences whose tokens equal ours
     },
+    "pipeline": {
+        "stages": int,
+        "micro_batches": int,
+        "seconds": float,  # of one pass of all prompts
+        "idle_share": float,  # of the stages' time
+        "ideal_idle_share": float,  # (p - 1) / (m + p - 1)
+        "busy_seconds": list,  # of each stage
+        "speedup": float,  # over the first row
+    },
 }
-_ALWAYS_THERE = {"engine", "version", "status", "batch", "prompt_len", "output_len"}
+_ALWAYS_THERE = {"engine", "version", "status", "batch", "prompt_len", "output_len", "stages", "micro_batches"}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 FEW = ("llama3-gqa4", "llama-bias-linear", "qwen3-gqa4", "gemma2", "phi3")
-ON_GPU = {**PRESSED, "device": "cuda", "block_size": 16, "kv_blocks": 8}
+ON_GPU = {**PRESSED, "device": "cuda", "kv_blocks": 24}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_splits_on_one_gpu(models, mps, ranks, tmp_path):
         forced.write_text(json.dumps([{"prompt": prompt, "answer": answer} for prompt, answer in pairs]))
         model = str(reference.path)
         for place, split in enumerate(splits):
-            fields = {**ON_GPU, "ranks_per_gpu": ranks, **({"kv_blocks": 5} if "dp" in split else {})}
+            fields = {**ON_GPU, "ranks_per_gpu": ranks, **({"kv_blocks": 15} if "dp" in split else {})}
             if (number + place) % 2 == 0:
                 exact.append(Trial(case, model, split, fields))
             else:

@@ -1,4 +1,4 @@
-"""Measure: time to first token and of a decode step, beside the device's floor and beside peers in the same run."""
+"""Measure: the latency of tokens beside the device's floor and beside peers, or how busy a pipeline's stages are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,51 +17,84 @@ from yalis.cli.terminal import ProgressLine, tell
 from yalis.errors import YalisError
 
 if TYPE_CHECKING:
+    from yalis.config import EngineConfig
     from yalis.results import Result
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark")
-    latency = kinds.add_parser("latency", help="time to first token and of a decode step", description=__doc__)
+    about = "time to first token and of a decode step, beside the device's floor and beside peers in the same run"
+    latency = kinds.add_parser("latency", help=about, description=about)
     latency.add_argument("--batch", metavar="1,8", type=_sizes, default=(1, 8), help="batch sizes (default: 1,8)")
-    for name, default, about in (
-        ("prompt-len", 64, "tokens in each prompt"),
-        ("output-len", 64, "tokens to generate for each"),
-        ("warmup", 1, "runs before any that counts"),
-        ("repeats", 3, "runs that count"),
-        ("seed", 0, "seed of the prompts"),
-    ):
-        latency.add_argument(
-            f"--{name}", metavar="N", type=whole, default=default, help=f"{about} (default: {default})"
-        )
+    _add_numbers(latency, prompt_len=64, output_len=64, warmup=1, repeats=3, seed=0)
     latency.add_argument("--peer", action="append", default=[], metavar="NAME", help="also measure: transformers")
-    latency.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
-    add_engine_flags(latency)
-    add_common_flags(latency, json="print the result as one object")
+    _add_rest(latency)
+    about = "how long the stages of a pipeline stand idle, by number of micro-batches"
+    pipeline = kinds.add_parser("pipeline", help=about, description=about)
+    pipeline.add_argument(
+        "--cuts", metavar="1,2,4,8", type=_sizes, default=(1, 2, 4, 8),
+        help="numbers of micro-batches to try (default: 1,2,4,8)",
+    )  # fmt: skip
+    _add_numbers(pipeline, prompts=8, prompt_len=128, warmup=1, repeats=5, seed=0)
+    _add_rest(pipeline)
+
+
+_NUMBERS = {
+    "prompts": "prompts in each pass",
+    "prompt_len": "tokens in each prompt",
+    "output_len": "tokens to generate for each",
+    "warmup": "runs before any that counts",
+    "repeats": "runs that count",
+    "seed": "seed of the prompts",
+}
+
+
+def _add_numbers(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    for name, default in defaults.items():
+        about = f"{_NUMBERS[name]} (default: {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=whole, default=default, help=about)
+
+
+def _add_rest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
+    add_engine_flags(parser)
+    add_common_flags(parser, json="print the result as one object")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
-        raise YalisError("no benchmark given; type `yalis bench latency`")
-    config = engine_config(args)
+        raise YalisError("no benchmark given; type `yalis bench latency` or `yalis bench pipeline`")
     from yalis import results
+
+    if args.out is not None:
+        _prepare(args.out)
+    measure, print_table = (_latency, _print_latency) if args.benchmark == "latency" else (_pipeline, _print_pipeline)
+    line = ProgressLine()
+    result = measure(args, engine_config(args), shlex.join(["yalis", *sys.argv[1:]]), line.show)
+    line.clear()
+    if args.json:
+        print(json.dumps(asdict(result)))
+    else:
+        print_table(result)
+    if args.out is not None:
+        tell(f"wrote {results.write(result, args.out)}")
+    return 0
+
+
+def _latency(args: argparse.Namespace, config: EngineConfig, command: str, report: Callable[[str], None]) -> Result:
     from yalis.study.latency import LatencyPlan, measure
 
     plan = LatencyPlan(
         args.batch, args.prompt_len, args.output_len, args.warmup, args.repeats, tuple(args.peer), args.seed
     )
-    if args.out is not None:
-        _prepare(args.out)
-    line = ProgressLine()
-    result = measure(config, plan, shlex.join(["yalis", *sys.argv[1:]]), line.show)
-    line.clear()
-    if args.json:
-        print(json.dumps(asdict(result)))
-    else:
-        _print_table(result)
-    if args.out is not None:
-        tell(f"wrote {results.write(result, args.out)}")
-    return 0
+    return measure(config, plan, command, report)
+
+
+def _pipeline(args: argparse.Namespace, config: EngineConfig, command: str, report: Callable[[str], None]) -> Result:
+    from yalis.study.pipeline import PipelinePlan, measure
+
+    plan = PipelinePlan(args.cuts, args.prompts, args.prompt_len, args.warmup, args.repeats, args.seed)
+    return measure(config, plan, command, report)
 
 
 def _prepare(folder: Path) -> None:
@@ -82,7 +116,7 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,8") from None
 
 
-def _print_table(result: Result) -> None:
+def _print_latency(result: Result) -> None:
     facts, device = result.parameters, result.devices[0]
     threads = f", {device['threads']} threads" if "threads" in device else ""
     print(f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}")
@@ -111,6 +145,17 @@ def _print_table(result: Result) -> None:
     for row in result.rows:
         if row["engine"] != "yalis" and row["status"] == "ok":
             print(_comparison(row))
+
+
+def _print_pipeline(result: Result) -> None:
+    facts = result.parameters
+    print(f"{facts['engine']['model']} · {facts['prompts']} prompts of {facts['prompt_len']} tokens, one pass")
+    print(f"{'stages':>7}{'micro-batches':>15}{'a pass':>12}{'idle':>8}{'ideal':>8}{'speed-up':>10}")
+    for row in result.rows:
+        print(
+            f"{row['stages']:>7}{row['micro_batches']:>15}{row['seconds'] * 1000:>9.0f} ms{row['idle_share']:>8.0%}"
+            f"{row['ideal_idle_share']:>8.0%}{row['speedup']:>9.2f}x"
+        )
 
 
 def _comparison(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -131,6 +131,10 @@ class Engine:
         self.stats.output_tokens += sum(item.token is not None for item in emitted)
         self.stats.preemptions = self.scheduler.counters.preemptions
         return emitted
+
+    def set_micro_batches(self, count: int) -> None:
+        """How many steps are on their way through the pipeline at a time, from now on."""
+        self.scheduler.config = replace(self.scheduler.config, max_outstanding=count)
 
     def reports(self) -> list[RankReport]:
         """What each rank holds and did."""

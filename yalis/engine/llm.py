@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Union
 
+import torch
+
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.config import DEFAULT_MODEL, EngineConfig
@@ -169,9 +171,10 @@ class LLM:
         request = self._requests.get(request_id)
         if request is None or self._engine is None:
             return
-        for answer in request.answers:
-            if answer.finish_reason is None:
-                self._apply(self._engine.cancel(answer.sequence.id))
+        with interrupts_held():
+            for answer in request.answers:
+                if answer.finish_reason is None:
+                    self._apply(self._engine.cancel(answer.sequence.id))
 
     @property
     def num_unfinished(self) -> int:
@@ -181,6 +184,11 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         return self._running().max_model_len
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self._running().device
 
     @property
     def stats(self) -> EngineStats:

@@ -90,6 +90,8 @@ def measure(
     config: EngineConfig, plan: LatencyPlan, command: str, report: Callable[[str], None] = lambda text: None
 ) -> results.Result:
     """Run the whole benchmark; `report` hears what it is doing."""
+    if config.pp > 1 or config.dp > 1:
+        raise YalisError("bench latency times one step after the other; leave --pp and --dp out, or try bench pipeline")
     config = fit(config, plan)
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
         _check_length(plan, config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position)
