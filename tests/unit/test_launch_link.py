@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from yalis.errors import YalisFailure
-from yalis.launch.link import Link, LinkLost, listen, plain_address
+from yalis.launch.link import Link, LinkLost, listen, plain_address, wait_any
 
 Pair = tuple[Link, Link]
 
@@ -33,6 +33,40 @@ def test_messages_arrive_whole_and_in_order(pair: Pair) -> None:
     sender.start()
     assert [b.receive() for _ in messages] == messages
     sender.join()
+
+
+def test_both_ends_may_send_at_once(pair: Pair) -> None:
+    """Far more than the connection holds, in both directions, before either end receives anything."""
+    messages = [[number, "x" * 4_000_000] for number in range(8)]
+    received: dict[str, list[object]] = {}
+
+    def talk(link: Link) -> None:
+        for message in messages:
+            link.send(message)
+        received[link.peer] = [link.receive() for _ in messages]
+
+    threads = [threading.Thread(target=talk, args=(link,), daemon=True) for link in pair]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert list(received.values()) == [messages, messages]
+
+
+def test_a_thread_may_send_while_another_receives(pair: Pair) -> None:
+    a, b = pair
+    there, back = [[number, "x" * 300_000] for number in range(40)], [[number, "y" * 200_000] for number in range(60)]
+    sender = threading.Thread(target=lambda: [a.send(message) for message in there])
+    got: list[object] = []
+    reader = threading.Thread(target=lambda: got.extend(a.receive() for _ in back))
+    for thread in (sender, reader):
+        thread.start()
+    for message in back:
+        b.send(message)
+    assert [b.receive() for _ in there] == there
+    for thread in (sender, reader):
+        thread.join(20)
+    assert got == back
 
 
 def test_poll(pair: Pair) -> None:
@@ -98,6 +132,30 @@ def test_a_failure_elsewhere_ends_the_wait(pair: Pair) -> None:
     threading.Timer(0.2, lambda: setattr(guard, "failure", "known")).start()
     with pytest.raises(YalisFailure, match="rank 7 on z died"):
         pair[0].receive()
+
+
+def test_a_failure_elsewhere_or_an_end_breaks_off_sending(pair: Pair) -> None:
+    guard = Broken()
+    pair[0].guard = guard
+    threading.Timer(0.2, lambda: setattr(guard, "failure", "known")).start()
+    with pytest.raises(YalisFailure, match="rank 7 on z died"):
+        pair[0].send("x" * 50_000_000)  # nobody receives it
+    threading.Timer(0.2, pair[0].close).start()
+    with pytest.raises(LinkLost, match="rank 1 on b"):
+        pair[1].send("x" * 50_000_000)
+
+
+def test_waiting_for_any(pair: Pair) -> None:
+    threading.Timer(0.2, lambda: pair[1].send(1)).start()
+    begin = time.monotonic()
+    wait_any([pair[1], pair[0]])
+    assert time.monotonic() - begin >= 0.2
+    assert pair[0].receive() == 1
+    guard = Broken()
+    pair[0].guard = guard
+    threading.Timer(0.1, lambda: setattr(guard, "failure", "known")).start()
+    with pytest.raises(YalisFailure, match="rank 7 on z died"):
+        wait_any([pair[0], pair[1]])
 
 
 def test_closing_wakes_a_waiting_thread(pair: Pair) -> None:

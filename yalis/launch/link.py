@@ -10,8 +10,10 @@ import select
 import socket
 import struct
 import sys
+import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from yalis.errors import YalisFailure
@@ -44,6 +46,7 @@ class Guard(Protocol):
 class Link:
     """One end of a connection to `peer`; used by one thread at a time in each direction.
 
+    A send() that has to wait takes in what arrives meanwhile, so two ends that send at once do not wait for each other.
     `fileno()` may be quiet while whole messages wait in the buffer: ask `poll(0)` before waiting for it.
     """
 
@@ -51,6 +54,7 @@ class Link:
         self.peer, self.guard, self.limit = peer, guard, limit
         self._socket = sock
         self._buffer = bytearray()
+        self._reading = threading.Lock()  # held by whoever takes in what arrives
         self._lost: LinkLost | None = None
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,29 +62,36 @@ class Link:
         _close_in_forks(self)
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
+        self._both = select.poll()
+        self._both.register(sock, select.POLLIN | select.POLLOUT)
 
     def send(self, value: Any) -> None:
         data = json.dumps(value, separators=(",", ":")).encode()
         if len(data) > self.limit:
             raise ValueError(f"a message of {len(data)} bytes is longer than a link's {self.limit}")
-        try:
-            self._socket.sendall(_HEADER.pack(len(data)) + data)
-        except OSError as error:
-            raise self._reason(self._describe(error)) from error
+        left = memoryview(_HEADER.pack(len(data)) + data)
+        while left:
+            try:
+                left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._await_room()
+            except OSError as error:
+                raise self._reason(self._describe(error)) from error
 
     def receive(self) -> Any:
         """The next message; waits for it."""
-        while not self._complete():
-            if self._lost:
-                raise self._reason(self._lost)
-            if self._poller.poll(1000):
-                self._pull()
-            elif self.guard and self.guard.failure:  # the peer may live in a network that does not
-                raise self._reason(LinkLost(f"the job ended while {self.peer} was awaited", self.peer))
-        (length,) = _HEADER.unpack_from(self._buffer)
-        end = _HEADER.size + length
-        data = bytes(memoryview(self._buffer)[_HEADER.size : end])
-        del self._buffer[:end]
+        with self._reading:
+            while not self._complete():
+                if self._lost:
+                    raise self._reason(self._lost)
+                if self._poller.poll(1000):
+                    self._pull()
+                else:
+                    self.check_job()
+            (length,) = _HEADER.unpack_from(self._buffer)
+            end = _HEADER.size + length
+            data = bytes(memoryview(self._buffer)[_HEADER.size : end])
+            del self._buffer[:end]
         try:
             return json.loads(data)
         except ValueError:
@@ -90,10 +101,11 @@ class Link:
     def poll(self, timeout: float = 0.0) -> bool:
         """Whether receive() returns (or raises) without waiting, within `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while not self._complete() and not self._lost:
-            if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return False
-            self._pull()
+        with self._reading:
+            while not self._complete() and not self._lost:
+                if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                    return False
+                self._pull()
         return True
 
     def fileno(self) -> int:
@@ -116,6 +128,27 @@ class Link:
         self._lost = self._lost or LinkLost(f"the link to {self.peer} is another process's", self.peer)
         self._socket.close()
 
+    def _await_room(self) -> None:
+        """Wait until the other end takes more, and take what it sends: it may be waiting for the same."""
+        if not self._reading.acquire(blocking=False):  # another thread takes it in
+            time.sleep(0.001)
+            return
+        try:
+            events = self._both.poll(1000)
+            if not events:
+                self.check_job()
+            elif any(event & ~select.POLLOUT for _, event in events):
+                self._pull()
+                if self._lost:
+                    raise self._reason(self._lost)
+        finally:
+            self._reading.release()
+
+    def check_job(self) -> None:
+        """Raise what ended the job, if something did."""
+        if self.guard and self.guard.failure:  # the peer may live in a network that does not
+            raise self._reason(LinkLost(f"the job ended while {self.peer} was awaited", self.peer))
+
     def _complete(self) -> bool:
         if len(self._buffer) < _HEADER.size:
             return False
@@ -128,7 +161,9 @@ class Link:
 
     def _pull(self) -> None:
         try:
-            data = self._socket.recv(_CHUNK)
+            data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
         except OSError as error:
             self._lost = self._lost or self._describe(error)
             return
@@ -143,6 +178,15 @@ class Link:
 
     def _reason(self, lost: LinkLost) -> YalisFailure:
         return (self.guard.explain(lost) if self.guard else None) or lost
+
+
+def wait_any(links: Sequence[Link]) -> None:
+    """Until one of them has something to read. Whole messages must have been received before: see Link.fileno."""
+    poller = select.poll()
+    for link in links:
+        poller.register(link, select.POLLIN)
+    while not poller.poll(1000):
+        links[0].check_job()
 
 
 _open: weakref.WeakSet[Link] | None = None
