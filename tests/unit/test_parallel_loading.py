@@ -1,0 +1,228 @@
+"""Each rank reads its own slices and no more, and all ranks together hold the model of one rank, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from tests.families import Case
+from tests.gguf_files import write_gguf
+from tests.multiprocess.splits import WIDE
+from tests.unit.test_parallel_memory import BLOCK, Seats
+from yalis.checkpoint.base import Checkpoint
+from yalis.checkpoint.gguf import GgufCheckpoint
+from yalis.checkpoint.random import RandomCheckpoint
+from yalis.checkpoint.resolve import open_checkpoint
+from yalis.models.decoder import Decoder
+from yalis.parallel.embedding import LMHead, VocabEmbedding
+from yalis.parallel.linear import GridLinear
+from yalis.parallel.memory import rank_memory
+from yalis.parallel.norm import HeadNorm, RMSNorm
+from yalis.parallel.pipeline import Stage
+from yalis.parallel.plan import Grid, Split
+from yalis.parallel.weights import ParallelLayer
+from yalis.spec import ModelSpec, read_spec
+
+Kind = gguf.GGMLQuantizationType
+SPLITS = [
+    Split(2),
+    Split(3),
+    Split(4),
+    Split(2, 2),
+    Split(1, 4),
+    Split(stages=2),
+    Split(stages=3),
+    Split(3, 2, 2),
+]
+MAX_LEN = 64
+
+
+def load_rank(spec: ModelSpec, checkpoint: Checkpoint, split: Split, rank: int, dtype: torch.dtype) -> Decoder:
+    seats = Seats(rank)
+    grid, stage = Grid.open(split, rank, seats), Stage.open(split, rank, seats)
+    model = Decoder(spec, grid, stage, MAX_LEN, dtype, torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    model.load(checkpoint)
+    return model
+
+
+Slice = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]  # name, whole shape, what is kept of it, values
+
+
+def slices_of(model: Decoder) -> Iterator[Slice]:
+    """Every slice of a checkpoint's tensor that the model holds."""
+    for module in model.modules():
+        if not isinstance(module, ParallelLayer):
+            continue
+        if isinstance(module, GridLinear):
+            at = 0
+            for piece in module.pieces:
+                here = slice(at, at + len(piece.rows))
+                shape = (piece.total_rows, module.total_cols)
+                yield f"{piece.name}.weight", shape, (piece.rows, module.cols), module.weight.data[here]
+                if module.bias is not None:
+                    yield f"{piece.name}.bias", shape[:1], (piece.rows,), module.bias[here]
+                at += len(piece.rows)
+        elif isinstance(module, (VocabEmbedding, LMHead)):
+            if not (isinstance(module, LMHead) and module.tied):
+                shape, kept = (module.piece.total_rows, module.hidden), (module.part, range(module.hidden))
+                yield f"{module.piece.name}.weight", shape, kept, module.weight.data
+        elif isinstance(module, RMSNorm):
+            yield f"{module.name}.weight", (module.size,), (module.part,), module.weight
+        else:
+            assert isinstance(module, HeadNorm)
+            yield f"{module.name}.weight", (module.head_dim,), (range(module.head_dim),), module.weight
+
+
+def join(models: list[Decoder]) -> dict[str, Tensor]:
+    """The whole tensors, NaN where no rank holds a number; what several ranks hold must be the same numbers."""
+    whole: dict[str, Tensor] = {}
+    for model in models:
+        for name, shape, kept, values in slices_of(model):
+            assert not values.isnan().any(), f"{name}: not everything was filled"
+            tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
+            place = tensor[tuple(slice(part.start, part.stop) for part in kept)]
+            assert place.shape == values.shape
+            assert (place.isnan() | (place == values)).all(), f"{name} differs between ranks"
+            place.copy_(values)
+    return whole
+
+
+def load(
+    spec: ModelSpec, reopen: Callable[[], Checkpoint], split: Split, dtype: torch.dtype
+) -> tuple[list[Decoder], list[int]]:
+    """Every rank's model and the bytes it read, each through a checkpoint of its own."""
+    models, read = [], []
+    for rank in range(split.size):
+        checkpoint = reopen()
+        before = checkpoint.bytes_read  # opening a GGUF reads the rotary factors
+        models.append(load_rank(spec, checkpoint, split, rank, dtype))
+        read.append(checkpoint.bytes_read - before)
+        checkpoint.close()
+    return models, read
+
+
+def check_joined(spec: ModelSpec, split: Split, models: list[Decoder], alone: dict[str, Tensor]) -> None:
+    joined = join(models)
+    assert joined.keys() == alone.keys()
+    for name, tensor in alone.items():
+        assert torch.equal(joined[name], tensor), f"{name} over {split}"
+    if spec.tie_embeddings and split.stages > 1:  # which join() takes for one
+        assert models[0].embedding is not None
+        assert models[-split.per_stage].head is not None
+        assert torch.equal(models[0].embedding.weight.data, models[-split.per_stage].head.weight.data)
+
+
+# Safetensors
+
+
+@pytest.mark.parametrize(
+    ("case", "stored"),
+    [pytest.param(case, [torch.float32, torch.bfloat16][number % 2], id=case.name) for number, case in enumerate(WIDE)],
+)
+def test_safetensors(case: Case, stored: torch.dtype, tmp_path: Path) -> None:
+    source = case.build(seed=1).to(stored)
+    source.save_pretrained(tmp_path, max_shard_size="100KB")
+    spec = read_spec(open_checkpoint(str(tmp_path)).config)
+    [whole], [once] = load(spec, lambda: open_checkpoint(str(tmp_path)), Split(), torch.float32)
+    alone = join([whole])
+    for name, tensor in source.state_dict().items():
+        if name in alone:  # but for an lm_head that is tied
+            offset = spec.norm_offset if "norm" in name else 0.0
+            assert torch.equal(alone[name], tensor.float() + offset)
+    assert once == sum(tensor.numel() for tensor in alone.values()) * stored.itemsize
+    for split in SPLITS:
+        models, read = load(spec, lambda: open_checkpoint(str(tmp_path)), split, torch.float32)
+        check_joined(spec, split, models, alone)
+        memory = [
+            rank_memory(replace(spec, norm_offset=0.0), split, rank, stored.itemsize, BLOCK)
+            for rank in range(split.size)
+        ]
+        assert read == [rank.weight_bytes for rank in memory]
+        assert sum(read) == pytest.approx(once + sum(part.repeated for rank in memory for part in rank.weights))
+
+
+# GGUF
+
+LLAMA_9 = Case(
+    "llama-9-heads", "LlamaConfig",
+    {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 160,
+     "num_hidden_layers": 3, "tie_word_embeddings": True},
+)  # fmt: skip
+NARROW = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 96}
+GGUF_CASES = [
+    (LLAMA_9, Kind.Q4_1),
+    (Case("qwen2", "Qwen2Config", {**NARROW, "num_hidden_layers": 3}), Kind.BF16),
+    (Case("gemma2", "Gemma2Config", {**NARROW, "head_dim": 16, "num_hidden_layers": 3}), Kind.Q8_0),
+    (Case("phi3", "Phi3Config", {**NARROW, "num_hidden_layers": 3}), Kind.Q4_0),
+    # Blocks of 256: every cut goes through one.
+    (
+        Case("llama-blocks", "LlamaConfig", {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+                                             "intermediate_size": 512, "num_hidden_layers": 3}),
+        Kind.TQ2_0,
+    ),
+]  # fmt: skip
+
+
+def stored_bytes(checkpoint: GgufCheckpoint, model: Decoder, whole_blocks: bool) -> float:
+    """What the model's slices take in the file; blocks that a slice cuts count whole, or by the part it takes."""
+    total = 0.0
+    for name, _, kept, _ in slices_of(model):
+        entry = checkpoint._entries[name]
+        *rows, columns = (range(1), *kept) if len(kept) == 1 else kept
+        blocks = len(columns) / entry.block
+        if whole_blocks:
+            blocks = -(-columns.stop // entry.block) - columns.start // entry.block
+        total += len(rows[-1]) * blocks * entry.block_bytes
+    return total
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [pytest.param(case, kind, id=f"{case.name}-{kind.name}") for case, kind in GGUF_CASES]
+)
+def test_gguf(case: Case, kind: Kind, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", case.build(seed=2), kind)
+    checkpoint = GgufCheckpoint(path)
+    spec = read_spec(checkpoint.config)
+    [whole], [once] = load(spec, lambda: GgufCheckpoint(path), Split(), torch.float32)
+    alone = join([whole])
+    tensors = {name: checkpoint._entries[name] for name in alone}
+    assert once == sum(entry.row_bytes * torch.Size(entry.shape[:-1]).numel() for entry in tensors.values())
+    cut = 0.0
+    for split in SPLITS:
+        if spec.hidden_size % split.cols or spec.num_heads < split.rows:
+            continue
+        models, read = load(spec, lambda: GgufCheckpoint(path), split, torch.float32)
+        check_joined(spec, split, models, alone)
+        share = [stored_bytes(checkpoint, model, whole_blocks=False) for model in models]
+        assert read == [stored_bytes(checkpoint, model, whole_blocks=True) for model in models]
+        cut += sum(read) - sum(share)
+        # A row is cut at both ends at most, so what is read twice is at most two blocks of each row.
+        for model, mine, part in zip(models, read, share, strict=True):
+            rows = sum(len(kept[0]) for _, _, kept, _ in slices_of(model) if len(kept) == 2)
+            assert part <= mine <= part + 2 * rows * max(entry.block_bytes for entry in tensors.values())
+    assert (cut > 0) == (kind != Kind.BF16)  # some split went through blocks
+
+
+# Random weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in WIDE[::4]])
+def test_random(case: Case, dtype: torch.dtype) -> None:
+    config = case.build(seed=1).config.to_dict()
+    spec = read_spec(config)
+    [whole], _ = load(spec, lambda: RandomCheckpoint(config, seed=7), Split(), dtype)
+    alone = join([whole])
+    assert len({tensor.flatten()[0].item() for name, tensor in alone.items() if tensor.dim() == 2}) > 10
+    for split in SPLITS:
+        models, read = load(spec, lambda: RandomCheckpoint(config, seed=7), split, dtype)
+        check_joined(spec, split, models, alone)
+        assert read == [0] * split.size
