@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tests.multiprocess.splits import DRAWN, GREEDY, STEPS, Trial
-from yalis import LLM
+from tests.multiprocess.splits import DRAWN, GREEDY, STEPS, WAVE, Trial
+from yalis import LLM, SamplingParams
 from yalis.launch.environment import find_place
 from yalis.models.decoder import Block
 from yalis.sampling.sampler import Sampler
@@ -56,7 +56,10 @@ def main(plan: Path, out: Path) -> None:
         with LLM(trial.model, **trial.split, **trial.fields) as llm:
             if rank == 0:
                 prompts = json.loads(Path(trial.forced or Path(trial.model) / "prompts.json").read_text())
-                answers.append(force(llm, prompts) if trial.forced else answer(llm, prompts))
+                if trial.waves:
+                    answers.append(go_on(llm, prompts, trial.waves))
+                else:
+                    answers.append(force(llm, prompts) if trial.forced else answer(llm, prompts))
         seen.append(digests.take())
     (out / f"rank{rank}.json").write_text(json.dumps({"answers": answers, "seen": seen}))
 
@@ -83,6 +86,16 @@ def force(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
         "tokens": [output.token_ids[0] for output in outputs],
         "logprobs": [sorted(output.logprobs[0].top.items()) for output in outputs if output.logprobs],
     }
+
+
+def go_on(llm: LLM, prompts: list[list[int]], waves: int) -> dict[str, Any]:
+    """Long answers to the beginnings of the prompts, drawn anew in each wave."""
+    tokens = []
+    for seed in range(waves):
+        drawn = SamplingParams(max_tokens=WAVE, ignore_eos=True, temperature=0.9, seed=seed)
+        outputs = llm.generate([prompt[:20] for prompt in prompts], drawn)
+        tokens += [output.token_ids for output in outputs]
+    return {"tokens": tokens}
 
 
 if __name__ == "__main__":

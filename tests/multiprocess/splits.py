@@ -9,6 +9,7 @@ from tests.families import CASES, VOCAB, Case
 from yalis import SamplingParams
 
 STEPS = 12
+WAVE = 200
 LENGTHS = (21, 1, 30, 37, 6, 26)
 
 #: By number of ranks: the ways to split a model over them.
@@ -65,6 +66,7 @@ class Trial:
     split: dict[str, Any]
     fields: dict[str, Any]
     forced: str | None = None  # a file of prompts with answers, to be continued token by token
+    waves: int = 0  # how often to generate WAVE tokens instead
 
     @property
     def name(self) -> str:

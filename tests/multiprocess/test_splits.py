@@ -6,21 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.families import Reference, make_prompts, make_reference
-from tests.multiprocess.run_trials import answer
+from tests.families import CASES, Reference, make_prompts, make_reference
+from tests.multiprocess.run_trials import answer, go_on
 from tests.multiprocess.splits import LENGTHS, PRESSED, SPLITS, STEPS, WIDE, Trial
 from yalis import LLM
 from yalis.config import EngineConfig
 from yalis.engine.team import split_of
 
 ROOT = Path(__file__).parents[2]
+SMALL = replace(CASES[0], name="small")
 
 
 class Models:
@@ -32,7 +33,7 @@ class Models:
 
     def find(self, name: str) -> tuple[Reference, dict[str, Any]]:
         if name not in self._made:
-            case = next(case for case in WIDE if case.name == name)
+            case = next(case for case in [*WIDE, SMALL] if case.name == name)
             reference = make_reference(case, self.folder, 3, make_prompts(3, LENGTHS, shared=16), STEPS)
             (reference.path / "prompts.json").write_text(json.dumps(reference.prompts))
             with LLM(str(reference.path), **self.fields) as llm:
@@ -114,3 +115,19 @@ def test_splits_give_the_tokens_of_one_rank(models, ranks, tmp_path):
 @pytest.mark.parametrize("case", [case.name for case in WIDE])
 def test_every_split_of_every_model(models, case, ranks, tmp_path):
     run(models, ranks, [(case, split) for split in SPLITS[ranks]], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "split"),
+    [(3, {"tp": 3}), *(pytest.param(4, {"tp": grid}, marks=pytest.mark.full) for grid in (4, "2x2", "1x4"))],
+    ids=str,
+)
+def test_ranks_agree_bit_for_bit_over_2000_steps(models, ranks, split, tmp_path):
+    reference, _ = models.find(SMALL.name)
+    trial = Trial(SMALL.name, str(reference.path), split, {"device": "cpu", "dtype": "float32"}, waves=10)
+    everyone = launch(ranks, [trial], tmp_path)
+    seen = [rank["seen"][0] for rank in everyone]
+    assert min(found["steps"] for found in seen) >= 2000
+    check_ranks(trial, seen)
+    with LLM(trial.model, **trial.fields) as llm:
+        assert everyone[0]["answers"][0] == go_on(llm, reference.prompts, 10)

@@ -15,7 +15,7 @@ from yalis.config import EngineConfig
 from yalis.engine.engine import Engine
 from yalis.engine.replicas import serve_replica
 from yalis.engine.team import Team, agree, agree_on_model, split_of
-from yalis.errors import YalisError, first_line
+from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
 from yalis.launch.join import join
 from yalis.launch.serving import serving
@@ -75,7 +75,11 @@ def attend(config: EngineConfig) -> Iterator[bool]:
     try:
         yield True
         if world.failure is None:
-            agree(world, None)
+            try:
+                agree(world, None)
+            except YalisFailure:
+                if world.failure is not None:
+                    raise  # otherwise ranks that a SIGTERM ended have left already
     except BaseException as error:
         world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
         raise
