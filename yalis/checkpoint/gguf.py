@@ -84,11 +84,15 @@ class GgufTensor(LazyTensor):
         if entry.kind in FLOATS:
             return part.view(FLOATS[entry.kind])
         gguf = import_gguf(entry.file)
-        # Blocks are independent, and the package works through 16 rows at a time: long rows keep it in numpy.
-        blocks = part.numel() // entry.block_bytes
-        rows = part.view(-1, math.gcd(blocks, 512) * entry.block_bytes).numpy()
+        # Blocks are independent, and the package works through 16 rows at a time: long rows keep it in numpy, however
+        # many blocks a share of the tensor has.
+        long = 512 * entry.block_bytes
+        data = part.view(-1).numpy()
+        end = len(data) - len(data) % long
+        pieces = [piece for piece in (data[:end].reshape(-1, long), data[end:].reshape(1, -1)) if piece.size]
         with np.errstate(all="ignore"):  # damaged blocks become NaN, which the sampler reports
-            return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType(entry.kind)))
+            values = [gguf.dequantize(piece, gguf.GGMLQuantizationType(entry.kind)).reshape(-1) for piece in pieces]
+        return torch.from_numpy(values[0] if len(values) == 1 else np.concatenate(values))
 
 
 class GgufCheckpoint(Checkpoint):
