@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from yalis.comm.choose import choose_backend
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
 from yalis.engine.runner import PendingStep, Runner
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 from yalis.launch.link import Link
 from yalis.launch.world import World
 from yalis.parallel.pipeline import Stage
@@ -111,7 +112,7 @@ class Team:
         self._links = world.links(driver) if world.size > 1 else {}
         self._reporter = self.split.reporter(place.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
-        world.phase = "running"
+        world.phase = "running" if world.rank else "idle"  # rank 0 runs while its user calls
 
     # The driver's side
 
@@ -129,7 +130,8 @@ class Team:
     def close(self) -> None:
         """Send the other ranks home."""
         if self.is_driver and self.world.failure is None:
-            self._tell(["end"])
+            with contextlib.suppress(YalisFailure):  # who dies now has done its work
+                self._tell(["end"])
         for link in self._links.values():
             link.close()
         if self._comm is not None:

@@ -16,6 +16,7 @@ from yalis.log import get_logger
 _log = get_logger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM
+_SAME_S = 2.0  # for rank 0 to come to the same refusal
 
 
 @contextmanager
@@ -34,7 +35,9 @@ def serving(world: World) -> Iterator[None]:
             if not world.over:
                 world.explain(error)  # does not return if another rank's death is behind this
             if not world.over:
-                if not isinstance(error, YalisError):
+                if isinstance(error, YalisError):
+                    world.wait_over(_SAME_S)  # what rank 0 refuses too it says for all, which ends this process
+                else:
                     _log.exception("%s failed", world.name(world.rank))
                 world.fail(first_line(error))
                 raise

@@ -154,7 +154,8 @@ class HubWatch(Watch):
     def _bury(self, rank: int, lost: LinkLost) -> None:
         if not self.failure and not self.closing:
             end = self._local.ended(rank, 0.3) if self._local else None
-            self._end_job(self._obituary(rank, lost, self._phases.get(rank) or self.phase, end))
+            phase = self.phase if self.phase == IDLE else self._phases.get(rank) or self.phase
+            self._end_job(self._obituary(rank, lost, phase, end))
 
     def _end_job(self, sentence: str) -> None:
         # Under a launcher at once: it notices too, and may leave this process no time.

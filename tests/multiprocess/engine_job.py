@@ -1,0 +1,194 @@
+"""Jobs of real engines: how they are started, how they end, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.multiprocess.launch_job import LAUNCHERS, ROOT, free_port
+
+SHIM = Path(__file__).with_name("shim")
+
+
+def environment(fault: str = "") -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if name == "YALIS_CACHE" or not name.startswith(LAUNCHERS)
+    }
+    path = os.pathsep.join([str(ROOT), str(SHIM)])
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "YALIS_TEST_FAULT": fault or "- - -"}
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").glob("*")}
+
+
+def _mapped_names() -> str:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            found += [line for line in path.read_text().splitlines() if "/dev/shm/" in line]
+        except OSError:  # it ended meanwhile
+            continue
+    return "\n".join(found)
+
+
+def processes_of(sessions: Sequence[int], mark: str) -> list[int]:
+    """Of these sessions, or with this mark in their environment; zombies too."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+            if session in sessions or mark.encode() in (path / "environ").read_bytes():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+class Ended:
+    """A job that is over: of each process its status and output, everybody's errors, and when each ended."""
+
+    def __init__(self, statuses: list[int], times: list[float], shown: list[Path]) -> None:
+        self.statuses, self.times = statuses, times
+        self.outputs = [path.with_suffix(".out").read_text() for path in shown]
+        self.errors = "".join(path.with_suffix(".err").read_text() for path in shown)
+
+    def within(self, seconds: float, note: Path) -> bool:
+        """Whether all ended so soon after the fault."""
+        assert note.exists(), self.errors
+        return max(self.times) - float(note.read_text()) < seconds
+
+
+class Job:
+    """Processes under observation; after finish() nothing of them may be left."""
+
+    def __init__(
+        self, pids: list[int], mark: str, shown: list[Path], wait: Callable[[float], tuple[list[int], list[float]]]
+    ) -> None:
+        """What each process writes goes to `shown`, ending in .out and .err; `wait` tells statuses and times."""
+        self.pids, self.mark, self._shown, self._wait = pids, mark, shown, wait
+        self._shared = shared_memory()
+
+    def finish(self, seconds: float = 60) -> Ended:
+        try:
+            statuses, times = self._wait(seconds)
+            deadline = time.time() + 10  # orphans: a worker whose rank 0 is gone
+            while (left := self.left()) and time.time() < deadline:
+                time.sleep(0.05)
+            assert not left, f"processes {left} are left"
+            new = shared_memory() - self._shared
+            mapped = _mapped_names() if new else ""  # other programs' are in use
+            assert not {name for name in new if name not in mapped}
+            return Ended(statuses, [*times, time.time()], self._shown)
+        finally:
+            for pid in self.left():
+                os.kill(pid, signal.SIGKILL)
+
+    def left(self) -> list[int]:
+        return processes_of(self.pids, self.mark)
+
+
+class Nursery:
+    """A process that jobs are forked from; see nursery.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.multiprocess.nursery"],
+            env=environment(),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self._hear(60)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
+
+    def _hear(self, seconds: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        assert select.select([self._process.stdout], [], [], seconds)[0], "the job does not end"
+        values: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return values
+
+    def start(
+        self,
+        argv: Sequence[str],
+        ranks: int = 0,
+        fault: str = "",
+        each: Mapping[int, dict[str, Any]] | None = None,
+        port: int | None = None,
+    ) -> Job:
+        """`argv` without a launcher, or by each of so many ranks; `each` changes "argv" or "cwd" of some ranks."""
+        mark, port = uuid.uuid4().hex, port or free_port()
+        shown = [self._folder / mark / str(rank) for rank in range(max(1, ranks))]
+        shown[0].parent.mkdir()
+        jobs = []
+        for rank, path in enumerate(shown):
+            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env = {name: str(value) for name, value in place.items()} if ranks else {}
+            env |= {"YALIS_TEST_MARK": mark, "YALIS_TEST_FAULT": fault or "- - -"}
+            own = (each or {}).get(rank, {})
+            jobs.append({"argv": list(argv), "env": env, "cwd": str(self._folder), "shown": str(path), **own})
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(jobs) + "\n")
+        pids: list[int] = self._hear(10)["pids"]
+
+        def wait(seconds: float) -> tuple[list[int], list[float]]:
+            deadline = time.time() + seconds
+            statuses, times = [0] * len(jobs), [0.0] * len(jobs)
+            try:
+                for _ in jobs:
+                    heard = self._hear(max(0.1, deadline - time.time()))
+                    statuses[heard["number"]], times[heard["number"]] = heard["status"], heard["at"]
+            except AssertionError:
+                for pid in processes_of(pids, mark):
+                    os.kill(pid, signal.SIGKILL)
+                for _ in range(times.count(0.0)):
+                    self._hear(10)
+                raise
+            return statuses, times
+
+        return Job(pids, mark, shown, wait)
+
+    def run(self, argv: Sequence[str], ranks: int = 0, **options: Any) -> Ended:
+        return self.start(argv, ranks, **options).finish()
+
+
+def start(command: Sequence[str], folder: Path, fault: str = "") -> Job:
+    """A command of its own, as a user types it, in this folder."""
+    mark = uuid.uuid4().hex
+    shown = folder / "shown"
+    with shown.with_suffix(".out").open("w") as out, shown.with_suffix(".err").open("w") as err:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment(fault), "YALIS_TEST_MARK": mark},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+    def wait(seconds: float) -> tuple[list[int], list[float]]:
+        try:
+            return [process.wait(seconds)], [time.time()]
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    return Job([process.pid], mark, [shown], wait)

@@ -1,0 +1,188 @@
+"""A rank that dies, fails or never comes ends an engine's job: soon, with a sentence, and without leaving anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.engine_job import Job, Nursery, start
+from tests.multiprocess.launch_job import HOST, free_port
+
+DEADLINE = 10.0
+DOING = {"loading": "loading the model", "prefill": "running", "decode": "running"}
+
+
+def generate(model: str, *flags: str) -> list[str]:
+    prompt = ["--prompt-ids", "5,17,99,3,8,41", "--max-tokens", "200", "--ignore-eos"]
+    return ["generate", "--model", model, *prompt, "--device", "cpu", *flags]
+
+
+def wait_for(note: Path, seconds: float = 60) -> None:
+    deadline = time.time() + seconds
+    while not (note.exists() and note.read_text()):
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("moment", "split"), [(moment, ("--pp", "2")) for moment in DOING] + [("decode", ("--dp", "2"))]
+)
+def test_a_killed_rank_of_a_launchers_job(
+    nursery: Nursery, model: str, tmp_path: Path, moment: str, split: tuple[str, str]
+) -> None:
+    """Rank 2 is in the second stage, or leads the second replica."""
+    note, port = tmp_path / "note", free_port()
+    argv = generate(model, "--prompt-ids", "7,8", "--tp", "2", *split)
+    job = nursery.start(argv, 4, fault=f"2 kill {moment} {note}", port=port)
+    ended = job.finish()
+    assert ended.within(DEADLINE, note)
+    assert ended.statuses == [1, 1, -signal.SIGKILL, 1]
+    assert f"rank 2 on {HOST} (pid {job.pids[2]}) died while {DOING[moment]}" in ended.errors
+    assert not any(ended.outputs)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize("moment", ["loading", "decode"])
+def test_everyone_ends_when_rank_0_is_killed(nursery: Nursery, model: str, tmp_path: Path, moment: str) -> None:
+    note, port = tmp_path / "note", free_port()
+    job = nursery.start(generate(model, "--tp", "2", "--pp", "2"), 4, fault=f"0 kill {moment} {note}", port=port)
+    ended = job.finish()
+    assert ended.within(DEADLINE, note)
+    assert ended.statuses == [-signal.SIGKILL, 1, 1, 1]
+    assert f"rank 0 on {HOST} (pid {job.pids[0]}) died while {DOING[moment]}" in ended.errors
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_killed_rank_under_torchrun(model: str, tmp_path: Path) -> None:
+    """Which notices too, and ends rank 0 as soon as it does."""
+    note = tmp_path / "note"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "yalis"]
+    ended = start([*torchrun, *generate(model, "--tp", "2", "--pp", "2")], tmp_path, f"2 kill decode {note}").finish()
+    assert ended.statuses == [1]
+    assert ended.within(DEADLINE, note)
+    sentences = [line for line in ended.errors.splitlines() if line.startswith("yalis: ")]
+    assert any(f"rank 2 on {HOST}" in line and "died while running" in line for line in sentences), ended.errors
+    assert ended.outputs == [""]
+
+
+@pytest.mark.parametrize(("moment", "doing"), [("loading", "loading the model"), ("decode", "running")])
+def test_a_bug_on_one_rank_ends_the_job_with_its_name(nursery: Nursery, model: str, moment: str, doing: str) -> None:
+    ended = nursery.run(generate(model, "--tp", "2", "--pp", "2"), 4, fault=f"3 raise {moment}")
+    assert all(ended.statuses)
+    assert f"rank 3 on {HOST}: a bug" in ended.errors
+    assert ended.errors.count("Traceback") == 1  # where the bug is
+    assert "died" not in ended.errors
+
+
+def test_a_rank_that_never_comes_is_named(nursery: Nursery, model: str, tmp_path: Path) -> None:
+    argv = generate(model, "--tp", "2", "--pp", "2", "--join-timeout", "2")
+    job = nursery.start(argv, 4, fault="2 sleep arriving")
+    time.sleep(5)
+    os.kill(job.pids[2], signal.SIGKILL)  # as the launcher will
+    ended = job.finish()
+    assert ended.statuses == [1, 1, -signal.SIGKILL, 1]
+    assert sorted(ended.times)[2] - sorted(ended.times)[0] < 3
+    sentence = f"yalis: error: rank 2 of 4 did not arrive at rank 0 ({HOST}, port "
+    assert [line.startswith(sentence) for line in ended.errors.splitlines()] == [True]
+    assert "within 2 s" in ended.errors
+
+
+# Ranks that rank 0 started itself
+
+FAULTS = """
+import json, os, signal, time
+from yalis import LLM, SamplingParams
+from yalis.errors import YalisFailure
+from yalis.launch import watch
+
+watch.STUCK_S = 1.0  # seconds in which rank 0 must hear of a death, unless nothing of its own is under way
+model, note = ARGUMENTS
+sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+
+def children():
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return file.read().split()
+
+def kill(llm):
+    os.kill(llm._world.members[1].pid, signal.SIGKILL)
+    open(note, "w").write(str(time.time()))
+    time.sleep(2)
+
+def attempt(fault, **fields):
+    os.environ["YALIS_TEST_FAULT"] = f"1 {fault} {note}"
+    calls = 0
+    try:
+        with LLM(model, tp=2, device="cpu", **fields) as llm:
+            if fault == "kill unused":
+                kill(llm)
+            llm.generate([[5, 17, 99]], sampling)
+            calls += 1
+            kill(llm)
+            llm.generate([[5, 17, 99]], sampling)
+    except YalisFailure as error:
+        took = time.time() - float(open(note).read())
+        print(json.dumps([fault, calls, str(error), took, children()]), flush=True)
+
+for fault in ("kill loading", "kill prefill", "kill decode", "kill unused", "kill later"):
+    attempt(fault)
+attempt("sleep arriving", join_timeout=2)
+"""
+
+
+def test_a_user_catches_what_became_of_ranks_and_starts_anew(nursery: Nursery, model: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAULTS.replace("ARGUMENTS", repr((model, str(tmp_path / "note")))))
+    ended = nursery.start([str(script)]).finish(120)
+    assert ended.statuses == [0], ended.errors
+    found = [json.loads(line) for line in ended.outputs[0].splitlines()]
+    assert all(took < DEADLINE for *_, took, _ in found)
+    assert [left for *_, left in found] == [[]] * 6  # neither running nor zombies
+    said = {fault: sentence for fault, _, sentence, *_ in found}
+    doing = {"loading": " while loading the model", "prefill": " while running", "decode": " while running"}
+    for moment, phase in {**doing, "unused": "", "later": ""}.items():
+        assert said[f"kill {moment}"].startswith(f"rank 1 on {HOST} (pid ")
+        assert said[f"kill {moment}"].endswith(f", killed by SIGKILL) died{phase}")
+    assert said["sleep arriving"].startswith("rank 1 of 2 did not arrive at rank 0")
+    assert [calls for _, calls, *_ in found] == [0, 0, 0, 0, 1, 0]
+    assert ended.errors == ""  # the user's to say
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_command_ends_with_a_killed_rank(nursery: Nursery, model: str, tmp_path: Path, victim: int) -> None:
+    note = tmp_path / "note"
+    ended = nursery.run(generate(model, "--tp", "2"), fault=f"{victim} kill decode {note}")
+    assert ended.within(DEADLINE, note)
+    assert ended.statuses == [1 if victim else -signal.SIGKILL]
+    (line,) = ended.errors.splitlines()
+    assert f"rank {victim} on {HOST} (pid " in line
+    assert line.endswith("died while running")
+
+
+def interrupt(job: Job) -> None:
+    os.killpg(job.pids[0], signal.SIGINT)  # as a terminal does
+
+
+def terminate(job: Job) -> None:
+    os.kill(job.pids[0], signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("send", "status", "seconds"), [(interrupt, 130, 5), (terminate, -signal.SIGTERM, DEADLINE)], ids=["INT", "TERM"]
+)
+def test_a_signal_in_the_middle(nursery, model, tmp_path, send, status, seconds) -> None:
+    note = tmp_path / "note"
+    job = nursery.start(generate(model, "--tp", "2"), fault=f"1 slow decode {note}")
+    wait_for(note)
+    note.write_text(str(time.time()))
+    send(job)
+    ended = job.finish()
+    assert ended.statuses == [status]
+    assert ended.within(seconds, note)
+    assert "Traceback" not in ended.errors
