@@ -26,7 +26,8 @@ def test_doctor_finds_this_environment_usable(capsys: pytest.CaptureFixture[str]
         finding = by_name["attention on cpu", backend]
         assert finding["usable"] or finding["detail"]
     assert by_name["attention on cpu", "sdpa"]["usable"]
-    assert by_name["communication", "single rank"]["usable"]
+    assert by_name["communication on cpu", "torch"]["usable"]
+    assert by_name["ranks", "launcher"]["usable"]
     assert main(["doctor"]) == 0
     assert "attention on cpu\n  ok  sdpa" in capsys.readouterr().out
 

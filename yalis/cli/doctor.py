@@ -23,6 +23,7 @@ _OPTIONAL = {
     "jinja2": "only chat templates need it",
     "accelerate": "only `yalis bench --peer transformers` of a GGUF file needs it",
     "triton": "only the triton attention backend needs it",
+    "mpi4py": "only --allreduce mpi needs it",
 }
 
 
@@ -71,9 +72,9 @@ def examine() -> Iterator[Finding]:
         yield Finding("devices", "cuda", False, "torch sees no GPU")
     for device in devices[:2]:  # GPUs of one machine are alike
         yield from _attention(device)
-    yield Finding(
-        "communication", "single rank", True, "a group of one; models are not split over ranks in this version"
-    )
+    yield _launcher()
+    for device in devices[:2]:
+        yield from _communication(device)
 
 
 def _packages() -> Iterator[Finding]:
@@ -143,6 +144,29 @@ def _device(device: torch.device) -> Finding:
         except RuntimeError:
             continue
     return Finding("devices", str(device), bool(computes), f"{detail}; computes in {', '.join(computes) or 'nothing'}")
+
+
+def _launcher() -> Finding:
+    from yalis.errors import YalisError
+    from yalis.launch.environment import find_place
+
+    try:
+        place = find_place()
+    except YalisError as error:
+        return Finding("ranks", "launcher", False, str(error))
+    if not place.launcher:
+        return Finding("ranks", "launcher", True, "none here: yalis starts the ranks that --tp, --pp and --dp ask for")
+    return Finding("ranks", "launcher", True, f"{place.launcher}, this is rank {place.rank} of {place.size}")
+
+
+def _communication(device: torch.device) -> Iterator[Finding]:
+    from yalis.comm.base import BACKENDS
+    from yalis.launch.world import World
+
+    world = World.alone()
+    for name in BACKENDS.names():
+        reason = BACKENDS.load(name).unusable(world, device)
+        yield Finding(f"communication on {device.type}", name, reason is None, reason or "usable")
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:

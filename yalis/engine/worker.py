@@ -68,11 +68,14 @@ def attend(config: EngineConfig) -> Iterator[bool]:
         return
     world = join(split_of(config).size, WORKER, config.join_timeout)
     if world.rank > 0:
-        while serve_rank(world, config):
+        with serving(world):
+            agree(world, config)
+        while serve_rank(world, None):  # the command decides what engines it makes of its settings
             pass
         yield False
         return
     try:
+        agree(world, config)
         yield True
         if world.failure is None:
             try:
