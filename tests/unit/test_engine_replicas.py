@@ -103,6 +103,7 @@ class Replica:
         self.inbox: deque[str] = deque()
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._stepped = False
+        self._errors: list[BaseException] = []
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
         self._paused.acquire()
@@ -110,11 +111,15 @@ class Replica:
     def turn(self) -> None:
         """Take what has come, and one step where there is one to take."""
         self._go.release()
-        self._paused.acquire()
+        assert self._paused.acquire(timeout=10)
+        if self._errors:
+            raise self._errors[0]
 
     def _serve(self) -> None:
         try:
             serve_replica(self.engine, self)  # type: ignore[arg-type]
+        except BaseException as error:
+            self._errors.append(error)
         finally:
             self._paused.release()
 
