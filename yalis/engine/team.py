@@ -13,17 +13,22 @@ import torch
 from yalis.checkpoint.base import Checkpoint
 from yalis.comm.base import CommBackend
 from yalis.comm.choose import choose_backend
+from yalis.comm.topology import Topology
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
 from yalis.engine.runner import PendingStep, Runner
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.link import Link
 from yalis.launch.world import World
+from yalis.log import get_logger
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
 from yalis.scheduling.plan import StepOutput, StepPlan
 from yalis.scheduling.wire import PlanDecoder, PlanEncoder, decode_output, encode_output
 from yalis.spec import ModelSpec
+
+
+log = get_logger(__name__)
 
 
 def split_of(config: EngineConfig) -> Split:
@@ -94,7 +99,9 @@ class Team:
         grid, stage = Grid(), Stage()
         if world.size > 1:
             world.phase = "connecting"
+            topology = Topology.of(world, config.ranks_per_node)
             self._comm = choose_backend(config.allreduce, world, device)(world, device)
+            log.info("%s over %s, joined by %s", self.split, topology, self._comm.name)
             grid = Grid.open(self.split, world.rank, self._comm)
             stage = Stage.open(self.split, world.rank, self._comm)
         world.phase = "loading the model"
