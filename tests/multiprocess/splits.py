@@ -52,7 +52,7 @@ DRAWN = [
 
 #: A cache too small for the batch and steps too short for a prompt: everything the scheduler does, happens.
 PRESSED = {
-    "device": "cpu", "dtype": "float32", "block_size": 4, "kv_blocks": 30, "max_batch_tokens": 23, "max_model_len": 50,
+    "device": "cpu", "dtype": "float32", "block_size": 4, "kv_blocks": 30, "max_batch_tokens": 13, "max_model_len": 50,
     "max_num_seqs": 7,
 }  # fmt: skip
 

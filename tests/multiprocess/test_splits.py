@@ -95,13 +95,13 @@ def run(models: Models, ranks: int, chosen: list[tuple[str, dict[str, Any]]], ou
 
 
 def cover(ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """Every split with a third of the models, every model with some split of this many ranks."""
-    splits = SPLITS[ranks]
+    """Every split with three to five models; over all numbers of ranks, every model with splits of several kinds."""
+    stride = {4: 4, 8: 5}.get(ranks, 3)
     return [
         (case.name, split)
-        for place, split in enumerate(splits)
+        for place, split in enumerate(SPLITS[ranks])
         for number, case in enumerate(WIDE)
-        if (number + place) % min(3, max(len(splits), 2)) == 0
+        if (number + place + ranks) % stride == 0
     ]
 
 

@@ -77,7 +77,6 @@ class Runner:
         """`settle`: from the KV blocks that fit here to those that fit on every rank."""
         self.spec, self.eos, self.block_size = spec, eos, config.block_size
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
-        self.vocabulary = self.grid.vocabulary(spec.vocab_size)
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
         self.times = StageTimes()
         grid = self.grid
@@ -92,8 +91,8 @@ class Runner:
         try:
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
-            self.part = self.grid.vocabulary(spec.vocab_size)
-            self.sampler = Sampler(self.part, spec.vocab_size, grid.everyone, self.device)
+            self.vocabulary = grid.vocabulary(spec.vocab_size)
+            self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.everyone, device)
             self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
             self.pool = self._make_pool(config, needs, wanted_len, settle)
         except (RuntimeError, MemoryError) as error:
@@ -152,7 +151,7 @@ class Runner:
             return
         hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
         sampling = [SamplingRow(hungriest, seed=0, position=0)] * rows
-        self.sampler.sample(logits, SamplingBatch.build(sampling, self.part, self.spec.vocab_size, self.device))
+        self._choose(logits, sampling)
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
@@ -177,14 +176,14 @@ class Runner:
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
             return PendingStep(plan, None)
-        rows = [self._sampling_row(step) for step in sampling]
-        sampled = self.sampler.sample(logits, SamplingBatch.build(rows, self.part, self.spec.vocab_size, self.device))
+        sampled = self._choose(logits, [self._sampling_row(step) for step in sampling])
         slots = self._to_device(np.array([step.slot for step in sampling], dtype=np.int64))
         self.last_tokens.index_copy_(0, slots, sampled.tokens.clamp(min=0))
         return PendingStep(plan, sampled)
 
-    def _lay_out(self, rows: list[SamplingRow]) -> SamplingBatch:
-        return SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)
+    def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
+        batch = SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)
+        return self.sampler.sample(logits, batch)
 
     def _sampling_row(self, step: SequenceStep) -> SamplingRow:
         params = step.params
