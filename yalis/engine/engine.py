@@ -103,7 +103,8 @@ class Engine:
                 self._broken = str(failure)
                 raise failure from error
             self._broken = (str(error).strip() or type(error).__name__).splitlines()[0]
-            world.fail(self._broken)
+            if world.rank == 0:  # elsewhere whoever serves says it, with the traceback
+                world.fail(self._broken)
             if is_out_of_memory(error):
                 raise YalisFailure(
                     f"{self.runner.device} ran out of memory in a step; give a smaller --max-batch-tokens, "
@@ -137,8 +138,10 @@ class Engine:
         self.scheduler.config = replace(self.scheduler.config, max_outstanding=count)
 
     def reports(self) -> list[RankReport]:
-        """What each rank holds and did."""
-        while self._launched:
+        """What each rank holds and did; not while requests run."""
+        if self.scheduler.num_running or self.scheduler.num_waiting:
+            raise ValueError("reports are asked for between requests")
+        while self._launched:  # of requests that ended: what these give is dropped in any case
             self.scheduler.commit(self._launched.popleft().result())
         return self.team.reports()
 

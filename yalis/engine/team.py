@@ -27,7 +27,6 @@ from yalis.scheduling.plan import StepOutput, StepPlan
 from yalis.scheduling.wire import PlanDecoder, PlanEncoder, decode_output, encode_output
 from yalis.spec import ModelSpec
 
-
 log = get_logger(__name__)
 
 
