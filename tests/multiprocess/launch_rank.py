@@ -42,7 +42,7 @@ def talk(world: World) -> None:
             link.close()
     empty = world.links(None)
     everyone = world.exchange(answers)
-    print(f"printed by rank {world.rank}", flush=True)
+    print(f"printed by rank {world.rank}\n", end="", flush=True)  # one write, also where Python is told not to buffer
     if world.rank == 0:
         members = [[m.rank, m.host, m.node, m.local_rank, m.address] for m in world.members]
         show(ranks=[value["rank"] for value in values], answers=everyone, members=members, empty=empty)

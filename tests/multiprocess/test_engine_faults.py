@@ -72,11 +72,16 @@ def test_a_killed_rank_under_torchrun(model: str, tmp_path: Path) -> None:
     assert ended.outputs == [""]
 
 
-@pytest.mark.parametrize(("moment", "doing"), [("loading", "loading the model"), ("decode", "running")])
-def test_a_bug_on_one_rank_ends_the_job_with_its_name(nursery: Nursery, model: str, moment: str, doing: str) -> None:
-    ended = nursery.run(generate(model, "--tp", "2", "--pp", "2"), 4, fault=f"3 raise {moment}")
+@pytest.mark.parametrize(
+    ("rank", "moment", "split"), [(3, "loading", "--pp"), (3, "decode", "--pp"), (2, "decode", "--dp")]
+)
+def test_a_bug_on_one_rank_ends_the_job_with_its_name(
+    nursery: Nursery, model: str, rank: int, moment: str, split: str
+) -> None:
+    argv = generate(model, "--prompt-ids", "7,8", "--tp", "2", split, "2")
+    ended = nursery.run(argv, 4, fault=f"{rank} raise {moment}")
     assert all(ended.statuses)
-    assert f"rank 3 on {HOST}: a bug" in ended.errors
+    assert f"rank {rank} on {HOST}: a bug" in ended.errors
     assert ended.errors.count("Traceback") == 1  # where the bug is
     assert "died" not in ended.errors
 
@@ -169,16 +174,28 @@ def interrupt(job: Job) -> None:
     os.killpg(job.pids[0], signal.SIGINT)  # as a terminal does
 
 
+def insist(job: Job) -> None:
+    interrupt(job)
+    time.sleep(0.5)
+    interrupt(job)
+
+
 def terminate(job: Job) -> None:
     os.kill(job.pids[0], signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
-    ("send", "status", "seconds"), [(interrupt, 130, 5), (terminate, -signal.SIGTERM, DEADLINE)], ids=["INT", "TERM"]
+    ("fault", "send", "status", "seconds"),
+    [
+        ("slow", interrupt, 130, 5),
+        ("sleep", insist, 130, 5),  # rank 0 hangs in a collective
+        ("slow", terminate, -signal.SIGTERM, DEADLINE),
+    ],
+    ids=["INT", "INT-twice", "TERM"],
 )
-def test_a_signal_in_the_middle(nursery, model, tmp_path, send, status, seconds) -> None:
+def test_a_signal_in_the_middle(nursery, model, tmp_path, fault, send, status, seconds) -> None:
     note = tmp_path / "note"
-    job = nursery.start(generate(model, "--tp", "2"), fault=f"1 slow decode {note}")
+    job = nursery.start(generate(model, "--tp", "2"), fault=f"1 {fault} decode {note}")
     wait_for(note)
     note.write_text(str(time.time()))
     send(job)

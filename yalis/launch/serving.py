@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from yalis.errors import YalisError, first_line
+from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.watch import LEAVE_S
 from yalis.launch.world import World
 from yalis.log import get_logger
@@ -35,10 +35,10 @@ def serving(world: World) -> Iterator[None]:
             if not world.over:
                 world.explain(error)  # does not return if another rank's death is behind this
             if not world.over:
-                if isinstance(error, YalisError):
-                    world.wait_over(_SAME_S)  # what rank 0 refuses too it says for all, which ends this process
-                else:
+                if not isinstance(error, YalisError):
                     _log.exception("%s failed", world.name(world.rank))
+                elif not isinstance(error, YalisFailure):
+                    world.wait_over(_SAME_S)  # what rank 0 refuses too it says for all, which ends this process
                 world.fail(first_line(error))
                 raise
     if asked.is_set():

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from yalis.launch.link import SILENCE_S, Link, LinkLost
 from yalis.launch.local import LocalRanks
 from yalis.launch.member import Member
 
+INTERRUPTED = 128 + signal.SIGINT
 STUCK_S = 5.0  # for rank 0 to come out of whatever it is in, once a rank is known to be dead
 LEAVE_S = 10.0  # for a serving rank to come to an end, once rank 0 has left
 IDLE = "idle"  # a phase in which rank 0 is in no collective, and may hear of a failure whenever it asks
@@ -103,6 +106,22 @@ class HubWatch(Watch):
         self._links, self._local, self._launched = links, local, launched
         self._phases: dict[int, str] = {}
         self._waker = os.pipe()
+        os.set_blocking(self._waker[1], False)
+        self._hears_signals = False
+        self._turns = 0  # how often rank 0 went on to something else
+        self._interrupts: deque[int] = deque(maxlen=2)  # in which turn each Ctrl-C came
+
+    def start(self) -> None:
+        super().start()
+        if threading.current_thread() is threading.main_thread():
+            before = signal.set_wakeup_fd(self._waker[1], warn_on_full_buffer=False)
+            self._hears_signals = before == -1
+            if not self._hears_signals:  # an event loop's, which needs it more
+                signal.set_wakeup_fd(before)
+
+    def set_phase(self, phase: str) -> None:
+        self._turns += 1
+        self.phase = phase
 
     def fail(self, sentence: str) -> None:
         self.noticed.set()
@@ -121,6 +140,10 @@ class HubWatch(Watch):
         self._thread.join()
         for link in self._links.values():
             link.close()
+        if self._hears_signals:
+            if threading.current_thread() is not threading.main_thread():
+                return  # signals go on to use the pipe
+            signal.set_wakeup_fd(-1)
         for end in self._waker:
             os.close(end)
 
@@ -131,8 +154,22 @@ class HubWatch(Watch):
                 selector.register(link, selectors.EVENT_READ, rank)
             while not self.closing:
                 for key, _ in selector.select():
-                    if isinstance(key.fileobj, Link) and not self._read(key.data, key.fileobj):
+                    if not isinstance(key.fileobj, Link):
+                        self._heed(os.read(self._waker[0], 64))
+                    elif not self._read(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
+
+    def _heed(self, signals: bytes) -> None:
+        """A second Ctrl-C ends rank 0 even in a collective that another rank holds up, where Python hears nothing."""
+        self._interrupts.extend([self._turns] * signals.count(signal.SIGINT))
+        if self.phase == IDLE or list(self._interrupts) != [self._turns] * 2:
+            return
+        turn = self._turns
+        time.sleep(1)  # in which Python's own handler would have run
+        if self._turns == turn and not self.closing and self._spread("rank 0 was interrupted", aloud=False):
+            if self._local:
+                self._local.stop(0.5)
+            os._exit(INTERRUPTED)
 
     def _read(self, rank: int, link: Link) -> bool:
         """Whether there may be more."""
