@@ -12,7 +12,9 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 # Installs what the tests with real launchers and several hosts need, as root on Debian; `make test SYSTEM=` goes without.
 SYSTEM ?= tests/system/install.sh
-TESTS := $(wildcard $(addprefix tests/,unit multiprocess launchers multihost))
+# Each of these tests is a job of several processes, so they take turns; the others share the cores.
+JOBS := tests/multiprocess tests/launchers tests/multihost
+SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
 .PHONY: demo test test-full lint fetch system gpu-test clean help
 
@@ -47,10 +49,12 @@ system:
 	@$(SYSTEM)
 
 test: lint fetch system
-	$(PYTEST) -rs -m 'not full' $(TESTS)
+	$(SHARED) -m 'not full'
+	$(PYTEST) -rs -m 'not full' $(JOBS)
 
 test-full: lint fetch system
-	$(PYTEST) -rs $(TESTS)
+	$(SHARED)
+	$(PYTEST) -rs $(JOBS)
 
 # On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
 # backend and one for the rest, side by side, with few threads each: the references of tiny models run on the CPU.

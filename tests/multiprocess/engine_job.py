@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -112,16 +113,27 @@ class Nursery:
             text=True,
             bufsize=1,
         )
+        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         self._hear(60)
 
     def close(self) -> None:
-        self._process.communicate(timeout=30)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._listener.join()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._said.put(json.loads(line))
 
     def _hear(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], seconds)[0], "the job does not end"
-        values: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return values
+        try:
+            return self._said.get(timeout=seconds)
+        except queue.Empty:
+            raise AssertionError("the job does not end") from None
 
     def start(
         self,

@@ -148,6 +148,11 @@ class _Recorder(native.Library):
 class _Watch(TorchDispatchMode):
     """Sees every torch operation: a replay can do without those that only allocate or look at memory another way."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled, and telling dynamo so would import it: two seconds in a rank's first steps."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.made: list[Tensor] = []  # held until the recording ends, so that every address means one thing
