@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.multiprocess.splits import PRESSED, SPLITS, Trial
-from tests.multiprocess.test_splits import Models, check, check_ranks, launch
+from tests.multiprocess.test_splits import Models, check, check_pressure, check_ranks, launch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -62,6 +62,7 @@ def test_splits_on_one_gpu(models, mps, ranks, tmp_path):
         check_ranks(trial, [rank["seen"][index] for rank in everyone])
     for trial, given in zip(exact, answers[: len(exact)], strict=True):
         check(trial, given, *models.find(trial.case))
+        check_pressure(trial.split, [given])
     apart = asked = 0
     for trial, given in zip(close, answers[len(exact) :], strict=True):
         reference, _ = models.find(trial.case)
