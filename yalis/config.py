@@ -85,7 +85,7 @@ def _grid(value: object) -> GridShape:
     assert isinstance(parts, (tuple, list))
     good = all(isinstance(part, int) and not isinstance(part, bool) and part >= 1 for part in parts)
     if not good or len(parts) not in (1, 2):
-        raise YalisError(f"tp is {value!r}; give a number of ranks such as 4, or rows x columns such as 2x2")
+        raise YalisError(f"tp is {value!r}; give a number of ranks from 1 on, such as 4, or rows x columns such as 2x2")
     return (parts[0], parts[1] if len(parts) == 2 else 1)
 
 

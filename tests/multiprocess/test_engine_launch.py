@@ -148,3 +148,22 @@ def test_nobody_reads_the_output(model: str, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_engine_left_in_the_middle_makes_way_for_the_next(nursery: Nursery, model: str, tmp_path: Path) -> None:
+    """Steps are on their way through the stages when it is closed; under a launcher the ranks stay for another one."""
+    script = tmp_path / "left.py"
+    script.write_text(
+        "from yalis import LLM, SamplingParams\n"
+        "long = SamplingParams(max_tokens=40, ignore_eos=True)\n"
+        f"for split in ({{'pp': 2, 'micro_batches': 8}}, {{'dp': 2}}):\n"
+        f"    with LLM({model!r}, device='cpu', **split) as llm:\n"
+        "        for chunk in llm.stream([[5, 6, 7 + i] for i in range(16)], long):\n"
+        "            break\n"
+        f"with LLM({model!r}, device='cpu', tp=2) as llm:\n"
+        "    if llm.rank == 0:\n"
+        "        print(len(llm.generate([[5, 6, 7]], long)[0].token_ids))\n"
+    )
+    ended = nursery.run([str(script)], 2)
+    assert ended.statuses == [0, 0], ended.errors
+    assert ended.outputs == ["40\n", ""]

@@ -66,6 +66,8 @@ def check(trial: Trial, given: dict[str, Any], reference: Reference, alone: dict
         found = torch.tensor([[value for _, value in step] for step in steps])
         worst = (found - logits.log_softmax(1)).abs().max().item()
         assert worst < 1e-4, f"{trial.name}: log-probabilities off by {worst:.2e}"
+    if trial.case == "phi3-longrope" and given["counters"] is not None:
+        assert given["counters"]["rope_switches"] > 0, trial.name
 
 
 def check_pressure(split: dict[str, Any], answers: list[dict[str, Any]]) -> None:

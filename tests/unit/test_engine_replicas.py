@@ -47,7 +47,7 @@ class FormulaTeam:
 
     def __init__(self, device: str, num_blocks: int, max_model_len: int, seconds: float = 0.0) -> None:
         self.runner = SimpleNamespace(device=torch.device(device), num_blocks=num_blocks, max_model_len=max_model_len)
-        self.world = SimpleNamespace(explain=lambda error: None, fail=lambda sentence: None)
+        self.world = SimpleNamespace(explain=lambda error: None, fail=lambda sentence: None, failure=None, rank=0)
         self.seconds, self.closed = seconds, False
 
     def launch(self, plan: StepPlan) -> Any:
@@ -90,6 +90,8 @@ class End:
         return bool(self.inbox)
 
     def receive(self) -> Any:
+        while not self.inbox:
+            self.replica.turn()
         return json.loads(self.inbox.popleft())
 
     def close(self) -> None: ...
@@ -218,9 +220,8 @@ class Room:
         assert router.stats.output_tokens == sum(len(items) for items in self.heard.values())
 
     def close(self) -> None:
-        self.router.close()
+        self.router.close()  # which hears the others' last word
         for one in self.others:
-            one.turn()
             one.thread.join(5)
             assert not one.thread.is_alive()
 

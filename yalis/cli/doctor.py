@@ -166,7 +166,8 @@ def _communication(device: torch.device) -> Iterator[Finding]:
     world = World.alone()
     for name in BACKENDS.names():
         reason = BACKENDS.load(name).unusable(world, device)
-        yield Finding(f"communication on {device.type}", name, reason is None, reason or "usable")
+        told = "usable where mpirun starts the ranks" if name == "mpi" else "usable"
+        yield Finding(f"communication on {device.type}", name, reason is None, reason or told)
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:

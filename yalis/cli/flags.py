@@ -35,10 +35,10 @@ HELP = {
     "tp": "tensor parallelism: a number of ranks, or rows x columns of a grid, such as 2x2",
     "pp": "pipeline stages",
     "dp": "replicas of the model, each with its own ranks",
-    "micro_batches": "steps on their way through the pipeline at a time (default: one for each stage)",
+    "micro_batches": "with --pp: steps on their way through the pipeline at a time (default: one for each stage)",
     "allreduce": "auto or a communication backend's name (see `yalis doctor`)",
-    "ranks_per_node": "take so many neighbouring ranks for one machine, whatever is found",
-    "ranks_per_gpu": "ranks that share a GPU",
+    "ranks_per_node": "tell communication backends that so many neighbouring ranks share a node, whatever is found",
+    "ranks_per_gpu": "on GPUs: ranks that may share one",
     "join_timeout": "seconds to wait for ranks that have not come",
     # SamplingParams
     "max_tokens": "most tokens to generate",

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, unknown = build_parser().parse_known_args(given)
         if unknown:
-            verb = f"yalis {args.verb}" if args.verb else "yalis"
+            verb = " ".join(["yalis", *filter(None, (args.verb, getattr(args, "benchmark", None)))])
             raise YalisError(f"unknown argument {unknown[0]!r}; type `{verb} --help` for what is accepted")
         if args.verb is None:
             raise YalisError(
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     """The verb, on the one rank that reads and prints; other ranks of a launcher serve it until it is done."""
     run: Callable[[argparse.Namespace], int] = args.run
-    if not hasattr(args, "serves_ranks") or find_place().size == 1:
+    if not getattr(args, "serves_ranks", False) or find_place().size == 1:
         return run(args)
     from yalis.engine.worker import attend
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from yalis import env
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config
 from yalis.config import EngineConfig
 
@@ -58,11 +59,14 @@ class SplitPlan:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
+    parser.set_defaults(serves_ranks=False)
     add_common_flags(parser, json="print the plan as one object")
 
 
 def run(args: argparse.Namespace) -> int:
     plan = make_plan(engine_config(args))
+    if env.rank() > 0:
+        return 0
     if args.json:
         print(json.dumps(_as_json(plan)))
     else:

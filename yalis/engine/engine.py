@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -13,11 +14,14 @@ from yalis.engine.device import is_out_of_memory
 from yalis.engine.runner import PendingStep
 from yalis.engine.team import RankReport, RemoteStep, Team
 from yalis.errors import YalisFailure
+from yalis.log import get_logger
 from yalis.scheduling.plan import Emitted
 from yalis.scheduling.request import Request
 from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
 from yalis.spec import ModelSpec
 from yalis.types import FinishReason, SamplingParams
+
+log = get_logger(__name__)
 
 
 @dataclass
@@ -101,7 +105,8 @@ class Engine:
             # Another rank's end shows here as a collective that broke.
             if isinstance(error, Exception) and (failure := world.explain(error)) is not None:
                 self._broken = str(failure)
-                raise failure from error
+                log.debug("%s", error)
+                raise failure from None
             self._broken = (str(error).strip() or type(error).__name__).splitlines()[0]
             if world.rank == 0:  # elsewhere whoever serves says it, with the traceback
                 world.fail(self._broken)
@@ -141,9 +146,16 @@ class Engine:
         """What each rank holds and did; not while requests run."""
         if self.scheduler.num_running or self.scheduler.num_waiting:
             raise ValueError("reports are asked for between requests")
-        while self._launched:  # of requests that ended: what these give is dropped in any case
-            self.scheduler.commit(self._launched.popleft().result())
+        self.settle()
         return self.team.reports()
 
+    def settle(self) -> None:
+        """Wait for the steps that are on their way; what they give is dropped, since nobody waits for it any more."""
+        while self._launched:
+            self.scheduler.commit(self._launched.popleft().result())
+
     def close(self) -> None:
+        if self._broken is None and self.team.world.failure is None:
+            with contextlib.suppress(YalisFailure):  # a rank that dies now has done its work
+                self.settle()
         self.team.close()

@@ -14,6 +14,7 @@ import torch
 
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+from yalis.comm.choose import check_name
 from yalis.config import DEFAULT_MODEL, EngineConfig
 from yalis.engine.answer import Answer, Progress
 from yalis.engine.device import release_memory
@@ -46,7 +47,7 @@ class LLM:
 
     With tp, pp or dp above 1 it starts the other ranks itself, unless a launcher (torchrun, srun, mpirun) has: then
     every rank runs the same script, `LLM(...)` of ranks other than the first returns once the first has closed its own,
-    and their `generate`, `chat` and `stream` give nothing.
+    and their `generate`, `chat` and `stream` give nothing: use results where `llm.rank == 0`.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
@@ -60,6 +61,7 @@ class LLM:
         self._next_id = 0
         self.tokenizer: Tokenizer | None = None
         self._engine: Engine | Replicas | None = None
+        self._team: Team | None = None
         split = split_of(self.config)
         # Ranks that a launcher started meet first, so that all of them hear what is wrong with the model.
         self._world = None if find_place().size == 1 else join(split.size, WORKER, self.config.join_timeout)
@@ -73,11 +75,14 @@ class LLM:
         except BaseException as error:
             if self._world is not None:
                 self._world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
+                if self._team is not None:
+                    self._team.close()
                 self._leave()
             raise
 
     def _open(self, split: Split) -> None:
         config = self.config
+        check_name(config.allreduce)
         checkpoint = open_checkpoint(config.model, config.load, config.load_seed)
         try:
             self.spec: ModelSpec = read_spec(checkpoint.config, checkpoint.label)
@@ -91,8 +96,8 @@ class LLM:
             world = self._world
             agree(world, config)
             agree_on_model(world, checkpoint, eos)
-            team = Team(world, config, self.spec, checkpoint, eos)
-            engine = Engine(config, self.spec, team, eos)
+            self._team = Team(world, config, self.spec, checkpoint, eos)
+            engine = Engine(config, self.spec, self._team, eos)
             self._engine = engine if config.dp == 1 else Replicas(engine, world.links(0), config.max_num_seqs)
         finally:
             checkpoint.close()
@@ -206,6 +211,7 @@ class LLM:
         engine.close()
         self._leave()
         del engine
+        self._team = None
         release_memory(device)
 
     def __enter__(self) -> LLM:

@@ -77,6 +77,8 @@ class RemoteShare:
     def close(self) -> None:
         with contextlib.suppress(YalisFailure):  # it went first, which whoever ran the last step was told
             self.link.send(["end"])
+            while self.link.receive() != "end":
+                pass
         self.link.close()
 
 
@@ -88,6 +90,8 @@ def serve_replica(engine: Engine, link: Link) -> None:
         while not engine.has_work or link.poll(0):
             kind, *rest = link.receive()
             if kind == "end":
+                engine.settle()
+                link.send("end")  # the last word, so that rank 0 leaves nothing unread
                 return
             if kind == "add":
                 ticket, prompt, params = rest

@@ -112,7 +112,12 @@ class Team:
             everyone = world.exchange(blocks)
             return min(everyone[rank] for rank in ranks)
 
-        self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, settle)
+        try:
+            self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, settle)
+        except BaseException:
+            if self._comm is not None and world.failure is not None:
+                self._comm.close()
+            raise
         self._bytes_read = checkpoint.bytes_read
         self.is_driver = world.rank == driver
         self._links = world.links(driver) if world.size > 1 else {}

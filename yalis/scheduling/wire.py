@@ -69,9 +69,11 @@ class PlanDecoder:
             self._known[slot] = _Known(request_id, decode_params(params))
         known = self._known[slot]
         known.blocks = (*known.blocks[:kept], *fresh)
-        if history is not None and known.history is None:
+        if history is None:
+            known.history = None
+        elif len(history) == 2:
             known.history = (tuple(history[0]), tuple(history[1]))
-        elif history is not None and known.history is not None:
+        elif known.history is not None:
             known.history = (known.history[0], (*known.history[1], *history[0]))
         return SequenceStep(
             request_id, slot, start, tuple(tokens), known.blocks, bool(samples), output_len, bool(long_rope),

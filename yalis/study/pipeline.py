@@ -16,6 +16,7 @@ from typing import Any
 
 from yalis import results
 from yalis.config import EngineConfig
+from yalis.engine.device import resolve_device
 from yalis.engine.engine import Engine
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError
@@ -39,7 +40,7 @@ class PipelinePlan:
         if odd or not self.micro_batches:
             raise YalisError(
                 f"{self.prompts} prompts cannot be cut into {odd[0] if odd else 'no'} like micro-batches; give numbers "
-                "that divide them, such as --micro-batches 1,2,4,8"
+                "that divide them, such as --cuts 1,2,4,8"
             )
 
 
@@ -55,7 +56,9 @@ def measure(
     config: EngineConfig, plan: PipelinePlan, command: str, report: Callable[[str], None] = lambda text: None
 ) -> results.Result:
     if config.pp < 2 or config.dp > 1:
-        raise YalisError(f"pp is {config.pp} and dp {config.dp}; a pipeline has --pp 2 or more, and --dp 1 here")
+        raise YalisError(f"pp is {config.pp} and dp {config.dp}; give --pp 2 or more, and leave --dp out")
+    if resolve_device(config.device).type != "cpu":
+        raise YalisError("bench pipeline times stages on the host, which computes only on a CPU; give --device cpu")
     tokens = plan.prompts * plan.prompt_len
     config = replace(
         config,
