@@ -12,6 +12,7 @@ import selectors
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any
 
@@ -31,7 +32,7 @@ def say(sentence: str) -> None:
         os.write(2, f"yalis: {sentence}\n".encode())
 
 
-class Watch:
+class Watch(ABC):
     """What this rank knows about the others' lives. The thread runs from start() to close()."""
 
     def __init__(self, members: tuple[Member, ...], rank: int) -> None:
@@ -59,14 +60,17 @@ class Watch:
     def set_phase(self, phase: str) -> None:
         self.phase = phase
 
+    @abstractmethod
     def fail(self, sentence: str) -> None:
-        raise NotImplementedError
+        """End the job with this sentence."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Leave in good order."""
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """What the thread does."""
 
     def _depart(self, rank: int) -> None:
         with self._news:
