@@ -299,6 +299,24 @@ def test_ctrl_c_while_the_input_is_read(
     assert capsys.readouterr().err == ""
 
 
+def test_a_ctrl_c_between_writing_and_counting_loses_no_count(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = save(tmp_path / "in", requests(8)), tmp_path / "out"
+
+    def write_and_be_interrupted(*given: Any) -> int:
+        written = pwrite(*given)
+        signal.raise_signal(signal.SIGINT)
+        return written
+
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", write_and_be_interrupted)
+    capsys.readouterr()
+    assert _batch(source, target, model) == 130
+    assert len(answers(target)) == 1
+    assert f"stopped: {target} holds 1 of 8 results;" in capsys.readouterr().err
+
+
 def _stop_when(process: subprocess.Popen[bytes], target: Path, size: int, how: signal.Signals) -> None:
     while process.poll() is None and (target.stat().st_size if target.exists() else 0) < size:
         time.sleep(0.0005)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from yalis.engine.interrupts import interrupts_held
 from yalis.engine.offline_input import BadLine, GoodLine, Wanted, parse, read_raw, survey
 from yalis.engine.offline_output import ResultFile, answer
 from yalis.errors import YalisError
@@ -93,10 +94,11 @@ class OfflineJob:
         start = time.monotonic()
 
         def tell(line: GoodLine | BadLine, fields: dict[str, Any], tokens: int = 0) -> None:
-            self._results.write(line.custom_id, line.digest, fields)
-            now = self.progress
-            errors = now.errors + (fields["error"] is not None)
-            self.progress = replace(now, done=now.done + 1, errors=errors, output_tokens=now.output_tokens + tokens)
+            with interrupts_held():  # or a Ctrl-C between the two would leave a result that is not counted
+                self._results.write(line.custom_id, line.digest, fields)
+                now = self.progress
+                errors = now.errors + (fields["error"] is not None)
+                self.progress = replace(now, done=now.done + 1, errors=errors, output_tokens=now.output_tokens + tokens)
 
         def advance(model: LLM) -> None:
             for request_id, output in model.poll():
