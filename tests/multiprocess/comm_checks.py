@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from yalis.comm.base import CommBackend, Communicator
-from yalis.comm.choose import choose_backend
+from yalis.comm.choose import open_backend
 from yalis.launch.join import join
 from yalis.launch.world import World
 
@@ -259,7 +259,7 @@ def main() -> None:
     world = join(int(size), [__spec__.name, *sys.argv[1:]])
     # A rank whose check fails leaves by its exception, and the watch ends the others.
     device = torch.device(kind)
-    backend = choose_backend(name, world, device)(world, device)
+    backend = open_backend(name, world, device)
     {"all": run_all, "death": lose_a_rank}[job](Checks(world, backend, device))
     backend.close()
     world.close()

@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from yalis.comm.topology import Topology
+from yalis.comm.tuning import Table
 from yalis.launch.world import World
 from yalis.registry import Registry
 
@@ -90,8 +92,12 @@ class CommBackend(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(
+        self, world: World, device: torch.device, topology: Topology | None = None, table: Table | None = None
+    ) -> None:
+        """`table`: what was measured of all-reduces, equal on all ranks."""
         self.world, self.device = world, device
+        self.topology, self.table = topology or Topology.of(world), table or Table()
 
     @classmethod
     @abstractmethod
@@ -114,5 +120,8 @@ BACKENDS: Registry[type[CommBackend]] = Registry(
     {
         "torch": "yalis.comm.torch_dist:TorchBackend",
         "mpi": "yalis.comm.mpi:MpiBackend",
+        "hierarchical": "yalis.comm.hierarchical:HierarchicalBackend",
+        "nvrar": "yalis.comm.nvrar.group:NvrarBackend",
+        "auto": "yalis.comm.auto:AutoBackend",
     },
 )

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from yalis.comm import tuning
 from yalis.comm.base import BACKENDS, CommBackend
+from yalis.comm.topology import Topology
 from yalis.errors import YalisError
 from yalis.launch.world import World
-
-# Best first.
-PREFERENCE = ("torch", "mpi")
 
 
 def check_name(name: str) -> None:
     """Refuse a name that no backend has, before any rank is started."""
-    if name != "auto" and name not in BACKENDS.names():
-        raise YalisError(f"unknown communication backend {name!r}; accepted: auto, {', '.join(BACKENDS.names())}")
+    if name not in BACKENDS.names():
+        raise YalisError(f"unknown communication backend {name!r}; accepted: {', '.join(BACKENDS.names())}")
 
 
-def choose_backend(name: str, world: World, device: torch.device) -> type[CommBackend]:
-    """The backend called `name`, or with "auto" the best that every rank can use. Every rank calls this."""
+def open_backend(name: str, world: World, device: torch.device, topology: Topology | None = None) -> CommBackend:
+    """The backend called `name`, started on all ranks; a sentence where one of them cannot. Every rank calls this."""
     check_name(name)
-    refusals: dict[str, str] = {}
-    # Asking a backend may start it (MPI), so only those that are needed are asked.
-    for candidate in PREFERENCE if name == "auto" else (name,):
-        reason = _refusal(candidate, world, device)
-        if reason is None:
-            return BACKENDS.load(candidate)
-        refusals[candidate] = reason
-    if name == "auto":
-        reasons = "; ".join(f"{candidate}: {reason}" for candidate, reason in refusals.items())
-        raise YalisError(f"no communication backend can join these ranks: {reasons}")
-    usable = [other for other in PREFERENCE if other != name and _refusal(other, world, device) is None]
-    accepted = f"usable: auto, {', '.join(usable)}" if usable else "no other one is usable"
-    raise YalisError(f"communication backend {name!r} cannot be used here: {refusals[name]}; {accepted}")
+    reason = _refusal(name, world, device)
+    if reason is not None:
+        # Asking a backend may start it (MPI), so the others are asked only now.
+        usable = [other for other in BACKENDS.names() if other != name and _refusal(other, world, device) is None]
+        accepted = f"usable: {', '.join(usable)}" if usable else "no other one is usable"
+        raise YalisError(f"communication backend {name!r} cannot be used here: {reason}; {accepted}")
+    return BACKENDS.load(name)(world, device, topology, tuning.agree(world, device))
 
 
-def _refusal(candidate: str, world: World, device: torch.device) -> str | None:
+def _refusal(name: str, world: World, device: torch.device) -> str | None:
     """Why a backend cannot be used, the same on every rank: one that misses mpi4py speaks for all."""
-    told = world.exchange({candidate: BACKENDS.load(candidate).unusable(world, device)})
+    told = world.exchange({name: BACKENDS.load(name).unusable(world, device)})
     for rank, own in enumerate(told):
-        if own[candidate] is not None:
+        if own[name] is not None:
             where = f" on rank {rank} ({world.members[rank].host})" if world.size > 1 else ""
-            return f"{own[candidate]}{where}"
+            return f"{own[name]}{where}"
     return None

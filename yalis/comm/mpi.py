@@ -16,6 +16,8 @@ from torch import Tensor
 from yalis import env
 from yalis.comm.base import CommBackend, Communicator, SingleRank
 from yalis.comm.contiguous import ContiguousGroup
+from yalis.comm.topology import Topology
+from yalis.comm.tuning import Table
 from yalis.errors import first_line
 from yalis.launch.world import World
 
@@ -110,8 +112,10 @@ class MpiBackend(CommBackend):
 
     name = "mpi"
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        super().__init__(world, device)
+    def __init__(
+        self, world: World, device: torch.device, topology: Topology | None = None, table: Table | None = None
+    ) -> None:
+        super().__init__(world, device, topology, table)
         self._outbox = Outbox()
 
     @classmethod

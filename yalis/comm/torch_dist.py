@@ -20,6 +20,8 @@ from torch import Tensor
 from yalis import env
 from yalis.comm.base import CommBackend, Communicator, SingleRank
 from yalis.comm.contiguous import ContiguousGroup
+from yalis.comm.topology import Topology
+from yalis.comm.tuning import Table
 from yalis.launch.world import World
 
 dist: Any = torch.distributed  # whose stubs lack the process group classes
@@ -166,8 +168,10 @@ class TorchBackend(CommBackend):
 
     name = "torch"
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        super().__init__(world, device)
+    def __init__(
+        self, world: World, device: torch.device, topology: Topology | None = None, table: Table | None = None
+    ) -> None:
+        super().__init__(world, device, topology, table)
         self._groups: list[TorchGroup] = []
         self._store: Any = None
         if world.size > 1:

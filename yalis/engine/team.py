@@ -12,7 +12,7 @@ import torch
 
 from yalis.checkpoint.base import Checkpoint
 from yalis.comm.base import CommBackend
-from yalis.comm.choose import choose_backend
+from yalis.comm.choose import open_backend
 from yalis.comm.topology import Topology
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
@@ -99,7 +99,7 @@ class Team:
         if world.size > 1:
             world.phase = "connecting"
             topology = Topology.of(world, config.ranks_per_node)
-            self._comm = choose_backend(config.allreduce, world, device)(world, device)
+            self._comm = open_backend(config.allreduce, world, device, topology)
             log.info("%s over %s, joined by %s", self.split, topology, self._comm.name)
             grid = Grid.open(self.split, world.rank, self._comm)
             stage = Stage.open(self.split, world.rank, self._comm)

@@ -1,0 +1,95 @@
+"""The fastest backend for every message: by what was measured on this shape of group, else by a rule of thumb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from yalis.comm.base import BACKENDS, CommBackend, Communicator
+from yalis.comm.over_torch import OverTorch, OverTorchBackend
+from yalis.comm.topology import Topology
+from yalis.comm.torch_dist import TorchBackend, TorchGroup
+from yalis.comm.tuning import Table
+from yalis.launch.world import World
+from yalis.log import get_logger
+
+log = get_logger(__name__)
+
+# Between the CPUs of several nodes, unless a table says otherwise: up to here the fewest exchanges win.
+HIERARCHICAL_BYTES = 2 << 20
+
+
+class AutoGroup(OverTorch):
+    """Hands each all-reduce to one of several groups of the same ranks."""
+
+    def __init__(self, under: TorchGroup, groups: dict[str, Communicator], pick: Callable[[int], str]) -> None:
+        super().__init__(under)
+        self.groups, self.pick = groups, lru_cache(pick)
+        self.capturable = all(group.capturable for group in groups.values())
+
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.groups[self.pick(x.nbytes)].all_reduce(x, out)
+
+
+class AutoBackend(OverTorchBackend):
+    name = "auto"
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        topology: Topology | None = None,
+        table: Table | None = None,
+        under: TorchBackend | None = None,
+    ) -> None:
+        super().__init__(world, device, topology, table, under)
+        self._others: dict[str, CommBackend] = {}
+        for name in self._wanted():
+            backend = BACKENDS.load(name)
+            # One rank that lacks it speaks for all.
+            refusals = [reason for reason in world.exchange(backend.unusable(world, device)) if reason is not None]
+            if refusals:
+                log.info("auto goes without %s: %s", name, refusals[0])
+            elif issubclass(backend, OverTorchBackend):
+                self._others[name] = backend(world, device, self.topology, self.table, self.under)
+            else:
+                self._others[name] = backend(world, device, self.topology, self.table)
+
+    def _wanted(self) -> list[str]:
+        """The backends worth asking for: those a measured shape is fastest with, else those of the defaults."""
+        names = set().union(*(tuned.backends for tuned in self.table.shapes.values()))
+        if self.device.type == "cpu" and self.topology.nodes > 1:
+            names.add("hierarchical")
+        return [name for name in BACKENDS.names() if name in names - {"torch", "auto"}]
+
+    def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+        nodes = self.topology.by_node(ranks)
+        tuned = self.table.of(nodes)
+        if tuned.timings:
+            wanted = tuned.backends
+        else:
+            wanted = {"hierarchical"} if len(nodes) > 1 and self.device.type == "cpu" else set()
+        groups: dict[str, Communicator] = {"torch": under}
+        for backend, other in self._others.items():
+            if backend not in wanted:
+                continue
+            if isinstance(other, OverTorchBackend):
+                groups[backend] = other.over(under, name, ranks)
+            else:
+                groups[backend] = other.group(name, ranks)
+
+        def pick(size: int) -> str:
+            choice = tuned.best(size, groups.keys())
+            if choice is not None:
+                return choice.backend
+            return "hierarchical" if "hierarchical" in groups and size <= HIERARCHICAL_BYTES else "torch"
+
+        return AutoGroup(under, groups, pick) if len(groups) > 1 else under
+
+    def close(self) -> None:
+        for other in self._others.values():
+            other.close()
+        super().close()

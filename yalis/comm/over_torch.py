@@ -1,0 +1,73 @@
+"""The base of backends that bring an all-reduce of their own and leave everything else to torch's groups."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from yalis.comm.base import CommBackend, Communicator
+from yalis.comm.topology import Topology
+from yalis.comm.torch_dist import TorchBackend, TorchGroup
+from yalis.comm.tuning import Table
+from yalis.launch.world import World
+
+
+class OverTorch(Communicator):
+    """A group of torch's, under an all-reduce that is not."""
+
+    def __init__(self, under: TorchGroup) -> None:
+        self.under = under
+        self.rank, self.size, self.capturable = under.rank, under.size, under.capturable
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return self.under.all_gather(x, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
+        return self.under.reduce_scatter(x, dim)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return self.under.broadcast(x, source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self.under.send(x, to)
+
+    def recv(self, out: Tensor, source: int) -> Tensor:
+        return self.under.recv(out, source)
+
+    def barrier(self) -> None:
+        self.under.barrier()
+
+
+class OverTorchBackend(CommBackend):
+    """Several of these may share one TorchBackend, which then outlives them."""
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        topology: Topology | None = None,
+        table: Table | None = None,
+        under: TorchBackend | None = None,
+    ) -> None:
+        super().__init__(world, device, topology, table)
+        self._owns = under is None
+        self.under = under or TorchBackend(world, device, topology, table)
+
+    @classmethod
+    def unusable(cls, world: World, device: torch.device) -> str | None:
+        return TorchBackend.unusable(world, device)
+
+    def group(self, name: str, ranks: Sequence[int]) -> Communicator:
+        under = self.under.group(name, ranks)
+        return self.over(under, name, ranks) if isinstance(under, TorchGroup) else under
+
+    @abstractmethod
+    def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+        """The group of these ranks of the world, of which torch's is already made."""
+
+    def close(self) -> None:
+        if self._owns:
+            self.under.close()
