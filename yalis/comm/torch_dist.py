@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,11 +33,14 @@ PATIENCE = timedelta(minutes=30)
 BACKLOG = 8
 # Up to how many bytes in all a rank sends the same message to every other one itself.
 SHORT = 256 << 10
-MESSAGE_TAG, EXCHANGE_TAG = 0, 1
+MESSAGE_TAG, EXCHANGE_TAG, STEP_TAG = 0, 1, 2
 
 
 class TorchGroup(ContiguousGroup):
-    """The collectives, which gloo and NCCL share."""
+    """The collectives, which gloo and NCCL share, and what an all-reduce of our own needs of them."""
+
+    #: whether a receive may be posted long before its message is sent, and without holding up what follows
+    early: bool
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -59,6 +63,10 @@ class TorchGroup(ContiguousGroup):
         options.rootRank, options.rootTensor = source, 0
         _finish(self._group.broadcast([x], options))
 
+    @abstractmethod
+    def begin(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Any]:
+        """Post these receives, then these sends; returns what is to be waited for before their tensors are touched."""
+
     def close(self, broken: bool) -> None:
         """Let go; `broken` when some rank is gone."""
         self._sent.clear()
@@ -74,6 +82,7 @@ class GlooGroup(TorchGroup):
     """
 
     capturable = False
+    early = True
 
     def _sum(self, x: Tensor) -> None:
         if not self._short(x):
@@ -98,6 +107,10 @@ class GlooGroup(TorchGroup):
         for work in works:
             work.wait()
 
+    def begin(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Any]:
+        works = [self._group.recv([out], source, STEP_TAG) for out, source in receives]
+        return works + [self._group.send([x], to, STEP_TAG) for x, to in sends]
+
     def _post(self, x: Tensor, to: int) -> None:
         self._sent.append((self._group.send([x], to, MESSAGE_TAG), x))
         # Gloo's handles do not say whether they are complete; they can only be waited for.
@@ -120,6 +133,7 @@ class NcclGroup(TorchGroup):
     """
 
     capturable = True
+    early = False  # a receive takes its place on the stream
 
     def __init__(self, store: Any, device: torch.device, rank: int, size: int) -> None:
         super().__init__(_nccl(dist.PrefixStore("all", store), rank, size), rank, size)
@@ -130,6 +144,18 @@ class NcclGroup(TorchGroup):
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # NCCL's kernels take low precisions as they are
+
+    def begin(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Any]:
+        if not sends and not receives:
+            return ()
+        # As one call, NCCL runs them side by side, and on the communicator of the whole group.
+        self._group._start_coalescing()
+        for out, source in receives:
+            self._group.recv([out], source, STEP_TAG)
+        for x, to in sends:
+            self._group.send([x], to, STEP_TAG)
+        _finish(self._group._end_coalescing())
+        return ()
 
     def _channel(self, source: int, to: int) -> Any:
         if (source, to) not in self._channels:
