@@ -54,8 +54,26 @@ _ROWS: dict[str, dict[str, type]] = {
         "busy_seconds": list,  # of each stage
         "speedup": float,  # over the first row
     },
+    "allreduce": {
+        "backend": str,
+        "options": dict,  # how the backend was told to do it; empty: as it chooses
+        "dtype": str,
+        "bytes": int,
+        "mode": str,  # "eager", or "graph": replayed from a CUDA graph
+        "delay_us": float,  # one-way, between the hosts of a lab; null elsewhere
+        "status": str,  # "ok", or what was wrong
+        "checked": int,  # operations whose result was compared with a float64 sum
+        "median_us": float,
+        "low_us": float,
+        "high_us": float,
+        "bus_gb_per_s": float,  # bytes * 2 (n - 1) / n over the median: what a ring would move over each link
+        "speedup": float,  # over the baseline at the same size
+    },
 }
-_ALWAYS_THERE = {"engine", "version", "status", "batch", "prompt_len", "output_len", "stages", "micro_batches"}
+_ALWAYS_THERE = {
+    *("engine", "version", "status", "batch", "prompt_len", "output_len", "stages", "micro_batches"),
+    *("backend", "options", "dtype", "bytes", "mode", "checked"),
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measure: the latency of tokens beside the device's floor and beside peers, or how busy a pipeline's stages are."""
+"""Measure: the latency of tokens beside floor and peers, how busy a pipeline's stages are, or how fast ranks sum."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from yalis.cli import bench_allreduce
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
 from yalis.cli.terminal import ProgressLine, tell
 from yalis.errors import YalisError
 
 if TYPE_CHECKING:
-    from yalis.config import EngineConfig
     from yalis.results import Result
+
+Measure = Callable[[argparse.Namespace, str, Callable[[str], None]], "Result | None"]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     _add_numbers(pipeline, prompts=8, prompt_len=128, warmup=1, repeats=5, seed=0)
     _add_rest(pipeline)
+    about = bench_allreduce.ABOUT
+    bench_allreduce.add_flags(kinds.add_parser("allreduce", help=about, description=about))
 
 
 _NUMBERS = {
@@ -63,38 +67,44 @@ def _add_rest(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
-        raise YalisError("no benchmark given; type `yalis bench latency` or `yalis bench pipeline`")
+        raise YalisError(
+            "no benchmark given; type `yalis bench latency`, `yalis bench pipeline` or `yalis bench allreduce`"
+        )
     from yalis import results
 
     if args.out is not None:
         _prepare(args.out)
-    measure, print_table = (_latency, _print_latency) if args.benchmark == "latency" else (_pipeline, _print_pipeline)
+    measure, print_table = _BENCHMARKS[args.benchmark]
     line = ProgressLine()
-    result = measure(args, engine_config(args), shlex.join(["yalis", *sys.argv[1:]]), line.show)
+    result = measure(args, shlex.join(["yalis", *sys.argv[1:]]), line.show)
     line.clear()
+    if result is None:
+        return 0  # another rank tells it
     if args.json:
         print(json.dumps(asdict(result)))
     else:
         print_table(result)
     if args.out is not None:
         tell(f"wrote {results.write(result, args.out)}")
+    if args.benchmark == "allreduce":
+        bench_allreduce.finish(args, result)
     return 0
 
 
-def _latency(args: argparse.Namespace, config: EngineConfig, command: str, report: Callable[[str], None]) -> Result:
+def _latency(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result:
     from yalis.study.latency import LatencyPlan, measure
 
     plan = LatencyPlan(
         args.batch, args.prompt_len, args.output_len, args.warmup, args.repeats, tuple(args.peer), args.seed
     )
-    return measure(config, plan, command, report)
+    return measure(engine_config(args), plan, command, report)
 
 
-def _pipeline(args: argparse.Namespace, config: EngineConfig, command: str, report: Callable[[str], None]) -> Result:
+def _pipeline(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result:
     from yalis.study.pipeline import PipelinePlan, measure
 
     plan = PipelinePlan(args.cuts, args.prompts, args.prompt_len, args.warmup, args.repeats, args.seed)
-    return measure(config, plan, command, report)
+    return measure(engine_config(args), plan, command, report)
 
 
 def _prepare(folder: Path) -> None:
@@ -165,3 +175,11 @@ def _comparison(row: dict[str, Any]) -> str:
     if row["same_tokens"] == 1:
         return f"{told}; same tokens"
     return f"{told}; same tokens in {row['same_tokens']:.0%} of the sequences"
+
+
+#: How each is measured (on a rank that does not tell the result: None), and how its result is told.
+_BENCHMARKS: dict[str, tuple[Measure, Callable[[Result], None]]] = {
+    "latency": (_latency, _print_latency),
+    "pipeline": (_pipeline, _print_pipeline),
+    "allreduce": (bench_allreduce.measure, bench_allreduce.print_table),
+}

@@ -20,16 +20,16 @@ def check_name(name: str) -> None:
 def open_backend(name: str, world: World, device: torch.device, topology: Topology | None = None) -> CommBackend:
     """The backend called `name`, started on all ranks; a sentence where one of them cannot. Every rank calls this."""
     check_name(name)
-    reason = _refusal(name, world, device)
+    reason = refusal(name, world, device)
     if reason is not None:
         # Asking a backend may start it (MPI), so the others are asked only now.
-        usable = [other for other in BACKENDS.names() if other != name and _refusal(other, world, device) is None]
+        usable = [other for other in BACKENDS.names() if other != name and refusal(other, world, device) is None]
         accepted = f"usable: {', '.join(usable)}" if usable else "no other one is usable"
         raise YalisError(f"communication backend {name!r} cannot be used here: {reason}; {accepted}")
     return BACKENDS.load(name)(world, device, topology, tuning.agree(world, device))
 
 
-def _refusal(name: str, world: World, device: torch.device) -> str | None:
+def refusal(name: str, world: World, device: torch.device) -> str | None:
     """Why a backend cannot be used, the same on every rank: one that misses mpi4py speaks for all."""
     told = world.exchange({name: BACKENDS.load(name).unusable(world, device)})
     for rank, own in enumerate(told):

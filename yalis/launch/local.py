@@ -30,7 +30,7 @@ class LocalRanks:
             for rank in ranks:
                 self.processes[rank] = subprocess.Popen(
                     command,
-                    env=_environment({**place, "YALIS_RANK": str(rank)}),
+                    env=rank_environment({**place, "YALIS_RANK": str(rank)}),
                     stdin=subprocess.DEVNULL,
                     stdout=_standard_error(),  # results are rank 0's to print
                     start_new_session=True,
@@ -80,7 +80,8 @@ class LocalRanks:
         return True
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's, for a rank that it starts: with this package, and without another launcher's words."""
     kept = {
         name: value
         for name, value in env.variables().items()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from yalis import __version__, results
@@ -23,6 +23,7 @@ from yalis.errors import YalisError, YalisFailure
 from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefill_floor_s, prefill_flops
 from yalis.spec import read_spec
 from yalis.study import bandwidth, peers
+from yalis.study.spread import spread
 from yalis.types import SamplingParams
 
 
@@ -210,7 +211,7 @@ def _tabulate(
         else:
             steps = [step for timing in timings for step in timing.steps]
             first, step = median(timing.first_token for timing in timings), median(steps)
-            low, high = _spread(steps)
+            low, high = spread(steps)
             row.update(
                 status="ok",
                 first_token_ms=1e3 * first,
@@ -227,14 +228,6 @@ def _tabulate(
             )
         rows.append(row)
     return rows
-
-
-def _spread(steps: list[float]) -> tuple[float, float]:
-    """The tenth and ninetieth percentile."""
-    if len(steps) < 2:
-        return steps[0], steps[0]
-    cuts = quantiles(steps, n=10, method="inclusive")
-    return cuts[0], cuts[-1]
 
 
 def _agreement(ours: list[peers.Timing], theirs: list[peers.Timing]) -> float:

@@ -1,0 +1,277 @@
+"""What each rank does in the all-reduce benchmark.
+
+Ranks start every operation together. Where one clock serves them all (one machine, whatever hosts it poses as) they
+wait for the same moment of it; between machines they leave a barrier. An operation's time is the longest that any rank
+took from its own start to its own end, on a GPU until the stream is empty again.
+
+Before every operation the input is written anew, and the checked one has an output full of NaN: a sum that was never
+taken cannot pass for one of an earlier operation.
+
+`python -m yalis.study.allreduce_rank` is a rank that rank 0 started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yalis.comm import tuning
+from yalis.comm.base import BACKENDS, CommBackend, Communicator
+from yalis.comm.choose import refusal
+from yalis.comm.over_torch import OverTorch, OverTorchBackend
+from yalis.comm.topology import Topology
+from yalis.comm.torch_dist import TorchBackend, TorchGroup
+from yalis.comm.tuning import Choice, Table, Timing, Tuned
+from yalis.config import EngineConfig
+from yalis.engine.device import rank_device, share_threads
+from yalis.errors import YalisError
+from yalis.launch.environment import find_place
+from yalis.launch.join import join
+from yalis.launch.serving import serving
+from yalis.launch.world import World
+from yalis.study import bandwidth
+from yalis.study.allreduce import PLAIN, WORKER, AllReducePlan, Report, Row, make_row
+
+_SPIN_S = 3e-4  # sleeping ends late by up to this
+_LEAD_S = 0.02  # for all ranks to hear of the first moment
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[str, Any]:
+    """Measure with the other ranks what rank 0's plan says: the same rows on every rank, and what they were made on."""
+    plan = AllReducePlan.told(world.exchange(asdict(plan) if plan else None)[0])
+    world.phase = "measuring"
+    config = EngineConfig(device=plan.device, ranks_per_gpu=plan.ranks_per_gpu, ranks_per_node=plan.ranks_per_node)
+    device = rank_device(config, world)
+    share_threads(config, world, device)
+    field = Field(world, device, Topology.of(world, plan.ranks_per_node))
+    try:
+        rows = list(field.run(plan, report))
+    finally:
+        field.close()
+    nodes = field.topology.by_node()
+    facts = {
+        "ranks": world.size,
+        "nodes": [list(ranks) for ranks in nodes],
+        "shape": tuning.shape_of(nodes),
+        "start": "clock" if field.start.shared else "barrier",
+    }
+    return {"rows": rows, "facts": facts, "device": bandwidth.describe(device)}
+
+
+class PlainGloo(OverTorch):
+    """gloo's ring as torch gives it to its users, for short messages too."""
+
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        target = x if out is None else out.copy_(x)
+        self.under._group.allreduce([target]).wait()
+        return target
+
+
+class Start:
+    """Lets the ranks start together, and times what they do then."""
+
+    def __init__(self, world: World, comm: Communicator) -> None:
+        self._world, self._comm = world, comm
+        boots = world.exchange(_BOOT.read_text() if _BOOT.exists() else None)
+        self.shared = len(set(boots)) == 1 and boots[0] is not None
+        self._spin = _SPIN_S if world.size <= len(os.sched_getaffinity(0)) else 0.0
+
+    def times(self, prepare: Callable[[], None], act: Callable[[], None], count: int, period: float) -> list[float]:
+        """The slowest rank's seconds for each `act`. `period`: from one start to the next, where a clock says when."""
+        moment = max(self._world.exchange(time.monotonic())) + _LEAD_S
+        own = []
+        for _ in range(count):
+            prepare()
+            moment += period
+            if self.shared and period:
+                self._wait(moment)
+            else:
+                self._comm.barrier()
+            begin = time.perf_counter()
+            act()
+            own.append(time.perf_counter() - begin)
+        return [max(ranks) for ranks in zip(*self._world.exchange(own), strict=True)]
+
+    def _wait(self, moment: float) -> None:
+        if (left := moment - time.monotonic() - self._spin) > 0:
+            time.sleep(left)
+        while time.monotonic() < moment:
+            pass
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The inputs of all ranks, which all know, and what they must add up to."""
+
+    mine: Tensor
+    total: Tensor  # in float64
+    bound: Tensor  # how far rounding at every addition may lead from it
+
+    @classmethod
+    def draw(cls, seed: str, rank: int, ranks: int, length: int, dtype: torch.dtype) -> Sum:
+        total = torch.zeros(length, dtype=torch.float64)
+        weight = torch.zeros(length, dtype=torch.float64)
+        mine = torch.empty(0)
+        for other in range(ranks):
+            digest = hashlib.blake2b(f"{seed}/{other}".encode(), digest_size=7).digest()
+            noise = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            values = torch.randn(length, generator=noise).to(dtype)
+            total += values
+            weight += values.abs()
+            if other == rank:
+                mine = values
+        return cls(mine, total, weight * (ranks * torch.finfo(dtype).eps / 2))
+
+    def fault(self, out: Tensor) -> str | None:
+        """What is wrong with this rank's result."""
+        bad = int((~((out.cpu().double() - self.total).abs() <= self.bound)).sum())
+        return f"{bad} of {len(self.total)} elements are not the sum" if bad else None
+
+
+class Field:
+    """The backends side by side on the same ranks."""
+
+    def __init__(self, world: World, device: torch.device, topology: Topology) -> None:
+        self.world, self.device, self.topology = world, device, topology
+        self._table = tuning.agree(world, device)
+        self._torch = TorchBackend(world, device, topology, self._table)
+        self._opened: list[CommBackend] = [self._torch]
+        under = self._torch.group("allreduce", range(world.size))
+        assert isinstance(under, TorchGroup)
+        self._under = under
+        self._groups: dict[str, Communicator] = {"torch": under}
+        if device.type == "cpu":
+            self._groups[PLAIN] = PlainGloo(under)
+        self.start = Start(world, under)
+
+    def run(self, plan: AllReducePlan, report: Report) -> Iterator[Row]:
+        names = self._choose(plan)
+        for dtype in plan.dtypes:
+            for size in plan.sizes:
+                kind: torch.dtype = getattr(torch, dtype)
+                seed = f"{plan.seed}/{dtype}/{size}"
+                wanted = Sum.draw(seed, self.world.rank, self.world.size, size // kind.itemsize, kind)
+                for name in names:
+                    for options in self._options(name, size) if plan.tune else [{}]:
+                        group = self._group(name, options)
+                        for mode in (
+                            ("eager", "graph") if self.device.type == "cuda" and group.capturable else ("eager",)
+                        ):
+                            report(f"{size >> 10} KB of {dtype}: {Choice(name, options)}, {mode}")
+                            wrong, checked, seconds = self._measure(group, wanted, mode, plan)
+                            yield make_row(name, options, dtype, size, mode, self.world.size, wrong, checked, seconds)
+
+    def _choose(self, plan: AllReducePlan) -> list[str]:
+        names = list(plan.backends)
+        if not names:
+            known = [name for name in BACKENDS.names() if refusal(name, self.world, self.device) is None]
+            names = [*([PLAIN] if self.device.type == "cpu" else []), *known]
+            if plan.tune:
+                names = [name for name in names if name not in (PLAIN, "auto")]
+        if PLAIN in names and self.device.type != "cpu":
+            raise YalisError(f"{PLAIN} joins CPUs, and these ranks compute on {self.device.type}; leave it out")
+        return names
+
+    def _options(self, name: str, size: int) -> list[dict[str, int | str]]:
+        """The ways to do it that are worth trying, if the backend has several."""
+        offered = getattr(BACKENDS.load(name), "options_to_try", None)
+        return list(offered(size)) if offered else [{}]
+
+    def _group(self, name: str, options: dict[str, int | str]) -> Communicator:
+        """A backend's group; with options, one whose table knows nothing else."""
+        key = str(Choice(name, options))
+        if key not in self._groups:
+            table = self._table
+            if options:
+                shape = tuning.shape_of(self.topology.by_node())
+                table = Table({shape: Tuned((Timing(1, Choice(name, options), 1.0),))})
+            kind = BACKENDS.load(name)
+            ranks = range(self.world.size)
+            if (reason := refusal(name, self.world, self.device)) is not None:
+                raise YalisError(f"communication backend {name!r} cannot be used here: {reason}; leave it out")
+            if issubclass(kind, OverTorchBackend):
+                over = kind(self.world, self.device, self.topology, table, self._torch)
+                self._groups[key] = over.over(self._under, key, ranks)
+                self._opened.append(over)
+            else:
+                other = kind(self.world, self.device, self.topology, table)
+                self._groups[key] = other.group(key, ranks)
+                self._opened.append(other)
+        return self._groups[key]
+
+    def _measure(
+        self, group: Communicator, wanted: Sum, mode: str, plan: AllReducePlan
+    ) -> tuple[str | None, int, list[float]]:
+        """What is wrong, if anything; how many results were checked; the seconds of each operation."""
+        mine = wanted.mine.to(self.device)
+        x = group.workspace(tuple(mine.shape), mine.dtype, self.device).copy_(mine)
+        out = torch.full_like(mine, float("nan"))
+        group.all_reduce(x, out)
+        bandwidth.synchronize(self.device)
+        wrong = self._agree(wanted, out)
+        if wrong:
+            return wrong, 1, []
+
+        def prepare() -> None:
+            x.copy_(mine)
+            bandwidth.synchronize(self.device)
+
+        act = self._recorded(group, x) if mode == "graph" else lambda: self._reduce(group, x)
+        warm = self.start.times(prepare, act, plan.warmup, 0.0)
+        seconds = self.start.times(prepare, act, plan.repeats, 1.5 * max(warm[1:] or warm) + 5e-4)
+        return self._agree(wanted, x), 2, seconds
+
+    def _reduce(self, group: Communicator, x: Tensor) -> None:
+        group.all_reduce(x)
+        bandwidth.synchronize(self.device)
+
+    def _recorded(self, group: Communicator, x: Tensor) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            group.all_reduce(x)
+
+        def replay() -> None:
+            graph.replay()
+            bandwidth.synchronize(self.device)
+
+        return replay
+
+    def _agree(self, wanted: Sum, out: Tensor) -> str | None:
+        """What is wrong with the result of any rank, the same on all."""
+        bits = hashlib.blake2b(out.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+        told = self.world.exchange([wanted.fault(out), bits])
+        for rank, (fault, _) in enumerate(told):
+            if fault:
+                return f"wrong: {fault} on rank {rank}"
+        odd = [rank for rank, (_, other) in enumerate(told) if other != told[0][1]]
+        return f"wrong: rank {odd[0]} has other bits than rank 0" if odd else None
+
+    def close(self) -> None:
+        for backend in reversed(self._opened):
+            backend.close()
+
+
+def main() -> int:
+    place = find_place()
+    try:
+        world = join(place.size, WORKER)
+        with serving(world):
+            take_part(world, None, lambda text: None)
+        world.close()
+    except YalisError as error:
+        return error.exit_code  # rank 0 was told, and says it
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
