@@ -50,10 +50,17 @@ class Summing:
         self._plan = lru_cache(256)(lambda *how: plan(nodes, rank, *how))
         self._kept: dict[torch.dtype, Tensor] = {}
 
-    def run(self, x: Tensor, between: str, chunk: int) -> None:
-        """Every rank's contiguous `x` becomes their sum; `chunk` in bytes."""
-        for stretch in x.view(-1).split(STRETCH_BYTES // x.itemsize):
-            self._carry_out(self._plan(between, stretch.numel(), chunk // x.itemsize), stretch)
+    def all_reduce(self, x: Tensor, out: Tensor | None, between: str, chunk: int) -> Tensor:
+        """The sum of every rank's `x`, in `out` if given, else in `x`; messages between nodes hold `chunk` bytes."""
+        target = x if out is None else out
+        fits = target.is_contiguous() and target.dtype == x.dtype
+        buffer = target if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if buffer is not x:
+            buffer.copy_(x)
+        if x.numel():
+            for stretch in buffer.view(-1).split(STRETCH_BYTES // x.itemsize):
+                self._carry_out(self._plan(between, stretch.numel(), chunk // x.itemsize), stretch)
+        return target if buffer is target else target.copy_(buffer)
 
     def _carry_out(self, plan: Plan, x: Tensor) -> None:
         begin, early = self.transport.begin, self.transport.early
@@ -121,15 +128,7 @@ class HierarchicalGroup(OverTorch):
         self._options = lru_cache(256)(lambda size: options(tuned.best(size, "hierarchical"), size, under.early))
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        target = x if out is None else out
-        if not x.numel():
-            return target
-        fits = target.is_contiguous() and target.dtype == x.dtype
-        buffer = target if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if buffer is not x:
-            buffer.copy_(x)
-        self._summing.run(buffer, *self._options(x.nbytes))
-        return target if buffer is target else target.copy_(buffer)
+        return self._summing.all_reduce(x, out, *self._options(x.nbytes))
 
 
 class HierarchicalBackend(OverTorchBackend):

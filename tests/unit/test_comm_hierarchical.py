@@ -1,0 +1,282 @@
+"""The hierarchical all-reduce between threads, over a transport that delivers as early or as late as it likes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ranks import Memory, run_ranks
+from yalis.comm import hierarchical
+from yalis.comm.hierarchical import Summing, options
+from yalis.comm.schedule import BETWEEN, Nodes, cut
+from yalis.comm.topology import Topology
+from yalis.comm.tuning import Choice
+from yalis.errors import YalisError
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+
+
+@dataclass
+class Parcel:
+    """A message once both ends have posted it. Its bytes move at once, or when an end first waits for them."""
+
+    sent: Tensor | None = None
+    wanted: Tensor | None = None
+    late: bool = False
+    moved: bool = False
+
+    def move(self) -> None:
+        if not self.moved and self.sent is not None and self.wanted is not None:
+            assert (self.sent.shape, self.sent.dtype) == (self.wanted.shape, self.wanted.dtype), "sizes differ"
+            self.wanted.copy_(self.sent)
+            self.moved = True
+
+
+class Wire:
+    """What all ranks' transports share."""
+
+    def __init__(self, seed: int, early: bool) -> None:
+        self.random, self.early = random.Random(seed), early
+        self.condition = threading.Condition()
+        self.half_posted: dict[tuple[int, int, str], deque[Parcel]] = {}
+
+    def post(self, source: int, to: int, end: str, x: Tensor) -> Parcel:
+        other = "wanted" if end == "sent" else "sent"
+        with self.condition:
+            waiting = self.half_posted.get((source, to, other))
+            if waiting:
+                parcel = waiting.popleft()
+            else:
+                parcel = Parcel(late=self.random.random() < 0.5)
+                self.half_posted.setdefault((source, to, end), deque()).append(parcel)
+            setattr(parcel, end, x)
+            if not parcel.late:
+                parcel.move()
+            self.condition.notify_all()
+        return parcel
+
+
+class InMemory:
+    """One rank's transport. Receives that may not be posted early are waited for at once, like those of a GPU."""
+
+    def __init__(self, wire: Wire, rank: Memory) -> None:
+        self.wire, self.rank, self.early = wire, rank, wire.early
+        self.log: list[tuple[str, int, int]] = []
+
+    def begin(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        here = self.rank.rank
+        begun = [Arrival(self, "got", peer, self.wire.post(peer, here, "wanted", x)) for x, peer in receives]
+        for x, peer in sends:
+            begun.append(Arrival(self, "gave", peer, self.wire.post(here, peer, "sent", x)))
+            self.log.append(("send", peer, x.nbytes))
+        if self.early:
+            return begun
+        for arrival in begun:
+            arrival.wait()
+        return []
+
+
+@dataclass
+class Arrival:
+    transport: InMemory
+    what: str
+    peer: int
+    parcel: Parcel
+
+    def wait(self) -> None:
+        condition = self.transport.wire.condition
+        with condition:
+            while self.parcel.sent is None or self.parcel.wanted is None:
+                if not condition.wait(0.2) and self.transport.rank.board.gate.broken:
+                    raise threading.BrokenBarrierError
+            self.parcel.move()
+        self.transport.log.append((self.what, self.peer, self.parcel.sent.nbytes))
+
+
+def reduce(
+    nodes: Nodes,
+    inputs: list[Tensor],
+    between: str,
+    chunk: int,
+    early: bool = True,
+    in_place: bool = True,
+    seed: int = 0,
+    times: int = 1,
+) -> tuple[list[Tensor], list[InMemory]]:
+    """Every rank's sum of the inputs, and its transport. More `times`: without a pause, all but the last unchecked."""
+    wire = Wire(seed, early)
+
+    def rank(index: int, comm: Memory) -> tuple[Tensor, InMemory]:
+        transport = InMemory(wire, comm)
+        summing = Summing(transport, nodes, index)
+        for _ in range(times):
+            x = inputs[index].clone()
+            out = None if in_place else torch.full_like(x, 77)
+            total = summing.all_reduce(x, out, between, chunk)
+        assert total is (x if in_place else out)
+        assert in_place or torch.equal(x, inputs[index])
+        return total, transport
+
+    results = run_ranks(len(inputs), rank)
+    return [total for total, _ in results], [transport for _, transport in results]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """1 to 9 nodes of 1 to 4 ranks, even or not, their ranks in order or mixed."""
+    count = draw(st.integers(1, 9))
+    even = draw(st.booleans())
+    counts = [draw(st.integers(1, 4))] * count if even else [draw(st.integers(1, 4)) for _ in range(count)]
+    node_of = [node for node, ranks in enumerate(counts) for _ in range(ranks)]
+    return Topology(tuple(draw(st.permutations(node_of)) if draw(st.booleans()) else node_of)).by_node()
+
+
+def roundings(nodes: Nodes, between: str) -> int:
+    """How often a low precision is rounded on its way: once in the node, once an exchange."""
+    power = len(nodes).bit_length() - 1
+    return 2 if between == "direct" else 1 + power + (len(nodes) > 1 << power)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    nodes=shapes(),
+    elements=st.sampled_from([0, 1, 2, 7, 64, 129]) | st.integers(0, 500),
+    dtype=st.sampled_from(DTYPES),
+    between=st.sampled_from(sorted(BETWEEN)),
+    chunk=st.sampled_from([1, 50, 200, 1 << 20]),
+    how=st.fixed_dictionaries(
+        {
+            "early": st.booleans(),
+            "in_place": st.booleans(),
+            "seed": st.integers(0, 1 << 20),
+            "times": st.integers(1, 2),
+        }
+    ),
+)
+def test_sums_in_any_world(
+    nodes: Nodes, elements: int, dtype: torch.dtype, between: str, chunk: int, how: dict[str, Any]
+) -> None:
+    size = sum(len(node) for node in nodes)
+    chunk = max(chunk, elements * dtype.itemsize // 12)  # some lanes, not hundreds
+    generator = torch.Generator().manual_seed(how["seed"])
+
+    whole = [torch.randint(0, 8, (elements,), generator=generator).to(dtype) for _ in range(size)]
+    for total in reduce(nodes, whole, between, chunk, **how)[0]:
+        assert torch.equal(total, torch.stack(whole).double().sum(0).to(dtype))
+
+    if dtype.is_floating_point:
+        drawn = [torch.randn(elements, generator=generator).to(dtype) for _ in range(size)]
+        totals, _ = reduce(nodes, drawn, between, chunk, **how)
+        assert len({bytes(total.view(torch.uint8).tolist()) for total in totals}) == 1
+        exact = torch.stack(drawn).double()
+        steps = roundings(nodes, between) / 2 if dtype.itemsize == 2 else size
+        bound = (steps * torch.finfo(dtype).eps + size * 2**-24) * exact.abs().sum(0)
+        assert bool(((totals[0].double() - exact.sum(0)).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sum_depends_neither_on_chunks_nor_on_its_place(dtype: torch.dtype) -> None:
+    """Nor does halving change what doubling gives: the same pairs are added."""
+    nodes = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+    drawn = [torch.randn(40, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(9)]
+    twice = [torch.cat([x, x.flip(0)]) for x in drawn]
+    for names in (("doubling", "halving"), ("direct",)):
+        totals = [reduce(nodes, twice, name, chunk)[0][0] for name in names for chunk in (4, 13, 1000)]
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        assert torch.equal(totals[0][:40], totals[0][40:].flip(0))
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize(("count", "each"), [(1, 3), (2, 1), (4, 2), (8, 1), (3, 2), (5, 1), (7, 2)])
+def test_messages_and_bytes_are_those_of_the_algorithm(count: int, each: int, lanes: int) -> None:
+    nodes = cut((0, count * each), count)
+    ranks = [list(range(*span)) for span in nodes]
+    power = 1 << (count.bit_length() - 1)
+    extra, exchanges = count - power, power.bit_length() - 1
+    # Divides into lanes, pieces, parts and halves.
+    piece = 4 * lanes * count * power
+    inputs = [torch.ones(piece // 4 * each)] * (count * each)
+    for between in BETWEEN:
+        _, transports = reduce(ranks, inputs, between, piece // lanes)
+        for rank, transport in enumerate(transports):
+            node = rank // each
+            inside, outside = [], []
+            for what, peer, size in transport.log:
+                if what == "send":
+                    (inside if peer // each == node else outside).append(size)
+            assert inside == [piece // lanes] * (2 * (each - 1) * lanes)
+            if between == "direct":
+                messages, moved = 2 * (count - 1), 2 * piece * (count - 1) // count
+            elif node >= power:  # in, and out again
+                messages, moved = 1, piece
+            else:
+                folds = int(node < extra)
+                rounds = exchanges if between == "doubling" else 2 * exchanges
+                moved = piece * exchanges if between == "doubling" else 2 * piece * (power - 1) // power
+                messages, moved = rounds + folds, moved + piece * folds
+            assert (len(outside), sum(outside)) == (messages * lanes, moved)
+
+
+def test_ranks_beyond_the_smallest_node_only_bring_and_fetch() -> None:
+    _, transports = reduce(((0, 1, 2, 3), (4, 5)), [torch.ones(16)] * 6, "doubling", 1 << 10)
+    sent = [[(peer, size) for what, peer, size in transport.log if what == "send"] for transport in transports]
+    assert sent[3] == [(0, 32), (1, 32)]
+    assert sent[0] == [(1, 32), (4, 32), (1, 32), (2, 32), (3, 32)]
+    assert sent[5] == [(4, 32), (1, 32), (4, 32)]
+
+
+def test_a_chunk_goes_on_while_the_next_one_arrives() -> None:
+    _, transports = reduce(((0,), (1,), (2,), (3,)), [torch.ones(20)] * 4, "doubling", 40)
+    log = [(what, peer) for what, peer, _ in transports[0].log if what != "gave"]
+    both = [("send", 1), ("send", 1), ("got", 1), ("send", 2), ("got", 1), ("send", 2), ("got", 2), ("got", 2)]
+    assert log == both
+
+
+def test_long_tensors_go_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchical, "STRETCH_BYTES", 64)
+    inputs = [torch.arange(100.0) + rank for rank in range(4)]
+    totals, transports = reduce(((0, 1), (2, 3)), inputs, "halving", 1 << 10)
+    assert all(torch.equal(total, 4 * torch.arange(100.0) + 6) for total in totals)
+    assert max(size for _, _, size in transports[0].log) <= 64
+
+
+def test_strides_and_other_dtypes_of_the_output() -> None:
+    nodes = ((0,), (1,))
+    wire = Wire(0, early=True)
+
+    def rank(index: int, comm: Memory) -> None:
+        summing = Summing(InMemory(wire, comm), nodes, index)
+        whole = torch.zeros(6, 8)
+        part = whole[:, ::2]
+        part += index + 1
+        assert summing.all_reduce(part, None, "doubling", 64) is part
+        assert bool((whole[:, ::2] == 3).all())
+        assert not whole[:, 1::2].any()
+        wide = torch.zeros(4, 6, dtype=torch.float64).t()
+        assert bool((summing.all_reduce(part, wide, "direct", 64) == 6).all())
+        with torch.inference_mode():  # memory kept from inside serves outside too, and the other way round
+            summing.all_reduce(torch.ones(500), None, "direct", 64)
+        assert bool((summing.all_reduce(torch.ones(500), None, "direct", 64) == 2).all())
+
+    run_ranks(2, rank)
+
+
+def test_options_come_from_the_table_or_from_the_size() -> None:
+    assert options(None, 1 << 10, early=True) == ("doubling", hierarchical.CHUNK_BYTES)
+    assert options(None, 1 << 23, early=True) == ("direct", hierarchical.CHUNK_BYTES)
+    assert options(None, 1 << 23, early=False) == ("direct", hierarchical.STRETCH_BYTES)
+    chosen = Choice("hierarchical", {"between": "halving", "chunk": 4096})
+    assert options(chosen, 1 << 10, early=True) == ("halving", 4096)
+    for wrong in ({"between": "ring"}, {"chunk": 0}, {"chunk": "4096"}):
+        with pytest.raises(YalisError, match="accepted: doubling, halving, direct, and a number of bytes; tune again"):
+            options(Choice("hierarchical", wrong), 1 << 10, early=True)
