@@ -1,6 +1,7 @@
 """What every communication backend must do, checked by the ranks of a real job; rank 0 prints what was done, as JSON.
 
-Run as `python -m tests.multiprocess.comm_checks (all|death) BACKEND SIZE DEVICE`, without a launcher or under one.
+Run as `python -m tests.multiprocess.comm_checks (all|death) BACKEND SIZE DEVICE [NODES]`, without a launcher or under
+one. NODES, like 2+2+1, says how many ranks share each node.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from yalis.comm.base import CommBackend, Communicator
 from yalis.comm.choose import open_backend
+from yalis.comm.topology import Topology
 from yalis.launch.join import join
 from yalis.launch.world import World
 
@@ -29,6 +31,8 @@ class Checks:
         self.world, self.backend, self.device = world, backend, device
         self.all = backend.group("all", range(world.size))
         self.done = 0
+        # Ours rounds in every node and at every exchange between nodes: at most log2 of their number, and one or two.
+        self.rounds_once = device.type == "cpu" and (backend.name != "hierarchical" or backend.topology.nodes == 1)
 
     def draw(self, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """What `rank` brings: any rank can say it without asking."""
@@ -58,7 +62,7 @@ class Checks:
                 self.require(torch.equal(mine, self.draw(self.world.rank, size, dtype=dtype)), f"{what}: input written")
                 if dtype.is_floating_point:
                     # On a CPU low precisions are rounded once, at the end; anything else at every addition.
-                    once = dtype.itemsize == 2 and self.device.type == "cpu"
+                    once = dtype.itemsize == 2 and self.rounds_once
                     bound = 0.5 * exact.abs() + 1e-4 if once else self.world.size * (exact.abs() + 4)
                     self.require(bool(((out.double() - exact).abs() <= torch.finfo(dtype).eps * bound).all()), what)
                 else:
@@ -72,7 +76,7 @@ class Checks:
             n = self.world.size
             exact = torch.arange(4097, device=self.device) % 16 * n + n * (n - 1) // 2
             self.require(torch.equal(self.all.all_reduce(x), exact.to(dtype)), f"sums of integers in {dtype}")
-        if self.device.type == "cpu":
+        if self.rounds_once:
             # 256 + 1 + 1 + ... stays 256 in bfloat16 where every sum is rounded.
             x = torch.tensor([1.0 if self.world.rank else 256.0], dtype=torch.bfloat16)
             once = torch.tensor([255.0 + self.world.size]).bfloat16()
@@ -254,12 +258,13 @@ def run_all(checks: Checks) -> None:
 
 
 def main() -> None:
-    job, name, size, kind = sys.argv[1:]
+    job, name, size, kind, *counts = sys.argv[1:]
     torch.set_num_threads(1)
     world = join(int(size), [__spec__.name, *sys.argv[1:]])
     # A rank whose check fails leaves by its exception, and the watch ends the others.
     device = torch.device(kind)
-    backend = open_backend(name, world, device)
+    nodes = [node for node, ranks in enumerate(counts[0].split("+")) for _ in range(int(ranks))] if counts else None
+    backend = open_backend(name, world, device, Topology(tuple(nodes)) if nodes else None)
     {"all": run_all, "death": lose_a_rank}[job](Checks(world, backend, device))
     backend.close()
     world.close()

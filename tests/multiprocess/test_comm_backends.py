@@ -42,6 +42,16 @@ def test_the_whole_contract(backend: str, size: int) -> None:
     assert min(told["checks"]) > 300
 
 
+@pytest.mark.parametrize("nodes", ["2+2", "2+2+1", pytest.param("1+1+1+1+1+1", marks=pytest.mark.full)])
+def test_the_whole_contract_between_nodes(nodes: str) -> None:
+    size = sum(map(int, nodes.split("+")))
+    done = run(*CHECKS, "all", "hierarchical", str(size), "cpu", nodes)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["backend"] == "hierarchical"
+    assert min(told["checks"]) > 300
+
+
 def test_a_dead_rank_breaks_the_collectives_of_the_others() -> None:
     done = run(*CHECKS, "death", "torch", "3", "cpu")
     told = json.loads(done.stdout)
