@@ -19,3 +19,11 @@ def test_the_whole_contract(backend: str, size: int) -> None:
     done = run(*launcher, *CHECKS, "all", backend, str(size), "cuda:0")
     assert done.returncode == 0, done.stderr
     assert min(json.loads(done.stdout)["checks"]) > 300
+
+
+@pytest.mark.parametrize("nodes", ["1+1", "2+2", "2+1"])
+def test_the_whole_contract_between_nodes(nodes: str) -> None:
+    size = sum(map(int, nodes.split("+")))
+    done = run(*CHECKS, "all", "hierarchical", str(size), "cuda:0", nodes)
+    assert done.returncode == 0, done.stderr
+    assert min(json.loads(done.stdout)["checks"]) > 300

@@ -73,4 +73,4 @@ def test_mpi_without_mpirun_is_refused_in_one_sentence() -> None:
     done = run(*CHECKS, "all", "mpi", "2", "cpu")
     assert done.returncode != 0
     assert "mpirun did not start these ranks (type mpirun -n 2 before the same command)" in done.stderr
-    assert "usable: auto, torch" in done.stderr
+    assert "usable: torch, hierarchical, auto" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from yalis import env
 from yalis.comm import mpi
-from yalis.comm.base import SingleRank
-from yalis.comm.choose import choose_backend
+from yalis.comm.auto import AutoBackend
+from yalis.comm.base import BACKENDS, CommBackend, SingleRank
+from yalis.comm.choose import open_backend
+from yalis.comm.hierarchical import HierarchicalBackend
 from yalis.comm.mpi import MpiBackend
 from yalis.comm.torch_dist import TorchBackend
 from yalis.errors import YalisError
@@ -21,14 +24,15 @@ CPU = torch.device("cpu")
 
 
 class Pair(World):
-    """Rank 0 of two; the other one tells what it was made with."""
+    """Rank 0 of two; the other one answers the same, save for the backends that it lacks."""
 
-    def __init__(self, other: dict[str, str | None] | None = None) -> None:
+    def __init__(self, lacks: dict[str, str] | None = None) -> None:
         super().__init__(0, tuple(Member(rank, f"host{rank}", rank, 0, "127.0.0.1", 1) for rank in (0, 1)))
-        self.other = other
+        self.lacks = lacks or {}
 
     def exchange(self, value: Any) -> list[Any]:
-        return [value, value if self.other is None else self.other]
+        asked = isinstance(value, dict) and value.keys() & self.lacks.keys()
+        return [value, {name: self.lacks[name] for name in asked} if asked else value]
 
 
 @pytest.fixture(autouse=True)
@@ -36,23 +40,30 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "variables", dict)
 
 
-def test_auto_is_torch() -> None:
-    assert choose_backend("auto", World.alone(), CPU) is TorchBackend
-    assert choose_backend("auto", Pair(), CPU) is TorchBackend
-    assert choose_backend("torch", Pair(), CPU) is TorchBackend
+@pytest.mark.parametrize("name", ["torch", "hierarchical", "auto"])
+@pytest.mark.parametrize("world", [World.alone, Pair])
+def test_a_backend_by_its_name(name: str, world: Callable[[], World]) -> None:
+    backend = open_backend(name, world(), CPU)
+    assert (type(backend), backend.name) == (BACKENDS.load(name), name)
+    backend.close()
 
 
-def test_auto_is_what_every_rank_can_use() -> None:
-    other = {"torch": "this torch was built without gloo", "mpi": None}
-    with pytest.raises(YalisError, match=r"torch: this torch was built without gloo on rank 1 \(host1\); mpi: "):
-        choose_backend("auto", Pair(other), CPU)
-    with pytest.raises(YalisError, match=r"'torch' cannot be used here: .* on rank 1 .*; no other one is usable"):
-        choose_backend("torch", Pair(other), CPU)
+def test_one_rank_that_lacks_it_speaks_for_all() -> None:
+    world = Pair({"torch": "this torch was built without gloo"})
+    with pytest.raises(
+        YalisError,
+        match=r"'torch' cannot be used here: this torch was .* on rank 1 \(host1\); usable: hierarchical, auto",
+    ):
+        open_backend("torch", world, CPU)
+    lacks_all = Pair(dict.fromkeys(BACKENDS.names(), "nothing works"))
+    with pytest.raises(YalisError, match=r"'auto' cannot be used here: nothing works .*; no other one is usable"):
+        open_backend("auto", lacks_all, CPU)
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(YalisError, match="unknown communication backend 'nccl'; accepted: auto, torch, mpi"):
-        choose_backend("nccl", World.alone(), CPU)
+    accepted = "accepted: torch, mpi, hierarchical, nvrar, auto"
+    with pytest.raises(YalisError, match=f"unknown communication backend 'nccl'; {accepted}"):
+        open_backend("nccl", World.alone(), CPU)
 
 
 def test_a_device_torch_cannot_join() -> None:
@@ -62,20 +73,21 @@ def test_a_device_torch_cannot_join() -> None:
 def test_mpi_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "find_spec", lambda name: None)
     with pytest.raises(
-        YalisError, match=r"'mpi' .*: mpi4py is not installed \(pip install mpi4py\).*; usable: auto, torch"
+        YalisError,
+        match=r"'mpi' .*: mpi4py is not installed \(pip install mpi4py\).*; usable: torch, hierarchical, auto",
     ):
-        choose_backend("mpi", Pair(), CPU)
+        open_backend("mpi", Pair(), CPU)
     monkeypatch.setattr(mpi, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(YalisError, match="mpirun did not start these ranks, and is not installed"):
-        choose_backend("mpi", Pair(), CPU)
+        open_backend("mpi", Pair(), CPU)
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/mpirun")
     with pytest.raises(YalisError, match="mpirun -n 2 before the same command"):
-        choose_backend("mpi", Pair(), CPU)
+        open_backend("mpi", Pair(), CPU)
 
 
-@pytest.mark.parametrize("backend", [TorchBackend, MpiBackend])
-def test_a_world_of_one_needs_nothing(backend: type[TorchBackend] | type[MpiBackend]) -> None:
+@pytest.mark.parametrize("backend", [TorchBackend, MpiBackend, HierarchicalBackend, AutoBackend])
+def test_a_world_of_one_needs_nothing(backend: type[CommBackend]) -> None:
     made = backend(World.alone(), CPU)
     assert isinstance(made.group("all", [0]), SingleRank)
     made.close()
