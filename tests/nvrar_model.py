@@ -159,8 +159,8 @@ class _Body:
     def __post_init__(self) -> None:
         self.node = next(n for n, ranks in enumerate(self.op.nodes) if self.rank in ranks)
         self.peers = [rank for rank in self.op.nodes[self.node] if rank != self.rank]
-        full = max(len(ranks) for ranks in self.op.nodes)
-        self.shares = range(full if self.op.shares is None else self.op.shares)
+        owners = min(len(ranks) for ranks in self.op.nodes)  # on a larger node the ranks beyond own no share
+        self.shares = range(owners if self.op.shares is None else self.op.shares)
         bits = [self.machine.bit(self.index, rank) for rank in self.op.ranks]
         self.inputs = (self.machine.bit(self.index, self.rank),) * len(self.shares)
         self.want = (bits[0] if self.op.kind == "broadcast" else sum(bits),) * len(self.shares)
@@ -209,8 +209,8 @@ class _Body:
                 yield self._wait(f"copy {share}", share, adds=False)
 
     def _owner(self, node: int, share: int) -> int:
-        """The rank of a node that reduces a share; on a smaller node a rank has several."""
-        return self.op.nodes[node][share % len(self.op.nodes[node])]
+        """The rank of a node that reduces a share."""
+        return self.op.nodes[node][share]
 
     @property
     def _flag(self) -> int:
