@@ -1,0 +1,112 @@
+"""Products with few rows, in Triton's interpreter, against their plain references.
+
+The interpreter computes no bfloat16 products; tests/gpu has those.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yalis.kernels import reference
+
+skinny = pytest.importorskip("yalis.kernels.skinny", reason="triton is not installed")
+Shape = skinny.Shape
+
+# A sum in another order may round a half-precision number to its other neighbour.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4}
+
+
+def draw(*size: int, dtype: torch.dtype, gap: int = 0) -> torch.Tensor:
+    """Random rows that do not touch, where there is a gap."""
+    return torch.randn(*size[:-1], size[-1] + gap).to(dtype)[..., gap:]
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error < TOLERANCE[found.dtype], error
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 8, 9, 33, 64]), outputs=st.integers(1, 90), inputs=st.integers(2, 200),
+    dtype=st.sampled_from(list(TOLERANCE)), gap=st.sampled_from([0, 3]), extras=st.sets(st.sampled_from("bnr")),
+)  # fmt: skip
+def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: int, extras: set[str]) -> None:
+    torch.manual_seed(rows * outputs)
+    x, weight = draw(rows, inputs, dtype=dtype, gap=gap), draw(outputs, inputs, dtype=dtype, gap=gap) / inputs**0.5
+    given: dict[str, Any] = {
+        "bias": draw(outputs, dtype=dtype) if "b" in extras else None,
+        "residual": draw(rows, outputs, dtype=dtype, gap=gap) if "r" in extras else None,
+        "norm": (draw(inputs, dtype=torch.float32 if gap else dtype), 1e-5) if "n" in extras else None,
+    }
+    check(skinny.linear(x, weight, **given), reference.linear(x, weight, **given))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gated_linear(activation: str, rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(rows, 100, dtype=dtype), draw(2 * 45, 100, dtype=dtype) / 5, draw(90, dtype=dtype)
+    norm = (draw(100, dtype=dtype), 1e-6)
+    found = skinny.gated_linear(x, weight, activation, bias, norm)
+    check(found, reference.gated_linear(x, weight, activation, bias, norm))
+    check(skinny.gated_linear(x, weight, activation), reference.gated_linear(x, weight, activation))
+
+
+SHAPES = {1: [Shape(1, 64, 4), Shape(4, 32, 2), Shape(2, 256, 4)], 7: [Shape(16, 16, 4, 3, s) for s in (1, 2, 3, 8)]}
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(rows, shape) for rows in SHAPES for shape in SHAPES[rows]], ids=str)
+def test_every_launch_gives_the_same(rows: int, shape: Any) -> None:
+    x, weight, residual = (draw(*size, dtype=torch.float32) for size in ((rows, 100), (38, 100), (rows, 38)))
+    check(skinny.linear(x, weight, None, residual, shape=shape), reference.linear(x, weight, None, residual))
+    check(skinny.gated_linear(x, weight, "silu", shape=shape), reference.gated_linear(x, weight, "silu"))
+
+
+def test_parts_are_added_in_their_order_whoever_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits leave the counters at zero, so that launch after launch gives the same bits."""
+    x, weight = draw(3, 128, dtype=torch.float32), draw(40, 128, dtype=torch.float32)
+    shape = Shape(16, 16, 4, 2, 4)
+    first = skinny.linear(x, weight, shape=shape)
+    assert skinny._counters(x.device).count_nonzero() == 0
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: torch.full(*size, torch.nan, **kind))
+    assert torch.equal(skinny.linear(x, weight, shape=shape), first)
+    parts = [x[:, i : i + 32] @ weight[:, i : i + 32].T for i in range(0, 128, 32)]
+    check(first, sum(parts[1:], parts[0]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_norm_rounds_before_the_product(rows: int) -> None:
+    """In float16 the fused norm gives what a norm of its own would: the bits of its rounded output decide."""
+    x, weight = draw(rows, 96, dtype=torch.float16), draw(20, 96, dtype=torch.float16)
+    norm = (draw(96, dtype=torch.float16), 1e-5)
+    apart = skinny.linear(reference.rms_norm(x, *norm), weight)
+    assert torch.equal(skinny.linear(x, weight, norm=norm), apart)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_launches_fit_a_hopper(itemsize: int, rows: int, gated: bool) -> None:
+    for outputs, inputs in ((6144, 4096), (4096, 14336), (128256, 4096), (960, 576), (49152, 576), (40, 64)):
+        problem = skinny.Problem(rows, outputs, inputs, itemsize, gated)
+        for shape in [skinny.choose(problem, 132), *skinny.candidates(problem)]:
+            assert all(size & (size - 1) == 0 for size in shape[:3]), shape
+            weights = shape.outputs * (2 if gated else 1)
+            if rows == 1:
+                # Each thread loads 16 bytes at a time at most, and its sums stay in registers.
+                assert weights * shape.inputs <= 64 * 32 * shape.warps, shape
+            else:
+                assert shape.stages * shape.inputs * (weights + rows) * itemsize <= 227 * 1024, shape
+            assert shape.splits == 1 or -(-outputs // shape.outputs) <= 4096, shape

@@ -1,0 +1,391 @@
+"""Matrix products with few rows, which cost what reading the matrix costs. kernels/reference.py says the same plainly.
+
+One row is a sum of products: a program takes a few rows of the matrix, wide pieces of each, and adds up in registers.
+Several rows go through the tensor cores, the matrix on the left, so that the few rows are the short side. Where a
+matrix has too few rows to keep the whole device reading, its columns are split: each program leaves its part in
+scratch, and the last to arrive adds the parts up in their order, so a result never depends on who came first.
+
+What stands before and behind the product joins it: an RMSNorm of the input, the bias, the residual, the gate of an MLP.
+Sums are float32. Rounded to the dtype of the tensors, where separate operations round: the norm's output, the product
+with its bias, the sum with the residual; in an MLP gate and up, the activation of the gate, and their product.
+
+A dependent launch (`pdl`, see kernels/fused.py) asks for its first weights before it waits for its input.
+
+Names: R rows of x · N outputs · K inputs · BN, BK outputs and inputs a program takes at a time · RP rows, filled up.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# (a kernel's arguments are pointers and numbers of a language of its own)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from yalis.kernels.fused import add_rms_norm, dependent, gate
+
+MOST_ROWS = 64
+# Every program norms all rows for itself; with more rows than this, one launch for all is cheaper.
+MOST_NORMED = 8
+NORM_BLOCK = tl.constexpr(1024)
+_LINES = 256  # cache lines a program asks for before its input is there
+_LINE_BYTES = 128
+
+
+@triton.jit
+def _ask(at, begin, end, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Bring the first lines of these matrix rows, numbers begin..end of each, into the L2 cache."""
+    k = tl.minimum(begin + tl.arange(0, LINES) * LINE, tl.maximum(end - 1, 0))
+    at = (at[:, None] + k[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _finish(
+    acc, up, y_ptr, bias_ptr, residual_ptr, r, n, y_row, residual_row, N, live,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Sums acc (and up) of outputs n for rows r: bias, gate or residual, and out. r, n and live broadcast to acc."""
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    out = acc.to(dtype)
+    if ACTIVATION != "":
+        if BIAS:
+            up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
+        out = gate(out.to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype).to(dtype)
+    if RESIDUAL:
+        old = tl.load(residual_ptr + r * residual_row + n, mask=live, other=0.0)
+        out = (out.to(tl.float32) + old.to(tl.float32)).to(dtype)
+    tl.store(y_ptr + r * y_row + n, out, mask=live)
+
+
+@triton.jit
+def _piece(at, start, end, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Numbers start..start + BK of these matrix rows, 0 from `end` on; EVEN: none lies there."""
+    k = start + tl.arange(0, BK)
+    at = at[:, None] + k[None, :]
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first")
+    else:
+        return tl.load(at, mask=(k < end)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _one_row(
+    y_ptr, x_ptr, w_ptr, bias_ptr, residual_ptr, gain_ptr, w_row, N, eps,
+    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    GATED: tl.constexpr = ACTIVATION != ""
+    EVEN: tl.constexpr = K % BK == 0
+    k = tl.arange(0, BK)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)  # past the end, the last once more
+    gates = w_ptr + row * w_row
+    ups = w_ptr + (row + N) * w_row
+    if PDL:
+        gdc_launch_dependents()
+        _ask(gates, 0, K, LINE, LINES)
+        if GATED:
+            _ask(ups, 0, K, LINE, LINES)
+    # The first weights are on their way while the launch before ends and while the input is normed.
+    w = _piece(gates, 0, K, BK, EVEN)
+    u = _piece(ups, 0, K, BK, EVEN) if GATED else w
+    if PDL:
+        gdc_wait()
+
+    scale = 1.0
+    if NORM:
+        squares = tl.zeros([BK], tl.float32)
+        for start in range(0, K, BK):
+            x = tl.load(x_ptr + start + k, mask=EVEN | (start + k < K), other=0.0).to(tl.float32)
+            squares += x * x
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    acc = tl.zeros([BN, BK], tl.float32)
+    up = tl.zeros([BN, BK], tl.float32)
+    for start in tl.static_range(0, K, BK):  # unrolled, so that loads of several pieces are in flight
+        inside = EVEN | (start + k < K)
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0)
+        if NORM:
+            gain = tl.load(gain_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+            x = (x.to(tl.float32) * scale * gain).to(x_ptr.dtype.element_ty)
+        x = x.to(tl.float32)[None, :]
+        acc += w.to(tl.float32) * x
+        if GATED:
+            up += u.to(tl.float32) * x
+        if start + BK < K:
+            w = _piece(gates, start + BK, K, BK, EVEN)
+            if GATED:
+                u = _piece(ups, start + BK, K, BK, EVEN)
+    _finish(
+        tl.sum(acc, 1), tl.sum(up, 1), y_ptr, bias_ptr, residual_ptr, 0, n, 0, 0, N, n < N, ACTIVATION, BIAS, RESIDUAL
+    )
+
+
+@triton.jit(do_not_specialize=["R"])
+def _few_rows(
+    y_ptr, x_ptr, w_ptr, bias_ptr, residual_ptr, gain_ptr, part_ptr, arrived_ptr,
+    x_row, w_row, residual_row, R, N, K, eps,
+    RP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    GATED: tl.constexpr = ACTIVATION != ""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    r = tl.arange(0, RP)
+    k = tl.arange(0, BK)
+    n = tile * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)  # past the end, the last once more
+    share = tl.cdiv(tl.cdiv(K, BK), SPLITS) * BK
+    begin = split * share
+    end = tl.minimum(K, begin + share)
+    gates = w_ptr + row * w_row
+    ups = w_ptr + (row + N) * w_row
+    if PDL:
+        gdc_launch_dependents()
+        _ask(gates, begin, end, LINE, LINES)
+        if GATED:
+            _ask(ups, begin, end, LINE, LINES)
+        gdc_wait()
+
+    some = (r < R)[:, None]
+    x_at = x_ptr + (r.to(tl.int64) * x_row)[:, None] + k[None, :]
+    scale = tl.zeros([RP], tl.float32)
+    if NORM:
+        wide = tl.arange(0, NORM_BLOCK)  # few steps: each waits for its loads
+        for start in range(0, K, NORM_BLOCK):
+            at = x_ptr + (r.to(tl.int64) * x_row)[:, None] + (start + wide)[None, :]
+            x = tl.load(at, mask=some & (start + wide < K)[None, :], other=0.0).to(tl.float32)
+            scale += tl.sum(x * x, 1)
+        scale = tl.rsqrt(scale / K + eps)
+    acc = tl.zeros([BN, RP], tl.float32)
+    up = tl.zeros([BN, RP], tl.float32)
+    for start in range(begin, end, BK):
+        inside = (EVEN | (start + k < K))[None, :]
+        x = tl.load(x_at + start, mask=some & inside, other=0.0)
+        if NORM:
+            gain = tl.load(gain_ptr + start + k, mask=EVEN | (start + k < K), other=0.0).to(tl.float32)
+            x = (x.to(tl.float32) * scale[:, None] * gain[None, :]).to(dtype)
+        w = _piece(gates, start, K, BK, EVEN)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        if GATED:
+            w = _piece(ups, start, K, BK, EVEN)
+            up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
+
+    live = (n < N)[:, None] & (r < R)[None, :]
+    row = r.to(tl.int64)[None, :]
+    if SPLITS == 1:
+        _finish(
+            acc, up, y_ptr, bias_ptr, residual_ptr, row, n[:, None], N, residual_row, N, live,
+            ACTIVATION, BIAS, RESIDUAL,
+        )  # fmt: skip
+    else:
+        part = part_ptr + row * N + n[:, None]
+        step = R * N  # from one part to the next; gates and ups take turns
+        HALVES: tl.constexpr = 2 if GATED else 1
+        tl.store(part + split * HALVES * step, acc, mask=live)
+        if GATED:
+            tl.store(part + (split * HALVES + 1) * step, up, mask=live)
+        # Every thread's stores come before the count, and the count before any load.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
+        if before == SPLITS - 1:
+            tl.store(arrived_ptr + tile, 0)  # for the next launch
+            acc = tl.zeros([BN, RP], tl.float32)
+            up = tl.zeros([BN, RP], tl.float32)
+            for s in range(SPLITS):
+                acc += tl.load(part + s * HALVES * step, mask=live, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(part + (s * HALVES + 1) * step, mask=live, other=0.0, cache_modifier=".cg")
+            _finish(
+                acc, up, y_ptr, bias_ptr, residual_ptr, row, n[:, None], N, residual_row, N, live,
+                ACTIVATION, BIAS, RESIDUAL,
+            )  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """How a product is launched."""
+
+    outputs: int  # a program computes
+    inputs: int  # it takes at a time
+    warps: int
+    stages: int = 1  # of loads in flight, with several rows
+    splits: int = 1  # of the columns, with several rows
+
+
+class Problem(NamedTuple):
+    """What a launch is chosen by."""
+
+    rows: int  # 1, or filled up to 16, 32 or 64
+    outputs: int
+    inputs: int
+    itemsize: int
+    gated: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, gated: bool = False) -> Problem:
+        rows = 1 if x.shape[0] == 1 else max(16, triton.next_power_of_2(x.shape[0]))
+        return cls(rows, weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1], x.itemsize, gated)
+
+
+#: Found by the search of study/kernels.py. The first five are Llama-3.1-8B's with one row, from a search with a plainer
+#: kernel on an H200.
+TUNED: dict[Problem, Shape] = {
+    Problem(1, 6144, 4096, 2): Shape(1, 2048, 8),
+    Problem(1, 4096, 4096, 2): Shape(1, 2048, 8),
+    Problem(1, 14336, 4096, 2, True): Shape(1, 2048, 8),
+    Problem(1, 4096, 14336, 2): Shape(1, 2048, 8),
+    Problem(1, 128256, 4096, 2): Shape(1, 2048, 8),
+}
+
+
+def choose(problem: Problem, processors: int) -> Shape:
+    """The launch found by search, else one that should do on a device with so many processors."""
+    return TUNED.get(problem) or _guess(problem, processors)
+
+
+def _guess(problem: Problem, processors: int) -> Shape:
+    wide = 16 // problem.itemsize  # what a thread loads at once
+    if problem.rows == 1:
+        inputs = max(64, min(256 * wide, triton.next_power_of_2(problem.inputs)))
+        while problem.inputs % inputs and inputs > 64 * wide:
+            inputs //= 2
+        return Shape(max(1, 64 * wide // inputs), inputs, max(1, inputs // (32 * wide)))
+    if problem.itemsize == 4:  # exact products run outside the tensor cores
+        outputs, inputs = 32, 64
+    else:
+        outputs, inputs = (64, 64) if problem.gated else (64, 128)
+    tiles = -(-problem.outputs // outputs)
+    chunks = -(-problem.inputs // inputs)
+    # Two programs for each processor, but a part is worth a few chunks at least.
+    splits = max(1, min(2 * processors // tiles, chunks // 4, 8))
+    return Shape(outputs, inputs, 4, 4 if problem.itemsize == 2 else 2, splits)
+
+
+def candidates(problem: Problem) -> Iterator[Shape]:
+    """Launches worth trying, for a search."""
+    wide = 16 // problem.itemsize
+    if problem.rows == 1:
+        for outputs, warps, loads in product((1, 2, 4), (2, 4, 8, 16), (1, 2)):
+            inputs = 32 * wide * warps * loads  # each thread so many loads of 16 bytes from each row
+            if problem.inputs % inputs == 0 and outputs * loads <= 4:
+                yield Shape(outputs, inputs, warps)
+        return
+    for outputs, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), (3, 5), (1, 2, 4, 8)):
+        halves = 2 if problem.gated else 1
+        tiles = -(-problem.outputs // outputs) * splits
+        held = stages * inputs * (outputs * halves + problem.rows) * problem.itemsize
+        if tiles >= 100 and (splits == 1 or tiles <= 1200) and 24_000 <= held <= 200_000:
+            yield Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits)
+
+
+def linear(
+    x: Tensor,  # [R, K]
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None = None,  # [N]
+    residual: Tensor | None = None,  # [R, N]
+    norm: tuple[Tensor, float] | None = None,  # weight [K] and eps of an RMSNorm of x
+    pdl: bool = False,
+    shape: Shape | None = None,
+) -> Tensor:
+    """x, or its norm, times weight transposed, plus bias, plus residual: [R, N] for 1 to MOST_ROWS rows."""
+    return _launch(x, weight, bias, residual, norm, "", pdl, shape)
+
+
+def gated_linear(
+    x: Tensor,  # [R, K]
+    weight: Tensor,  # [2W, K], the gate's rows before those of up
+    activation: str,
+    bias: Tensor | None = None,  # [2W]
+    norm: tuple[Tensor, float] | None = None,
+    pdl: bool = False,
+    shape: Shape | None = None,
+) -> Tensor:
+    """activation(gate) * up, both products of x, or of its norm, with their half of weight: [R, W]."""
+    return _launch(x, weight, bias, None, norm, activation, pdl, shape)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    activation: str,
+    pdl: bool,
+    shape: Shape | None,
+) -> Tensor:
+    rows, inputs = x.shape
+    assert 1 <= rows <= MOST_ROWS, f"{rows} rows"
+    assert weight.stride(1) == 1, "the numbers of a row lie side by side"
+    if norm is not None and rows > MOST_NORMED:
+        x, _ = add_rms_norm(x, None, *norm, pdl=pdl)
+        norm = None
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    problem = Problem.of(x, weight, activation != "")
+    shape = shape or choose(problem, _processors(x.device))
+    outputs = problem.outputs
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(outputs, shape.outputs)
+    gain, eps = (x, 0.0) if norm is None else norm
+    line = _LINE_BYTES // x.itemsize
+    given = {
+        "BN": shape.outputs, "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
+        "RESIDUAL": residual is not None, "NORM": norm is not None, "PDL": pdl,
+        "LINE": line, "LINES": _lines(shape, problem), "num_warps": shape.warps, **dependent(pdl),
+    }  # fmt: skip
+    if rows == 1:
+        _one_row[(tiles,)](
+            y, x, weight, x if bias is None else bias, x if residual is None else residual, gain,
+            weight.stride(0), outputs, eps, K=inputs, **given,
+        )  # fmt: skip
+        return y
+    part, arrived = y, y  # never touched where columns are not split
+    if shape.splits > 1:
+        part = torch.empty(
+            (shape.splits * (2 if problem.gated else 1), rows, outputs), dtype=torch.float32, device=x.device
+        )
+        arrived = _counters(x.device)
+        assert tiles <= arrived.numel(), f"{tiles} tiles"
+    _few_rows[(tiles, shape.splits)](
+        y, x, weight, x if bias is None else bias, x if residual is None else residual, gain, part, arrived,
+        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), rows, outputs, inputs, eps,
+        RP=problem.rows, EVEN=inputs % shape.inputs == 0, SPLITS=shape.splits, num_stages=shape.stages, **given,
+    )  # fmt: skip
+    return y
+
+
+def _lines(shape: Shape, problem: Problem) -> int:
+    """Cache lines of each matrix row to ask for early: a power of two."""
+    held = triton.next_power_of_2(-(-problem.inputs * problem.itemsize // (shape.splits * _LINE_BYTES)))
+    return max(1, min(held, _LINES // (shape.outputs * (2 if problem.gated else 1))))
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """How many parts of each tile are done: all zero between launches, which follow each other in one stream.
+
+    Made by the first launch, which compiles the kernel too: not while a graph is captured.
+    """
+    return torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
