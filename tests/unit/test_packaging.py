@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = {
     "accelerate": "a peer of the benchmark, for GGUF files",
     "huggingface_hub": "comes with transformers",
+    "matplotlib": "an extra, for plots",
     "mpi4py": "an extra, for --allreduce mpi",
     "tokenizers": "comes with transformers",
     "triton": "an extra",

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from yalis.cli.flags import add_common_flags, whole
+from yalis.cli.flags import add_common_flags, number, whole
+from yalis.cli.terminal import tell
+from yalis.errors import YalisError
+from yalis.launch.environment import find_place
 
 if TYPE_CHECKING:
     from yalis.results import Result
+    from yalis.study.allreduce_lab import LabPlan
 
 ABOUT = "how long backends take to sum messages of several sizes over all ranks, every sum checked"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
@@ -24,63 +29,112 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", type=_names, metavar="NAMES", help="float32, bfloat16, float16 (default: float32)")
     add(
         "--backends", type=_names, metavar="NAMES",
-        help="of `yalis doctor`, or gloo: its own all-reduce at every size (default: all that can be used)",
+        help="those of `yalis doctor`, or gloo: its own all-reduce at every size (default: all that can be used)",
     )  # fmt: skip
     add("--baseline", metavar="NAME", help="backend that speed-ups are over (default: gloo on a CPU, else torch)")
     add("--warmup", type=whole, metavar="N", help="operations before any that counts (default: 5)")
     add("--repeats", type=whole, metavar="N", help="operations that count (default: 30)")
     add("--seed", type=whole, metavar="N", help="seed of the inputs (default: 0)")
-    add(
-        "--tune",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="try each backend's options, and keep the times for auto",
-    )
+    add("--tune", action="store_true", help="try the options of each backend, and keep the times for --allreduce auto")
     add("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
     add("--ranks-per-node", type=whole, metavar="N", help="let so many neighbouring ranks stand for a node")
     add("--ranks-per-gpu", type=whole, metavar="N", help="on GPUs: ranks that may share one (default: 1)")
-    add(
-        "--join-timeout", type=float, metavar="SECONDS", help="wait so long for ranks that have not come (default: 300)"
-    )
+    add("--join-timeout", type=number, metavar="SECONDS", help="for ranks that have not come (default: 300)")
     add("--plot", type=Path, metavar="FILE", help="draw latency and speed-up against size, as FILE.png and FILE.svg")
     add("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
     add_common_flags(parser, json="print the result as one object")
+    lab = parser.add_argument_group(
+        "lab", "hosts on this machine, as network namespaces with links between them (root)"
+    )
+    lab.add_argument("--hosts", type=whole, metavar="N", help="run on so many hosts of a lab")
+    lab.add_argument("--ranks-per-host", type=whole, metavar="N", help="ranks on each (default: 2)")
+    lab.add_argument(
+        "--delay", metavar="1ms", help="of a link, one way; several, as 0,0.2ms,1ms, in turn (default: 1ms)"
+    )
+    lab.add_argument("--rate", metavar="10gbit", help="of a host's link (default: no limit)")
 
 
 def measure(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result | None:
-    from dataclasses import fields
+    from yalis.study import allreduce, plots
+    from yalis.study.allreduce_lab import measure_in_lab
 
-    from yalis.study.allreduce import AllReducePlan, measure
+    if args.plot is not None:
+        plots.check_plot(args.plot)
+    named = {one.name: getattr(args, one.name, None) for one in fields(allreduce.AllReducePlan)}
+    plan = allreduce.AllReducePlan(**{name: value for name, value in named.items() if value is not None})
+    if args.hosts is None:
+        for flag in ("ranks_per_host", "delay", "rate"):
+            if getattr(args, flag) is not None:
+                raise YalisError(f"--{flag.replace('_', '-')} is for a lab of hosts; give --hosts as well")
+        return allreduce.measure(plan, args.ranks, command, report)
+    if args.ranks is not None or find_place().size > 1:
+        raise YalisError("--hosts starts the ranks itself; leave --ranks and torchrun, srun or mpirun out")
+    return measure_in_lab(plan, _lab_plan(args), command, report)
 
-    named = {one.name: getattr(args, one.name, None) for one in fields(AllReducePlan)}
-    plan = AllReducePlan(**{name: value for name, value in named.items() if value is not None})
-    return measure(plan, args.ranks, command, report)
+
+def _lab_plan(args: argparse.Namespace) -> LabPlan:
+    from yalis.study.allreduce_lab import LabPlan
+    from yalis.study.lab.hosts import parse_delay, parse_rate
+
+    given: dict[str, Any] = {"hosts": args.hosts}
+    if args.ranks_per_host is not None:
+        given["ranks_per_host"] = args.ranks_per_host
+    if args.delay is not None:
+        given["delays"] = tuple(dict.fromkeys(parse_delay(part) for part in args.delay.split(",")))
+    if args.rate is not None:
+        given["rate"] = parse_rate(args.rate)
+    return LabPlan(**given)
 
 
 def print_table(result: Result) -> None:
-    from yalis.study.allreduce import label
+    from yalis.study.allreduce import added_by_delay, label, ratios
 
     facts = result.parameters
-    print(f"{facts['ranks']} ranks, {facts['shape']} · {result.devices[0]['name']}")
+    lab = facts.get("lab")
+    print(f"{facts['ranks']} ranks, {facts['shape']} · {result.devices[0]['name']}" + " · a lab of hosts" * bool(lab))
     wide = max(len(label(row)) for row in result.rows) + 2
-    print(
-        f"{'backend':<{wide}}{'size':>8}{'dtype':>10}{'mode':>7}{'median':>11}{'10%..90%':>19}{'GB/s':>8}{'speed-up':>10}"
-    )
-    for row in result.rows:
-        start = f"{label(row):<{wide}}{_size(row['bytes']):>8}{row['dtype']:>10}{row['mode']:>7}"
-        if row["status"] != "ok":
-            print(f"{start}  {row['status']}")
-            continue
-        span = f"{_time(row['low_us'])}..{_time(row['high_us'])}"
-        speedup = f"{row['speedup']:.2f}x" if row["speedup"] is not None else ""
-        print(f"{start}{_time(row['median_us']):>11}{span:>19}{row['bus_gb_per_s']:>8.3f}{speedup:>10}")
+    heads = f"{'size':>6}{'dtype':>10}{'mode':>7}{'median':>11}{'10%..90%':>20}{'GB/s':>8}{'speed-up':>10}"
+    for delay in dict.fromkeys(row["delay_us"] for row in result.rows):
+        if delay is not None:
+            print(f"\n{_time(delay)} between hosts, one way")
+        print(f"{'backend':<{wide}}{heads}")
+        for row in result.rows:
+            if row["delay_us"] == delay:
+                print(f"{label(row):<{wide}}{_cells(row)}")
+    if compared := ratios(result.rows):
+        print()
+    for one in compared:
+        at = f"{_size(one.bytes)} of {one.dtype}" + (f", {_time(one.delay_us)}" if one.delay_us is not None else "")
+        print(f"{at}: {one.backend} is {one.times_faster:.2f}x as fast as {one.other}")
+    if added := added_by_delay(result.rows):
+        print(f"\ntime added by the delay\n{'backend':<{wide}}{'delay':>10}{'size':>6}{'dtype':>10}{'added':>11}")
+    for row, extra in added:
+        told = f"{_time(row['delay_us']):>10}{_size(row['bytes']):>6}{row['dtype']:>10}{_time(extra):>11}"
+        print(f"{label(row):<{wide}}{told}")
+
+
+def _cells(row: dict[str, Any]) -> str:
+    start = f"{_size(row['bytes']):>6}{row['dtype']:>10}{row['mode']:>7}"
+    if row["status"] != "ok":
+        return f"{start}  {row['status']}"
+    span = f"{_time(row['low_us'])}..{_time(row['high_us'])}"
+    speedup = f"{row['speedup']:.2f}x" if row["speedup"] is not None else ""
+    return f"{start}{_time(row['median_us']):>11}{span:>20}{row['bus_gb_per_s']:>8.3f}{speedup:>10}"
 
 
 def finish(args: argparse.Namespace, result: Result) -> None:
     """What is left once the result is told: the plot, the table for auto, and a failure if a sum was wrong."""
-    from yalis.study.allreduce import check_right
+    from yalis.study.allreduce import check_right, save_table
+    from yalis.study.plots import draw_allreduce
 
+    if args.plot is not None:
+        tell(f"drew {' and '.join(map(str, draw_allreduce(result, args.plot)))}")
     check_right(result.rows)
+    if args.tune:
+        path, best = save_table(result)
+        for size, choice in best:
+            tell(f"{_size(size)}: {choice}")
+        tell(f"wrote {path}, which --allreduce auto and hierarchical go by from now on")
 
 
 def _size(size: int) -> str:

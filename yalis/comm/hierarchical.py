@@ -21,6 +21,7 @@ from yalis.errors import YalisError
 DOUBLING_BYTES = 256 << 10
 # And how many bytes go into one message between nodes, where the next one's way overlaps with adding it.
 CHUNK_BYTES = 128 << 10
+CHUNKS_TO_TRY = (64 << 10, 128 << 10, 512 << 10)
 # Longer tensors are summed stretch by stretch, which bounds the memory that receives need.
 STRETCH_BYTES = 16 << 20
 
@@ -133,6 +134,12 @@ class HierarchicalGroup(OverTorch):
 
 class HierarchicalBackend(OverTorchBackend):
     name = "hierarchical"
+
+    @staticmethod
+    def options_to_try(size: int) -> list[dict[str, int | str]]:
+        """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
+        chunks = [chunk for chunk in CHUNKS_TO_TRY if chunk < size] or [CHUNK_BYTES]
+        return [{"between": between, "chunk": chunk} for between in BETWEEN for chunk in chunks]
 
     def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         nodes = self.topology.by_node(ranks)

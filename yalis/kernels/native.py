@@ -6,18 +6,13 @@ Where it cannot be built or loaded, load() gives None, reason() says why, and ev
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL, c_double, c_int64, c_void_p
 from pathlib import Path
 
-from yalis import env
+from yalis.kernels.compiler import Unavailable, built, need_compiler, run_compiler
 from yalis.log import get_logger
 
 log = get_logger(__name__)
@@ -41,10 +36,6 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 
-class Unavailable(Exception):
-    """Why there are no native kernels here, as a short clause."""
-
-
 class Library:
     """The functions of native.c; pointers are tensors' data_ptr(), lengths and steps count floats."""
 
@@ -60,9 +51,9 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        built = CDLL(str(path))
+        library = CDLL(str(path))
         for name, arguments in (*SIGNATURES.items(), ("replay", (_P, _I))):
-            function = built[f"yalis_{name}"]
+            function = library[f"yalis_{name}"]
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
 
@@ -102,53 +93,25 @@ def reason() -> str | None:
     return None if load() is not None else str(_found)
 
 
-def find_compiler() -> list[str] | None:
-    """$CC, else the first of cc, gcc and clang that is installed."""
-    if chosen := env.c_compiler():
-        return shlex.split(chosen)
-    return next(([path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-
-
 def _build() -> Path:
-    """The built library's path: named by everything that its code depends on."""
     import torch  # noqa: F401  its OpenMP runtime must be there before the library asks for it
 
-    compiler = find_compiler()
-    if compiler is None:
-        raise Unavailable("no C compiler; install gcc")
+    compiler = need_compiler()
     flags, machine = _describe(compiler)
-    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), " ".join(flags).encode(), machine)))
-    folder = env.cache_dir() / "native"
-    built = folder / f"{key.hexdigest()[:16]}.so"
-    if built.exists():
-        return built
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        at = Path(made)
-        _compile([*compiler, *flags, "-c", str(SOURCE), "-o", str(at / "native.o")])
-        _compile([*compiler, "-shared", str(at / "native.o"), "-o", str(at / "native.so"), "-lm"])
-        os.replace(at / "native.so", built)  # whole or not at all, whoever else builds it now
-    return built
+
+    def build(at: Path) -> Path:
+        run_compiler([*compiler, *flags, "-c", str(SOURCE), "-o", str(at / "native.o")])
+        run_compiler([*compiler, "-shared", str(at / "native.o"), "-o", str(at / "native.so"), "-lm"])
+        return at / "native.so"
+
+    return built("native", ".so", [SOURCE.read_bytes(), " ".join(flags).encode(), machine], build)
 
 
 def _describe(compiler: list[str]) -> tuple[tuple[str, ...], bytes]:
     """The flags this compiler takes, and what it then predefines: its version and the machine's instruction sets."""
     for target in TARGETS:
         try:
-            return (*FLAGS, *target), _compile([*compiler, *FLAGS, *target, "-dM", "-E", "-x", "c", os.devnull])
+            return (*FLAGS, *target), run_compiler([*compiler, *FLAGS, *target, "-dM", "-E", "-x", "c", os.devnull])
         except Unavailable as why:
             last = why
     raise last
-
-
-def _compile(command: list[str]) -> bytes:
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=300, check=False)
-    except FileNotFoundError:
-        raise Unavailable(f"C compiler {command[0]} is not there") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"{command[0]} did not run: {error}") from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        raise Unavailable(f"{command[0]} failed: {next((line for line in said if 'error' in line), said[-1])}")
-    return done.stdout

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from yalis import results
+from yalis.comm import tuning
 from yalis.comm.choose import check_name
+from yalis.comm.tuning import Choice, Timing, Tuned
 from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
 from yalis.launch.join import join
@@ -128,24 +133,92 @@ def label(row: Row) -> str:
     return " ".join([row["backend"], *(f"{name}={value}" for name, value in options.items())])
 
 
+def baseline_of(rows: Sequence[Row], named: str) -> str:
+    """The backend that speed-ups are over: the one that was named, else gloo if it was measured, else torch."""
+    return named or (PLAIN if any(row["backend"] == PLAIN for row in rows) else "torch")
+
+
 def add_speedups(rows: list[Row], baseline: str) -> list[Row]:
-    """Each row's speed-up over the baseline's plain row of the same setting; that of gloo where none is named."""
-    names = [row["backend"] for row in rows]
-    base = baseline or (PLAIN if PLAIN in names else "torch")
-    found = {
-        _setting(row): row["median_us"]
-        for row in reversed(rows)
-        if row["backend"] == base and row["median_us"] is not None
-    }
+    """Each row's speed-up over the baseline in the same setting; over the eager one, where no graph can hold that."""
+    name = baseline_of(rows, baseline)
+    found = {_setting(row): row["median_us"] for row in reversed(rows) if row["backend"] == name}
     for row in rows:
         against = found.get(_setting(row)) or found.get((*_setting(row)[:-1], "eager"))
-        if against is not None and row["median_us"] is not None:
+        if against and row["median_us"]:
             row["speedup"] = against / row["median_us"]
     return rows
 
 
 def _setting(row: Row) -> tuple[Any, ...]:
     return row["delay_us"], row["dtype"], row["bytes"], row["mode"]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How `backend` compares with the best of some others at one setting."""
+
+    backend: str
+    other: str
+    bytes: int
+    delay_us: float | None
+    dtype: str
+    times_faster: float
+
+
+def ratios(rows: Sequence[Row], backend: str = "hierarchical") -> list[Ratio]:
+    """`backend` against gloo and against the best that MPI can do, for every setting where both are known."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if row["median_us"] is None or row["mode"] != "eager":
+            continue
+        key = (*_setting(row), row["backend"])
+        if key not in best or row["median_us"] < best[key]["median_us"]:
+            best[key] = row
+    found = []
+    for other in (PLAIN, "mpi"):
+        for key, row in best.items():
+            rival = best.get((*key[:-1], other))
+            if key[-1] != backend or rival is None:
+                continue
+            faster = rival["median_us"] / row["median_us"]
+            found.append(Ratio(backend, label(rival), row["bytes"], row["delay_us"], row["dtype"], faster))
+    return found
+
+
+def added_by_delay(rows: Sequence[Row]) -> list[tuple[Row, float]]:
+    """For each row with a delay whose setting was measured without one too: the microseconds that the delay added.
+
+    Without any delay the times are what the hosts' cores take for each message, which is not the network's.
+    """
+    still = {
+        (label(row), *_setting(row)[1:]): row["median_us"]
+        for row in rows
+        if row["delay_us"] == 0 and row["median_us"] is not None
+    }
+    return [
+        (row, row["median_us"] - still[key])
+        for row in rows
+        if row["delay_us"] and row["median_us"] is not None and (key := (label(row), *_setting(row)[1:])) in still
+    ]
+
+
+def save_table(result: results.Result) -> tuple[Path, list[tuple[int, Choice]]]:
+    """Keep a result's times for `auto`: those of its first dtype, in graphs where they were measured.
+
+    Returns where, and the fastest way for each size.
+    """
+    rows, facts = result.rows, result.parameters
+    mode = "graph" if any(row["mode"] == "graph" for row in rows) else "eager"
+    kept = [
+        Timing(row["bytes"], Choice(row["backend"], row["options"]), row["median_us"])
+        for row in rows
+        if row["dtype"] == facts["dtypes"][0] and row["mode"] == mode and row["median_us"] is not None
+    ]
+    device = torch.device(result.devices[0]["type"])
+    tuned = Tuned(tuple(kept))
+    names = {timing.choice.backend for timing in kept}
+    best = [(size, choice) for size in facts["sizes"] if (choice := tuned.best(size, names))]
+    return tuning.save(device, facts["nodes"], kept, result.command), best
 
 
 def wrong_rows(rows: Sequence[Row]) -> list[Row]:

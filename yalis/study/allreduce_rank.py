@@ -43,6 +43,7 @@ from yalis.study.allreduce import PLAIN, WORKER, AllReducePlan, Report, Row, mak
 
 _SPIN_S = 3e-4  # sleeping ends late by up to this
 _LEAD_S = 0.02  # for all ranks to hear of the first moment
+TURNS = 3  # in which the repeats of all backends alternate
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -138,6 +139,71 @@ class Sum:
         return f"{bad} of {len(self.total)} elements are not the sum" if bad else None
 
 
+class Entry:
+    """One way of summing messages of one size: run, timed and checked."""
+
+    def __init__(
+        self, world: World, start: Start, group: Communicator, wanted: Sum, mode: str, device: torch.device
+    ) -> None:
+        self._world, self._start, self._group, self._wanted, self._device = world, start, group, wanted, device
+        self._mine = wanted.mine.to(device)
+        self._x = group.workspace(tuple(self._mine.shape), self._mine.dtype, device)
+        self._act = self._reduce
+        self.seconds: list[float] = []
+        self.checked = 0
+        self.wrong: str | None = None  # the same on all ranks
+        self._check_poisoned()
+        if mode == "graph" and not self.wrong:
+            self._act = self._record()
+
+    def take_turn(self, warmup: int, count: int) -> None:
+        """A wrong result ends an entry's part."""
+        if self.wrong or not count:
+            return
+        warm = self._start.times(self._prepare, self._act, warmup, 0.0)
+        # Long enough for all ranks to be done with one operation before the next moment comes.
+        period = 1.5 * max(warm[1:] or warm) + 5e-4
+        self.seconds += self._start.times(self._prepare, self._act, count, period)
+        self._check(self._x)
+
+    def _check_poisoned(self) -> None:
+        self._prepare()
+        out = torch.full_like(self._mine, float("nan"))
+        self._group.all_reduce(self._x, out)
+        bandwidth.synchronize(self._device)
+        self._check(out)
+
+    def _prepare(self) -> None:
+        self._x.copy_(self._mine)
+        bandwidth.synchronize(self._device)
+
+    def _reduce(self) -> None:
+        self._group.all_reduce(self._x)
+        bandwidth.synchronize(self._device)
+
+    def _record(self) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        self._prepare()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._group.all_reduce(self._x)
+
+        def replay() -> None:
+            graph.replay()
+            bandwidth.synchronize(self._device)
+
+        return replay
+
+    def _check(self, out: Tensor) -> None:
+        """All ranks have the sum, with the same bits."""
+        self.checked += 1
+        bits = hashlib.blake2b(out.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+        told = self._world.exchange([self._wanted.fault(out), bits])
+        for rank, (fault, other) in enumerate(told):
+            if fault or other != told[0][1]:
+                self.wrong = f"wrong: {fault or 'not the bits of rank 0'} on rank {rank}"
+                return
+
+
 class Field:
     """The backends side by side on the same ranks."""
 
@@ -158,18 +224,29 @@ class Field:
         names = self._choose(plan)
         for dtype in plan.dtypes:
             for size in plan.sizes:
-                kind: torch.dtype = getattr(torch, dtype)
-                seed = f"{plan.seed}/{dtype}/{size}"
-                wanted = Sum.draw(seed, self.world.rank, self.world.size, size // kind.itemsize, kind)
-                for name in names:
-                    for options in self._options(name, size) if plan.tune else [{}]:
-                        group = self._group(name, options)
-                        for mode in (
-                            ("eager", "graph") if self.device.type == "cuda" and group.capturable else ("eager",)
-                        ):
-                            report(f"{size >> 10} KB of {dtype}: {Choice(name, options)}, {mode}")
-                            wrong, checked, seconds = self._measure(group, wanted, mode, plan)
-                            yield make_row(name, options, dtype, size, mode, self.world.size, wrong, checked, seconds)
+                yield from self._compare(names, dtype, size, plan, report)
+
+    def _compare(self, names: list[str], dtype: str, size: int, plan: AllReducePlan, report: Report) -> Iterator[Row]:
+        """All ways of summing messages of one size, in turns: a machine that slows down slows all of them."""
+        kind: torch.dtype = getattr(torch, dtype)
+        seed = f"{plan.seed}/{dtype}/{size}"
+        wanted = Sum.draw(seed, self.world.rank, self.world.size, size // kind.itemsize, kind)
+        entries = [
+            (Choice(name, options), mode, Entry(self.world, self.start, group, wanted, mode, self.device))
+            for name in names
+            for options in (self._options(name, size) if plan.tune else [{}])
+            for group in [self._group(name, options)]
+            for mode in (("eager", "graph") if self.device.type == "cuda" and group.capturable else ("eager",))
+        ]
+        for turn in range(TURNS):
+            count = plan.repeats * (turn + 1) // TURNS - plan.repeats * turn // TURNS
+            for choice, mode, entry in entries:
+                report(f"{size / 1024:g} KB of {dtype}: {choice}, {mode}, turn {turn + 1} of {TURNS}")
+                entry.take_turn(plan.warmup, count)
+        for choice, mode, entry in entries:
+            options = dict(choice.options)
+            found = (entry.wrong, entry.checked, entry.seconds)
+            yield make_row(choice.backend, options, dtype, size, mode, self.world.size, *found)
 
     def _choose(self, plan: AllReducePlan) -> list[str]:
         names = list(plan.backends)
@@ -208,53 +285,6 @@ class Field:
                 self._groups[key] = other.group(key, ranks)
                 self._opened.append(other)
         return self._groups[key]
-
-    def _measure(
-        self, group: Communicator, wanted: Sum, mode: str, plan: AllReducePlan
-    ) -> tuple[str | None, int, list[float]]:
-        """What is wrong, if anything; how many results were checked; the seconds of each operation."""
-        mine = wanted.mine.to(self.device)
-        x = group.workspace(tuple(mine.shape), mine.dtype, self.device).copy_(mine)
-        out = torch.full_like(mine, float("nan"))
-        group.all_reduce(x, out)
-        bandwidth.synchronize(self.device)
-        wrong = self._agree(wanted, out)
-        if wrong:
-            return wrong, 1, []
-
-        def prepare() -> None:
-            x.copy_(mine)
-            bandwidth.synchronize(self.device)
-
-        act = self._recorded(group, x) if mode == "graph" else lambda: self._reduce(group, x)
-        warm = self.start.times(prepare, act, plan.warmup, 0.0)
-        seconds = self.start.times(prepare, act, plan.repeats, 1.5 * max(warm[1:] or warm) + 5e-4)
-        return self._agree(wanted, x), 2, seconds
-
-    def _reduce(self, group: Communicator, x: Tensor) -> None:
-        group.all_reduce(x)
-        bandwidth.synchronize(self.device)
-
-    def _recorded(self, group: Communicator, x: Tensor) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            group.all_reduce(x)
-
-        def replay() -> None:
-            graph.replay()
-            bandwidth.synchronize(self.device)
-
-        return replay
-
-    def _agree(self, wanted: Sum, out: Tensor) -> str | None:
-        """What is wrong with the result of any rank, the same on all."""
-        bits = hashlib.blake2b(out.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-        told = self.world.exchange([wanted.fault(out), bits])
-        for rank, (fault, _) in enumerate(told):
-            if fault:
-                return f"wrong: {fault} on rank {rank}"
-        odd = [rank for rank, (_, other) in enumerate(told) if other != told[0][1]]
-        return f"wrong: rank {odd[0]} has other bits than rank 0" if odd else None
 
     def close(self) -> None:
         for backend in reversed(self._opened):

@@ -1,0 +1,127 @@
+"""The all-reduce benchmark on the hosts of a lab, beside every algorithm that Open MPI has.
+
+`python -m yalis.study.allreduce_lab PLAN` is one rank there; the first writes what it does and finds as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from yalis import env, results
+from yalis.errors import YalisError, YalisFailure
+from yalis.study.allreduce import PLAIN, AllReducePlan, Report, Row, add_speedups, measure
+from yalis.study.lab.hosts import Lab, missing
+from yalis.study.lab.ranks import mpi_missing, started
+
+MODULE = "yalis.study.allreduce_lab"
+#: Open MPI's own numbers for its ways of doing it. Each needs a launch of its own.
+MPI_ALGORITHMS = {"recursive doubling": 3, "ring": 4, "segmented ring": 5, "Rabenseifner": 6}
+
+
+@dataclass(frozen=True)
+class LabPlan:
+    hosts: int = 4
+    ranks_per_host: int = 2
+    delays: tuple[float, ...] = (1e-3,)  # seconds, one-way; a lab for each
+    rate: float | None = None  # bits a second
+
+    def __post_init__(self) -> None:
+        if self.hosts < 2 or self.ranks_per_host < 1:
+            raise YalisError(
+                f"--hosts is {self.hosts} and --ranks-per-host {self.ranks_per_host}; give at least 2 hosts and 1 rank"
+            )
+
+
+def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report: Report) -> results.Result:
+    if reason := missing():
+        raise YalisError(reason)
+    if plan.ranks_per_node is not None:
+        raise YalisError("--ranks-per-node cuts one machine into nodes, and --hosts makes hosts; give one of them")
+    plan = replace(plan, device="cpu", backends=_backends(plan))
+    rows: list[Row] = []
+    networks, notes, first = [], [], None
+    for delay in lab_plan.delays:
+        with Lab(lab_plan.hosts, delay, lab_plan.rate) as lab:
+            networks.append(lab.network)
+            for algorithm, part in _launches(plan):
+                found = _launch(lab, lab_plan.ranks_per_host, part, algorithm, report)
+                first = first or found
+                for row in found["rows"]:
+                    row["delay_us"] = 1e6 * delay
+                    if algorithm:
+                        row["options"] = {"algorithm": algorithm}
+                rows += found["rows"]
+        if lab.dropped:
+            notes.append(f"the switch with {1e3 * delay:g} ms dropped {lab.dropped} frames, which were sent again")
+    assert first is not None
+    parameters = {**first["parameters"], **asdict(plan), "lab": {**asdict(lab_plan), "networks": networks}}
+    return results.new("allreduce", parameters, add_speedups(rows, plan.baseline), command, first["devices"], notes)
+
+
+def _backends(plan: AllReducePlan) -> tuple[str, ...]:
+    """Those asked for, else those of the plan's kind that can be there."""
+    if plan.backends:
+        return plan.backends
+    mpi = () if mpi_missing() else ("mpi",)
+    return ("torch", "hierarchical", *mpi) if plan.tune else (PLAIN, "torch", "hierarchical", *mpi, "auto")
+
+
+def _launches(plan: AllReducePlan) -> list[tuple[str, AllReducePlan]]:
+    """All backends in one job, MPI as it chooses; then MPI alone with each algorithm it has."""
+    launches = [("", plan)]
+    if "mpi" in plan.backends and not plan.tune:
+        launches += [(algorithm, replace(plan, backends=("mpi",))) for algorithm in MPI_ALGORITHMS]
+    return launches
+
+
+def _launch(lab: Lab, per_host: int, plan: AllReducePlan, algorithm: str, report: Report) -> dict[str, Any]:
+    mpi: Sequence[str] | None = () if "mpi" in plan.backends else None
+    if algorithm:
+        number = str(MPI_ALGORITHMS[algorithm])
+        mpi = ["--mca", "coll_tuned_use_dynamic_rules", "1", "--mca", "coll_tuned_allreduce_algorithm", number]
+    where = f"{1e3 * lab.delay:g} ms{algorithm and ', mpi ' + algorithm}"
+    report(f"{where}: starting ranks")
+    with started(lab, per_host, [MODULE, json.dumps(asdict(plan))], mpi) as (process, errors):
+        assert process.stdout is not None
+        for line in process.stdout:
+            said = json.loads(line)
+            if "result" in said:
+                result: dict[str, Any] = said["result"]
+                return result
+            if "error" in said:
+                raise (YalisError if said["status"] == YalisError.exit_code else YalisFailure)(said["error"])
+            report(f"{where}: {said['progress']}")
+        process.wait()
+        errors.seek(0)
+        last = [line.strip() for line in errors if line.strip()][-3:]
+        raise YalisFailure(f"the ranks in the lab ended without a result: {' / '.join(last) or 'they said nothing'}")
+
+
+def _say(**values: Any) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    try:
+        result = measure(AllReducePlan.told(json.loads(sys.argv[1])), None, "", _report)
+        if result is not None:
+            _say(result=asdict(result))
+    except YalisError as error:
+        if env.rank() == 0:
+            _say(error=str(error), status=error.exit_code)
+        return error.exit_code
+    return 0
+
+
+def _report(text: str) -> None:
+    if env.rank() == 0:
+        _say(progress=text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Ranks on the hosts of a lab, started plainly or by mpirun."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO
+
+from yalis.errors import YalisError
+from yalis.launch.local import rank_environment
+from yalis.study.lab.hosts import Lab, find_program
+
+PORT = 29600  # of rank 0; hosts of a lab have all ports to themselves
+
+# As root, on fewer cores than ranks, where a rank that waits must let the others work; over the lab's links alone.
+_MPIRUN = (
+    *("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"),
+    *("--mca", "btl", "tcp,vader,self", "--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"),
+)
+
+
+def mpi_missing() -> str | None:
+    """What of MPI is missing here and how to install it."""
+    if find_program("mpirun") is None:
+        return "mpirun is not installed; on Debian type apt install openmpi-bin"
+    if find_spec("mpi4py") is None:
+        return "mpi4py is not installed; type pip install mpi4py"
+    return None
+
+
+def realtime() -> list[str]:
+    """Words before a command that put its process before ordinary ones, where that is allowed.
+
+    With fewer cores than ranks the scheduler's turns would otherwise be most of what is measured.
+    """
+    words = ["chrt", "--rr", "1"]
+    if find_program("chrt") is None or subprocess.run([*words, "true"], capture_output=True).returncode != 0:
+        return []
+    return words
+
+
+@contextmanager
+def started(
+    lab: Lab, per_host: int, module: Sequence[str], mpi: Sequence[str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """`python -m MODULE` on every host, `per_host` times; ended with the block.
+
+    Gives the process whose output is rank 0's, and a file of what all ranks complain of. `mpi`: parameters of Open
+    MPI, where mpirun is to start the ranks.
+    """
+    command = [*realtime(), sys.executable, "-m", *module]
+    with TemporaryDirectory(prefix="yalis-lab-") as folder, (Path(folder) / "errors").open("w+") as errors:
+        if mpi is None:
+            ranks = _plain(lab, per_host, command, errors)
+        else:
+            ranks = [_mpirun(lab, per_host, command, mpi, Path(folder), errors)]
+        try:
+            yield ranks[0], errors
+            for rank in ranks:
+                rank.wait()
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def _plain(lab: Lab, per_host: int, command: list[str], errors: IO[str]) -> list[subprocess.Popen[str]]:
+    ranks = []
+    for rank in range(len(lab.names) * per_host):
+        place = {
+            "RANK": rank, "WORLD_SIZE": len(lab.names) * per_host,
+            "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host,
+            "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": PORT,
+        }  # fmt: skip
+        environment = rank_environment({name: str(value) for name, value in place.items()})
+        out = errors if rank else subprocess.PIPE
+        ranks.append(lab.run(rank // per_host, command, environment, stdout=out, stderr=errors, text=True))
+    return ranks
+
+
+def _mpirun(
+    lab: Lab, per_host: int, command: list[str], parameters: Sequence[str], folder: Path, errors: IO[str]
+) -> subprocess.Popen[str]:
+    if reason := mpi_missing():
+        raise YalisError(f"MPI cannot be measured here: {reason}, or leave mpi out of --backends")
+    agent = folder / "agent.sh"  # in place of ssh: agent.sh HOST COMMAND...
+    enter = shlex.join(lab.enter("HOST")).replace("HOST", '"$host"')
+    agent.write_text(f'#!/bin/sh\nhost=$1\nshift\nexec {enter} sh -c "$*"\n')
+    agent.chmod(0o755)
+    hosts = ",".join(f"{name}:{per_host}" for name in lab.names)
+    mpirun = ["mpirun", *_MPIRUN, "--mca", "plm_rsh_agent", str(agent), *parameters, "--host", hosts, *command]
+    return lab.run(0, mpirun, stdout=subprocess.PIPE, stderr=errors, text=True)

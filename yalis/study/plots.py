@@ -1,0 +1,80 @@
+"""Results as drawings. matplotlib is needed only here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from yalis.errors import YalisError, YalisFailure
+from yalis.results import Result
+from yalis.study.allreduce import Row, baseline_of, label
+
+
+def check_plot(file: Path) -> None:
+    """Refuse, before anything is measured, what could not be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise YalisError("drawing needs matplotlib, which is not installed; type pip install matplotlib") from None
+    if not file.parent.is_dir():
+        raise YalisError(f"--plot is {file}, but there is no folder {file.parent}; make it, or give another")
+
+
+def draw_allreduce(result: Result, file: Path) -> list[Path]:
+    """Latency against size, and below it the speed-up over the baseline; a column for each delay. As PNG and SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
+
+    delays = list(dict.fromkeys(row["delay_us"] for row in result.rows))
+    figure, axes = pyplot.subplots(
+        2, len(delays), figsize=(1 + 6 * len(delays), 8), squeeze=False, sharex=True, sharey="row"
+    )
+    for column, delay in enumerate(delays):
+        latency, speedup = axes[0][column], axes[1][column]
+        for name, rows in _lines([row for row in result.rows if row["delay_us"] == delay]).items():
+            sizes = [row["bytes"] for row in rows]
+            (line,) = latency.plot(sizes, [row["median_us"] for row in rows], marker="o", markersize=3, label=name)
+            low, high = ([row[end] for row in rows] for end in ("low_us", "high_us"))
+            latency.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            ratios = [float("nan") if row["speedup"] is None else row["speedup"] for row in rows]
+            speedup.plot(sizes, ratios, marker="o", markersize=3, color=line.get_color())
+        for axis in (latency, speedup):
+            axis.set_xscale("log", base=2)
+            axis.grid(alpha=0.3)
+        latency.set_yscale("log")
+        latency.set_title("" if delay is None else f"{delay / 1e3:g} ms between hosts, one way")
+        speedup.axhline(1, color="grey", linewidth=0.8)
+        speedup.set_xlabel("bytes of the message")
+        speedup.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _short(size)))
+    axes[0][0].set_ylabel("microseconds, median and 10%..90%")
+    axes[1][0].set_ylabel(f"speed-up over {baseline_of(result.rows, result.parameters['baseline'])}")
+    axes[0][0].legend(fontsize="small")
+    figure.suptitle(f"all-reduce, {result.parameters['ranks']} ranks ({result.parameters['shape']})")
+    figure.tight_layout()
+    written = [file.with_suffix(suffix) for suffix in (".png", ".svg")]
+    try:
+        for path in written:
+            figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise YalisFailure(f"cannot write {path}: {error.strerror}; give another --plot") from error
+    finally:
+        pyplot.close(figure)
+    return written
+
+
+def _lines(rows: list[Row]) -> dict[str, list[Row]]:
+    """The measured rows of each way of doing it, named by what tells them apart."""
+    several = {name: len({row[name] for row in rows}) > 1 for name in ("dtype", "mode")}
+    lines: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: int(row["bytes"])):
+        if row["median_us"] is not None:
+            told = [label(row), *(str(row[name]) for name, differs in several.items() if differs)]
+            lines.setdefault(", ".join(told), []).append(row)
+    return lines
+
+
+def _short(size: Any) -> str:
+    return f"{size / 2**20:g}M" if size >= 2**20 else f"{size / 2**10:g}K"
