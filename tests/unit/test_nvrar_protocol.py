@@ -72,7 +72,7 @@ def test_groups_of_a_grid_do_not_disturb_each_other() -> None:
     assert explore(Machine(Design(), (rows + columns) * 2)) > 500
 
 
-@pytest.mark.parametrize("seeds", [range(250), pytest.param(range(250, 2500), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 2500), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("sizes", RANDOM)
 def test_random_schedules_of_larger_worlds(sizes: tuple[int, ...], seeds: range) -> None:
     machine = Machine(Design(words=2), [Operation(world(*sizes))] * 4)
