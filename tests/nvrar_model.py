@@ -16,6 +16,7 @@ Rank r's input to operation k is one bit of its own, so a sum shows which inputs
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -221,7 +222,7 @@ class _Body:
         """The cells of a message in the receiver's memory, and that of its signal."""
         design = self.machine.design
         group = self.op.nodes if design.buffers_per_group else "shared"
-        slot = what if design.slot_per_step else what.removeprefix("step 0 of ").removeprefix("step 1 of ")
+        slot = what if design.slot_per_step else re.sub(r"step \d", "any step", what)
         protocol = self.op.protocol if design.slots_per_protocol else "either"
         key = (rank, group, self.number % design.buffers, slot, protocol, self.block)
         cells = tuple(self.machine.cell(*key, word) for word in range(design.words))
