@@ -1,0 +1,78 @@
+"""`yalis bench allreduce` with real ranks: its result, and that it notices wrong sums."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.multiprocess.engine_job import Nursery
+from yalis import results
+
+SIZES = ["--sizes", "12,16K", "--repeats", "6", "--warmup", "2", "--device", "cpu"]
+# Each goes wrong in its own way: one rank alone has another sum, one rank has other bits, nothing is summed at all.
+BROKEN = """
+import sys
+from yalis.cli.main import main
+from yalis.comm.base import BACKENDS
+from yalis.comm.over_torch import OverTorch, OverTorchBackend
+
+class Group(OverTorch):
+    def all_reduce(self, x, out=None):
+        total = self.under.all_reduce(x, out)
+        if self.rank == 1:
+            total.view(-1)[-1] *= self.factor
+        return total
+
+class Lazy(OverTorch):
+    def all_reduce(self, x, out=None):
+        return x if out is None else out
+
+class Backend(OverTorchBackend):
+    def over(self, under, name, ranks):
+        group = (Lazy if self.name == "lazy" else Group)(under)
+        group.factor = {"rank": 2, "bits": 1 + 2**-23}.get(self.name)
+        return group
+
+for name in ("rank", "bits", "lazy"):
+    globals()[name] = type(name, (Backend,), {"name": name})
+    BACKENDS._entries[name] = f"__main__:{name}"
+sys.exit(main(ARGUMENTS))
+"""
+
+
+def test_ranks_that_the_command_starts(nursery: Nursery) -> None:
+    asked = ["--ranks", "2", "--ranks-per-node", "1", "--backends", "gloo,hierarchical", "--dtypes", "float32,bfloat16"]
+    ended = nursery.run(["bench", "allreduce", *asked, *SIZES, "--json"])
+    assert ended.statuses == [0], ended.errors
+    result = json.loads(ended.outputs[0])
+    results.check(result, "what was printed")
+    assert [(row["dtype"], row["bytes"], row["backend"]) for row in result["rows"]] == [
+        (dtype, size, backend)
+        for dtype in ("float32", "bfloat16")
+        for size in (12, 16384)
+        for backend in ("gloo", "hierarchical")
+    ]
+    assert {(row["status"], row["mode"], row["checked"]) for row in result["rows"]} == {("ok", "eager", 4)}
+    for row in result["rows"]:
+        assert 0 < row["low_us"] <= row["median_us"] <= row["high_us"]
+        assert (row["speedup"] == 1) == (row["backend"] == "gloo")
+    assert (result["parameters"]["shape"], result["parameters"]["start"]) == ("2x1", "clock")
+
+
+def test_a_launchers_ranks_find_wrong_sums(nursery: Nursery, tmp_path: Path) -> None:
+    arguments = ["bench", "allreduce", *SIZES, "--backends", "rank,torch,bits,lazy", "--json"]
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN.replace("ARGUMENTS", repr(arguments)))
+    ended = nursery.run([str(script)], ranks=2)
+    assert ended.statuses == [1, 0], ended.errors
+    assert not ended.outputs[1]
+    statuses = {row["backend"]: row["status"] for row in json.loads(ended.outputs[0])["rows"] if row["bytes"] == 12}
+    assert statuses == {
+        "rank": "wrong: 1 of 3 elements are not the sum on rank 1",
+        "torch": "ok",
+        "bits": "wrong: not the bits of rank 0 on rank 1",
+        "lazy": "wrong: 3 of 3 elements are not the sum on rank 0",
+    }
+    assert ended.errors.startswith("yalis: error: 6 of 8 settings gave wrong sums, the first rank with 12 bytes"), (
+        ended.errors
+    )

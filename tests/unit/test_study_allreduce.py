@@ -1,0 +1,152 @@
+"""The all-reduce benchmark without ranks: what it accepts, what it makes of times, what it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from yalis import results
+from yalis.cli.bench_allreduce import _sizes, print_table
+from yalis.cli.main import main
+from yalis.comm import tuning
+from yalis.comm.tuning import Choice
+from yalis.errors import YalisError, YalisFailure
+from yalis.study import allreduce, plots
+from yalis.study.allreduce import AllReducePlan, Row, make_row
+from yalis.study.allreduce_lab import LabPlan
+from yalis.study.allreduce_rank import Sum
+
+
+def row(backend: str, size: int, median: float, delay: float | None = None, **options: Any) -> Row:
+    made = make_row(backend, options, "float32", size, "eager", 4, None, 4, [median * 1e-6] * 3)
+    return {**made, "delay_us": delay}
+
+
+def make_result(rows: list[Row], **parameters: Any) -> results.Result:
+    nodes = [[0, 1], [2, 3]]
+    facts = {"ranks": 4, "nodes": nodes, "shape": "2x2", "baseline": "", "dtypes": ["float32"], **parameters}
+    rows = allreduce.add_speedups(rows, "")
+    return results.new("allreduce", facts, rows, "yalis bench allreduce", [{"type": "cpu", "name": "CPU"}])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--ranks 1", "an all-reduce takes at least 2 ranks; give --ranks 2 or more"),
+        ("", "an all-reduce takes at least 2 ranks"),
+        ("--ranks 2 --backends gloo,tree", "unknown communication backend 'tree'; accepted: torch, "),
+        ("--ranks 2 --baseline tree", "unknown communication backend 'tree'"),
+        ("--ranks 2 --dtypes int8", "unknown dtype 'int8'; accepted: float32, bfloat16, float16"),
+        ("--ranks 2 --sizes 6", "a message of 6 bytes holds no whole number of elements of 4 bytes each"),
+        ("--ranks 2 --sizes 6k,no", "'6k,no' is not a list of sizes, such as 8K,64K,1M"),
+        ("--ranks 2 --repeats 0", "repeats is 0; give a whole number of at least 1"),
+        ("--ranks 2 --tune --backends auto", "--tune measures what auto can choose from, which auto is not"),
+        ("--ranks 2 --delay 1ms", "--delay is for a lab of hosts; give --hosts as well"),
+        ("--ranks 2 --hosts 2", "--hosts starts the ranks itself; leave --ranks"),
+        ("--hosts 1", "--hosts is 1 and --ranks-per-host 2; give at least 2 hosts"),
+        ("--hosts 2 --delay 1", "'1' is no delay of a link; give one such as 1ms, 200us or 0"),
+        ("--hosts 2 --rate fast", "'fast' is no rate of a link; give one such as 10gbit"),
+        ("--ranks 2 --plot /not/there/a", "--plot is /not/there/a, but there is no folder /not/there"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "allreduce", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("yalis: error: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_sizes_and_plans() -> None:
+    assert _sizes("8K, 1m,12") == (8192, 1 << 20, 12)
+    plan = AllReducePlan()
+    assert (plan.sizes[0], plan.sizes[-1], len(plan.sizes)) == (8 << 10, 4 << 20, 10)
+    assert AllReducePlan.told({**vars(plan), "sizes": list(plan.sizes)}) == plan
+    assert AllReducePlan(sizes=(6,), dtypes=("bfloat16",)).sizes == (6,)
+    with pytest.raises(YalisError, match="at least 2 hosts"):
+        LabPlan(hosts=2, ranks_per_host=0)
+
+
+def test_what_times_come_to() -> None:
+    made = make_row("torch", {}, "float32", 4000, "eager", 4, None, 2, [n * 1e-6 for n in range(1, 12)])
+    assert (made["median_us"], made["low_us"], made["high_us"]) == pytest.approx((6, 2, 10))
+    assert made["bus_gb_per_s"] == pytest.approx(2 * 3 / 4 * 4000 / 6e-6 / 1e9)
+    rows = [
+        *(row("gloo", 64, 100), row("hierarchical", 64, 50), row("mpi", 64, 80), row("mpi", 64, 40, algorithm="ring")),
+        *(row("gloo", 64, 900, 1000.0), row("hierarchical", 64, 250, 1000.0)),
+    ]
+    allreduce.add_speedups(rows, "")
+    assert [one["speedup"] for one in rows] == pytest.approx([1, 2, 1.25, 2.5, 1, 3.6])
+    allreduce.add_speedups(rows, "mpi")
+    assert [one["speedup"] for one in rows[:4]] == pytest.approx([0.8, 1.6, 1, 2])
+    told = [(one.other, one.delay_us, one.times_faster) for one in allreduce.ratios(rows)]
+    assert [(other, delay) for other, delay, _ in told] == [("gloo", None), ("gloo", 1000.0), ("mpi ring", None)]
+    assert [faster for *_, faster in told] == pytest.approx([2, 3.6, 0.8])
+
+
+def test_time_that_the_delay_added() -> None:
+    rows = [row("gloo", 64, 100, 0.0), row("gloo", 64, 950, 1000.0), row("torch", 64, 950, 1000.0)]
+    ((found, extra),) = allreduce.added_by_delay(rows)
+    assert (found["backend"], extra) == ("gloo", pytest.approx(850))
+
+
+def test_wrong_sums_fail_once_told(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = make_row("torch", {}, "float32", 64, "eager", 4, "wrong: 1 of 16 elements are not the sum on rank 2", 1, [])
+    result = make_result([row("gloo", 64, 100), {**wrong, "delay_us": None}])
+    print_table(result)
+    assert "wrong: 1 of 16" in capsys.readouterr().out
+    with pytest.raises(YalisFailure, match="1 of 2 settings gave wrong sums, the first torch with 64 bytes of float32"):
+        allreduce.check_right(result.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_is_known_to_every_rank(dtype: torch.dtype) -> None:
+    ranks = [Sum.draw("seed", rank, 5, 1000, dtype) for rank in range(5)]
+    assert len({float(one.mine[0]) for one in ranks}) == 5
+    total = sum(one.mine.double() for one in ranks)
+    assert all(torch.equal(one.total, total) for one in ranks)
+    rounded = torch.zeros(1000, dtype=dtype)
+    for one in ranks:
+        rounded += one.mine  # rounded at every step, the worst that a backend may do
+    assert ranks[0].fault(rounded) is None
+    lacking = (total - ranks[3].mine.double()).to(dtype)
+    assert "elements are not the sum" in str(ranks[0].fault(lacking))
+    assert ranks[0].fault(torch.full((1000,), float("nan"))) == "1000 of 1000 elements are not the sum"
+
+
+def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
+    sizes = (8192, 65536)
+    rows = [
+        row(name, size, 100 + size / 100, delay) for delay in (0.0, 1e3) for name in ("gloo", "torch") for size in sizes
+    ]
+    result = make_result(rows)
+    assert results.read(results.write(result, tmp_path)) == result
+    written = plots.draw_allreduce(result, tmp_path / "plot")
+    assert [path.name for path in written] == ["plot.png", "plot.svg"]
+    assert written[0].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in written[1].read_text()
+    with pytest.raises(YalisFailure, match="give another --plot"):
+        plots.draw_allreduce(result, tmp_path / "missing" / "plot")
+
+
+def test_tuning_is_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
+    fast, slow = {"between": "halving", "chunk": 1 << 16}, {"between": "doubling", "chunk": 1 << 16}
+    rows = [
+        *(row("torch", 8192, 10), row("hierarchical", 8192, 20, **fast)),
+        *(
+            row("torch", 1 << 20, 90),
+            row("hierarchical", 1 << 20, 50, **fast),
+            row("hierarchical", 1 << 20, 70, **slow),
+        ),
+    ]
+    path, best = allreduce.save_table(make_result(rows, sizes=[8192, 1 << 20]))
+    assert path.parent.parent == tmp_path
+    assert best == [(8192, Choice("torch")), (1 << 20, Choice("hierarchical", fast))]
+    tuned = tuning.load(torch.device("cpu")).of([[0, 1], [2, 3]])
+    assert tuned.best(2 << 20, ["torch", "hierarchical"]) == Choice("hierarchical", fast)
+    assert tuned.best(2 << 20, "torch") == Choice("torch")

@@ -1,0 +1,57 @@
+"""The lab of hosts, as far as it needs no hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from yalis.errors import YalisError
+from yalis.kernels.compiler import Unavailable
+from yalis.study.lab import hosts, switch
+
+
+def test_delays_and_rates() -> None:
+    assert [hosts.parse_delay(text) for text in ("0", "1ms", "200us", "0.2 ms", ".5s")] == pytest.approx(
+        [0, 1e-3, 2e-4, 2e-4, 0.5]
+    )
+    assert [hosts.parse_rate(text) for text in ("10gbit", "2.5Gbit", "100mbit", "8kbit")] == [1e10, 2.5e9, 1e8, 8e3]
+    for text in ("", "1", "-1ms", "1 hour", "11s", "ms"):
+        with pytest.raises(YalisError, match="no delay of a link; give one such as 1ms"):
+            hosts.parse_delay(text)
+    for text in ("", "10", "0gbit", "10gb"):
+        with pytest.raises(YalisError, match="no rate of a link; give one such as 10gbit"):
+            hosts.parse_rate(text)
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(YalisError, match="only root can make; type sudo before the same command"):
+        hosts.Lab(2)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(hosts, "find_program", lambda name: None)
+    assert hosts.missing() == "hosts are made with `ip`, which is not installed; on Debian type apt install iproute2"
+    monkeypatch.setattr(hosts, "find_program", lambda name: name)
+    refused = subprocess.CompletedProcess([], 1, "", "unshare: Operation not permitted\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: refused)
+    assert "not allowed here (unshare: Operation not permitted)" in str(hosts.missing())
+
+
+def test_the_switch_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(Unavailable, match="no-such-compiler is not there"):
+        switch.build()
+    monkeypatch.delenv("CC")
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(switch, "FLAGS", (*switch.FLAGS, "-Wall", "-Wextra", "-Werror"))
+    program = switch.build()
+    made = program.stat().st_mtime_ns
+    assert switch.build() == program
+    assert program.stat().st_mtime_ns == made
+    done = subprocess.run([program, "0", "0", "0"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "usage: switch DELAY_NS BITS_PER_SECOND PORTS\n")
