@@ -18,12 +18,14 @@ from yalis.comm.tuning import Choice, Tuned
 from yalis.errors import YalisError
 
 # Unless a table says otherwise: up to how many bytes of a message the fewest exchanges win over the fewest bytes.
-DOUBLING_BYTES = 256 << 10
+DOUBLING_BYTES = 128 << 10
 # And how many bytes go into one message between nodes, where the next one's way overlaps with adding it.
-CHUNK_BYTES = 128 << 10
-CHUNKS_TO_TRY = (64 << 10, 128 << 10, 512 << 10)
+CHUNK_BYTES = 1 << 20
+CHUNKS_TO_TRY = (64 << 10, 256 << 10, 1 << 20)
 # Longer tensors are summed stretch by stretch, which bounds the memory that receives need.
 STRETCH_BYTES = 16 << 20
+# Receives stand ready for this many kinds of all-reduces of at most so many bytes.
+STANDING, STANDING_BYTES = 64, 1 << 20
 
 
 class Pending(Protocol):
@@ -31,13 +33,67 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Sends and receives between ranks; from one rank to another, messages arrive in the order they were sent."""
+    """Sends and receives between ranks; from one rank to another, those of one tag meet in the order of posting."""
 
     #: whether a receive may be posted long before its message is sent, and without holding up what follows
     early: bool
 
-    def begin(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Pending]:
+    def new_tag(self) -> int:
+        """One that nothing else uses; the same on all ranks that ask in the same order."""
+
+    def begin(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
+    ) -> Sequence[Pending]:
         """Post these receives, then these sends; returns what is to be waited for before their tensors are touched."""
+
+
+class Run:
+    """A plan carried out on a transport, once or over and over.
+
+    A message leaves when its receiver is known to be ready, and that word takes as long as a message. So where receives
+    may be early, all of a run are posted at its beginning, and those into memory of its own again once that is free:
+    the next run's first messages then wait for no word.
+    """
+
+    def __init__(self, transport: Transport, plan: Plan, tag: int, memory: Tensor) -> None:
+        self.transport, self.plan, self.tag = transport, plan, tag
+        #: for each move, where the terms of its sum are received and from whom; empty where nothing is added
+        self.terms: list[list[tuple[Tensor, int]]] = []
+        used = 0
+        for step in plan.moves:
+            self.terms.append([])
+            for message in step.receives if step.own is not None else ():
+                start, used = used, used + message.span[1] - message.span[0]
+                self.terms[-1].append((memory[start:used], message.peer))
+        self._posted = [self._post(terms) for terms in self.terms]
+
+    def __call__(self, x: Tensor, again: bool) -> None:
+        """Every rank's flat `x` becomes their sum; `again`: this will be called again."""
+        moves, lanes, early = self.plan.moves, self.plan.lanes, self.transport.early
+        inboxes = [
+            terms if step.own is not None else [(x[slice(*message.span)], message.peer) for message in step.receives]
+            for step, terms in zip(moves, self.terms, strict=True)
+        ]
+        waits = [
+            posted if step.own is not None else self._post(inbox)
+            for step, posted, inbox in zip(moves, self._posted, inboxes, strict=True)
+        ]
+        for turn in range(len(moves) + lanes):
+            before = turn - lanes  # the same lane's step before
+            if before >= 0:
+                # What it sends is out and what it receives is in, before either is written.
+                for pending in waits[before]:
+                    pending.wait()
+                _add(moves[before], x, [term for term, _ in self.terms[before]])
+            if turn < len(moves):
+                sends = [(x[slice(*message.span)], message.peer) for message in moves[turn].sends]
+                begun = self.transport.begin(sends, () if early else inboxes[turn], self.tag)
+                waits[turn] = [*waits[turn], *begun]
+            if before >= 0 and again:
+                self._posted[before] = self._post(self.terms[before])
+
+    def _post(self, inbox: Sequence[tuple[Tensor, int]]) -> Sequence[Pending]:
+        return self.transport.begin((), inbox, self.tag) if inbox and self.transport.early else ()
 
 
 class Summing:
@@ -49,7 +105,8 @@ class Summing:
     def __init__(self, transport: Transport, nodes: Nodes, rank: int) -> None:
         self.transport = transport
         self._plan = lru_cache(256)(lambda *how: plan(nodes, rank, *how))
-        self._kept: dict[torch.dtype, Tensor] = {}
+        self._tag = transport.new_tag()
+        self._standing: dict[tuple[torch.dtype, str, int, int], Run] = {}
 
     def all_reduce(self, x: Tensor, out: Tensor | None, between: str, chunk: int) -> Tensor:
         """The sum of every rank's `x`, in `out` if given, else in `x`; messages between nodes hold `chunk` bytes."""
@@ -60,66 +117,41 @@ class Summing:
             buffer.copy_(x)
         if x.numel():
             for stretch in buffer.view(-1).split(STRETCH_BYTES // x.itemsize):
-                self._carry_out(self._plan(between, stretch.numel(), chunk // x.itemsize), stretch)
+                self._sum(stretch, between, chunk // x.itemsize)
         return target if buffer is target else target.copy_(buffer)
 
-    def _carry_out(self, plan: Plan, x: Tensor) -> None:
-        begin, early = self.transport.begin, self.transport.early
-        inboxes = self._inboxes(plan, x)
-        waits = [[*begin((), inbox)] if early else [] for inbox in inboxes]
-        for turn in range(len(plan.moves) + plan.lanes):
-            if turn >= plan.lanes:
-                # The lane's step before: what it sends is out and what it receives is in before either is written.
-                before = turn - plan.lanes
-                for pending in waits[before]:
-                    pending.wait()
-                self._add(plan.moves[before], x, [received for received, _ in inboxes[before]])
-            if turn < len(plan.moves):
-                sends = [(x[slice(*message.span)], message.peer) for message in plan.moves[turn].sends]
-                waits[turn] += begin(sends, () if early else inboxes[turn])
+    def _sum(self, x: Tensor, between: str, chunk: int) -> None:
+        kind = x.dtype, between, x.numel(), chunk
+        run = self._standing.get(kind)
+        if run is not None:
+            return run(x, again=True)
+        plan = self._plan(between, x.numel(), chunk)
+        stands = self.transport.early and x.nbytes <= STANDING_BYTES and len(self._standing) < STANDING
+        with torch.inference_mode(False):  # else this memory could only be written inside that mode
+            memory = torch.empty(plan.scratch, dtype=x.dtype, device=x.device)
+        run = Run(self.transport, plan, self.transport.new_tag() if stands else self._tag, memory)
+        if stands:
+            self._standing[kind] = run
+        run(x, again=stands)
 
-    def _inboxes(self, plan: Plan, x: Tensor) -> list[list[tuple[Tensor, int]]]:
-        """For each move, where its messages are received and from whom: in place, or aside if they are to be added."""
-        scratch = self._memory(plan.scratch, x.dtype, x.device)
-        used = 0
-        inboxes = []
-        for step in plan.moves:
-            inbox = []
-            for message in step.receives:
-                start, stop = message.span
-                if step.own is None:
-                    inbox.append((x[start:stop], message.peer))
-                else:
-                    inbox.append((scratch[used : used + stop - start], message.peer))
-                    used += stop - start
-            inboxes.append(inbox)
-        return inboxes
 
-    def _add(self, step: Step, x: Tensor, received: list[Tensor]) -> None:
-        if step.own is None or not received:
-            return
-        own = x[slice(*step.receives[0].span)]
-        before, after = received[: step.own], received[step.own :]
-        if len(received) > 1 and x.dtype in LOW_PRECISION:
-            terms = [*before, own, *after]
-            total = self._memory(own.numel(), torch.float32, x.device).copy_(terms[0])
-            for term in terms[1:]:
-                total += term
-            own.copy_(total)
-            return
-        for term in before[1:]:
-            before[0] += term
-        for term in (*before[:1], *after):
-            own += term
-
-    def _memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Kept from call to call on a CPU. A GPU's allocator does that itself, and knows of CUDA graphs."""
-        if device.type != "cpu":
-            return torch.empty(elements, dtype=dtype, device=device)
-        if dtype not in self._kept or self._kept[dtype].numel() < elements:
-            with torch.inference_mode(False):  # else it could only be written inside that mode
-                self._kept[dtype] = torch.empty(elements, dtype=dtype)
-        return self._kept[dtype][:elements]
+def _add(step: Step, x: Tensor, terms: list[Tensor]) -> None:
+    """The sum of what this rank has and of `terms`, in order of ranks, where that belongs in `x`."""
+    if not terms or step.own is None:
+        return
+    own = x[slice(*step.receives[0].span)]
+    before, after = terms[: step.own], terms[step.own :]
+    if len(terms) > 1 and x.dtype in LOW_PRECISION:
+        first, others = (before[0], [*before[1:], own, *after]) if before else (own, after)
+        total = first.float()
+        for term in others:
+            total += term
+        own.copy_(total)
+        return
+    for term in before[1:]:
+        before[0] += term
+    for term in (*before[:1], *after):
+        own += term
 
 
 class HierarchicalGroup(OverTorch):

@@ -6,6 +6,7 @@ default group in the same process is not disturbed.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from abc import abstractmethod
@@ -33,7 +34,7 @@ PATIENCE = timedelta(minutes=30)
 BACKLOG = 8
 # Up to how many bytes in all a rank sends the same message to every other one itself.
 SHORT = 256 << 10
-MESSAGE_TAG, EXCHANGE_TAG, STEP_TAG = 0, 1, 2
+MESSAGE_TAG, EXCHANGE_TAG, FIRST_TAG = 0, 1, 2
 
 
 class TorchGroup(ContiguousGroup):
@@ -46,6 +47,7 @@ class TorchGroup(ContiguousGroup):
         super().__init__(rank, size)
         self._group = group
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._tags = itertools.count(FIRST_TAG)
 
     def _sum(self, x: Tensor) -> None:
         _finish(self._group.allreduce([x], _here(dist.AllreduceOptions())))
@@ -63,8 +65,14 @@ class TorchGroup(ContiguousGroup):
         options.rootRank, options.rootTensor = source, 0
         _finish(self._group.broadcast([x], options))
 
+    def new_tag(self) -> int:
+        """One that nothing else uses; the same on all ranks that ask in the same order."""
+        return next(self._tags)
+
     @abstractmethod
-    def begin(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Any]:
+    def begin(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
+    ) -> Sequence[Any]:
         """Post these receives, then these sends; returns what is to be waited for before their tensors are touched."""
 
     def close(self, broken: bool) -> None:
@@ -107,9 +115,11 @@ class GlooGroup(TorchGroup):
         for work in works:
             work.wait()
 
-    def begin(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Any]:
-        works = [self._group.recv([out], source, STEP_TAG) for out, source in receives]
-        return works + [self._group.send([x], to, STEP_TAG) for x, to in sends]
+    def begin(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
+    ) -> Sequence[Any]:
+        works = [self._group.recv([out], source, tag) for out, source in receives]
+        return works + [self._group.send([x], to, tag) for x, to in sends]
 
     def _post(self, x: Tensor, to: int) -> None:
         self._sent.append((self._group.send([x], to, MESSAGE_TAG), x))
@@ -145,15 +155,17 @@ class NcclGroup(TorchGroup):
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # NCCL's kernels take low precisions as they are
 
-    def begin(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Sequence[Any]:
+    def begin(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
+    ) -> Sequence[Any]:
         if not sends and not receives:
             return ()
         # As one call, NCCL runs them side by side, and on the communicator of the whole group.
         self._group._start_coalescing()
         for out, source in receives:
-            self._group.recv([out], source, STEP_TAG)
+            self._group.recv([out], source, tag)
         for x, to in sends:
-            self._group.send([x], to, STEP_TAG)
+            self._group.send([x], to, tag)
         _finish(self._group._end_coalescing())
         return ()
 
