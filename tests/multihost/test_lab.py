@@ -1,0 +1,162 @@
+"""The lab's links have the delay and rate that were asked for, the benchmark runs over them, and nothing stays."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from statistics import median
+
+import pytest
+
+from tests.launchers.launch import YALIS
+from tests.multihost.hosts import Hosts
+from tests.system import needs
+from tests.system.processes import commands, environment
+from yalis import results
+
+ECHO = """
+import socket
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("", 5000))
+print("ready", flush=True)
+while True:
+    server.sendto(*server.recvfrom(100))
+"""
+PING = """
+import json, socket, sys, time
+client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+client.settimeout(5)
+times = []
+for _ in range(21):
+    begin = time.perf_counter()
+    client.sendto(b"ping", (sys.argv[1], 5000))
+    client.recvfrom(100)
+    times.append(time.perf_counter() - begin)
+print(json.dumps(times))
+"""
+TAKE = """
+import socket, time
+server = socket.create_server(("", 5001))
+print("ready", flush=True)
+one, _ = server.accept()
+begin = time.perf_counter()
+while one.recv(1 << 20):
+    pass
+print(time.perf_counter() - begin)
+"""
+GIVE = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5001)) as one:
+    one.sendall(bytes(2_500_000))
+"""
+BENCH = [YALIS, "bench", "allreduce", "--hosts", "2", "--ranks-per-host", "2", "--delay", "1ms", "--repeats", "6"]
+
+
+def serve(hosts: Hosts, script: str) -> subprocess.Popen[str]:
+    server = hosts.run(0, [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    return server
+
+
+def ask(hosts: Hosts, script: str) -> str:
+    command = [sys.executable, "-c", script, hosts.addresses[0]]
+    told, _ = hosts.run(1, command, stdout=subprocess.PIPE, text=True).communicate(timeout=30)
+    return str(told)
+
+
+def left() -> str:
+    return subprocess.run([needs.program("ip"), "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_links_have_the_delay_and_the_rate_asked_for() -> None:
+    with Hosts(3, "1ms", "100mbit") as hosts:
+        serve(hosts, ECHO)
+        assert 2e-3 <= median(json.loads(ask(hosts, PING))) < 4e-3
+        server = serve(hosts, TAKE)
+        ask(hosts, GIVE)  # 20 million bits
+        took = float(server.communicate(timeout=30)[0])
+        assert 0.19 < took < 0.4
+    assert hosts.network in ("netem", "switch")
+    assert hosts.dropped == 0
+
+
+@pytest.mark.parametrize(
+    ("backends", "rows"),
+    [
+        ("gloo,hierarchical", ["gloo", "hierarchical"]),
+        pytest.param(
+            "gloo,mpi",
+            [
+                "gloo",
+                "mpi",
+                *(f"mpi {kind}" for kind in ("recursive doubling", "ring", "segmented ring", "Rabenseifner")),
+            ],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_the_benchmark_over_hosts(backends: str, rows: list[str]) -> None:
+    with Hosts(1):
+        pass  # or skip
+    command = [*BENCH, "--sizes", "16K", "--backends", backends, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=200)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    results.check(result, "what was printed")
+    named = [" ".join([row["backend"], *row["options"].values()]) for row in result["rows"]]
+    assert named == rows
+    assert {(row["status"], row["delay_us"]) for row in result["rows"]} == {("ok", 1000.0)}
+    # Nothing can be summed over both hosts before one message has come from the other.
+    assert all(row["median_us"] > 1000 for row in result["rows"])
+    assert (result["parameters"]["shape"], result["parameters"]["start"]) == ("2x2", "clock")
+    assert "yalis-" not in left()
+
+
+def test_ctrl_c_leaves_nothing() -> None:
+    with Hosts(1):
+        pass
+    process = subprocess.Popen(
+        [*BENCH, "--repeats", "100000", "--backends", "gloo"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    module = "yalis.study.allreduce_lab"
+    deadline = time.monotonic() + 30
+    while sum(module in command for command in commands()) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "yalis-host1" in left()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert "yalis-" not in left()
+    assert not [command for command in commands() if module in command]
+
+
+def test_a_killed_lab_takes_its_switch_along_and_the_next_one_cleans_up() -> None:
+    crash = (
+        "import os, signal\n"
+        "from yalis.study.lab.hosts import Lab\n"
+        "with Lab(2, '1ms') as lab:\n"
+        "    lab.run(1, ['sleep', '2345.5'], stdout=2)\n"
+        "    print(lab.network, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with Hosts(1):
+        pass
+    done = subprocess.run([sys.executable, "-c", crash], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -9
+    if done.stdout == "switch\n":
+        deadline = time.monotonic() + 5
+        while any("/switch/" in command and " 1000000 " in command for command in commands()):
+            assert time.monotonic() < deadline, "the switch outlives its lab"
+            time.sleep(0.05)
+    assert "yalis-host0" in left()
+    with Hosts(1, "1ms"):
+        assert "sleep 2345.5" not in commands()
+    assert "yalis-" not in left()
