@@ -67,7 +67,7 @@ gpu-test:
 # Several ranks on the one GPU, which they have to themselves.
 gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py
 gpu-test-rest: CHOSEN = -k 'not (sdpa or flex or triton or flash)'
-$(GPU_PARTS): FILES ?= test_gpu_attention.py test_gpu_checkpoint.py test_gpu_parity.py test_gpu_sampling.py
+$(GPU_PARTS): FILES ?= $(addsuffix .py,$(addprefix test_gpu_,attention checkpoint kernels parity sampling))
 $(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks,$@),,-k $(@:gpu-test-%=%))
 $(GPU_PARTS):
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(addprefix tests/gpu/,$(FILES)) $(CHOSEN) -p no:cacheprovider \

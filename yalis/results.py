@@ -69,10 +69,25 @@ _ROWS: dict[str, dict[str, type]] = {
         "bus_gb_per_s": float,  # bytes * 2 (n - 1) / n over the median: what a ring would move over each link
         "speedup": float,  # over the baseline at the same size
     },
+    "kernels": {
+        "kernel": str,
+        "shape": str,
+        "rows": int,
+        "status": str,  # "ok", or what was wrong
+        "error": float,  # relative to the reference
+        "us": float,  # ours
+        "torch_us": float,
+        "ratio": float,  # torch's time over ours
+        "gb_per_s": float,  # of the bytes it must move, by ours
+        "gflop_per_s": float,
+        "floor_us": float,
+        "share_of_floor": float,
+    },
 }
 _ALWAYS_THERE = {
     *("engine", "version", "status", "batch", "prompt_len", "output_len", "stages", "micro_batches"),
     *("backend", "options", "dtype", "bytes", "mode", "checked"),
+    *("kernel", "shape", "rows"),
 }
 
 

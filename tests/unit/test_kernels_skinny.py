@@ -5,7 +5,10 @@ The interpreter computes no bfloat16 products; tests/gpu has those.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
@@ -37,7 +40,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert error < TOLERANCE[found.dtype], error
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rows=st.sampled_from([1, 2, 8, 9, 33, 64]), outputs=st.integers(1, 90), inputs=st.integers(2, 200),
     dtype=st.sampled_from(list(TOLERANCE)), gap=st.sampled_from([0, 3]), extras=st.sets(st.sampled_from("bnr")),
@@ -110,3 +113,25 @@ def test_launches_fit_a_hopper(itemsize: int, rows: int, gated: bool) -> None:
             else:
                 assert shape.stages * shape.inputs * (weights + rows) * itemsize <= 227 * 1024, shape
             assert shape.splits == 1 or -(-outputs // shape.outputs) <= 4096, shape
+
+
+def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> None:
+    """The interpreter knows no dependent launches; the compiler needs no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.hopper"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    for name, kernel in kernels.items():
+        order = kernel["order"]
+        wait = order.index("wait")
+        assert order[0] == "start next", name
+        assert set(order[:wait]) <= {"start next", "prefetch", "weights"}, (name, order)
+        assert "store" not in order[:wait], name
+    assert kernels["one row"]["order"][:4] == ["start next", "prefetch", "weights", "wait"]
+    assert kernels["one row"]["loads"] == ["v4.b32"]  # 16 bytes at a time
+    order = kernels["few rows"]["order"]
+    assert "product" in order  # on the tensor cores, from copies that run ahead
+    counted = order.index("count")
+    assert order[counted - 1] == "store"  # a part is written before it is counted
+    assert "load" in order[counted:]

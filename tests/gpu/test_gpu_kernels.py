@@ -1,0 +1,191 @@
+"""The kernels of a decode step on a GPU, against their plain references: every dtype, dependent launches, graphs."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU here", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton is in its interpreter: run tests/gpu in a process of its own", allow_module_level=True)
+
+from yalis.kernels import fused, reference, skinny
+from yalis.kernels.skinny import Problem, Shape
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+# Outputs and inputs: Llama-3.1-8B's, SmolLM2's, and odd ones.
+SIZES = ((6144, 4096), (4096, 14336), (960, 576), (576, 1536), (1000, 333), (17, 4096), (49152, 576))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Outputs are full of NaN before a kernel writes them."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(*size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*size, device="cuda").to(dtype)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@DTYPES
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    rng = random.Random(str(size))
+    outputs, inputs = size
+    weight = draw(outputs, inputs, dtype=dtype) / inputs**0.5
+    for rows in (1, 2, 7, 8, 9, 16, 31, 64):
+        x = draw(rows, inputs, dtype=dtype)
+        bias = draw(outputs, dtype=dtype) if rng.random() < 0.5 else None
+        residual = draw(rows, outputs, dtype=dtype) if rng.random() < 0.5 else None
+        norm = (draw(inputs, dtype=dtype), 1e-5) if rng.random() < 0.5 else None
+        for pdl in (False, True):
+            found = skinny.linear(x, weight, bias, residual, norm, pdl)
+            assert error(found, reference.linear(x, weight, bias, residual, norm)) < TOLERANCE[dtype], (rows, pdl)
+        if outputs % 2 == 0:
+            for activation in fused.ACTIVATIONS:
+                found = skinny.gated_linear(x, weight, activation, bias, norm)
+                expected = reference.gated_linear(x, weight, activation, bias, norm)
+                # gates near zero lose digits that the norm of the output does not
+                assert error(found, expected) < 2 * TOLERANCE[dtype], (rows, activation)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_launch_of_the_search_is_right(rows: int, gated: bool) -> None:
+    problem = Problem(rows, 4096, 4096, 2, gated)
+    weight = draw(8192 if gated else 4096, 4096, dtype=torch.bfloat16) / 64
+    x = draw(rows, 4096, dtype=torch.bfloat16)
+    expected = reference.gated_linear(x, weight, "silu") if gated else reference.linear(x, weight)
+    for shape in random.Random(rows).sample(list(skinny.candidates(problem)), 8):
+        found = skinny.gated_linear(x, weight, "silu", shape=shape) if gated else skinny.linear(x, weight, shape=shape)
+        assert error(found, expected) < 2 * TOLERANCE[torch.bfloat16], shape
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_split_products_give_the_same_bits_every_time(pdl: bool) -> None:
+    """Whichever part comes last; eagerly and from a graph, one launch right behind the other."""
+    x, weight = draw(16, 4096, dtype=torch.bfloat16), draw(1024, 4096, dtype=torch.bfloat16) / 64
+    shape = Shape(32, 64, 4, 3, 8)
+
+    def run() -> list[torch.Tensor]:
+        return [skinny.linear(x, weight, pdl=pdl, shape=shape) for _ in range(50)]
+
+    first = skinny.linear(x, weight, shape=shape)
+    assert error(first, reference.linear(x, weight)) < TOLERANCE[torch.bfloat16]
+    for found in run():
+        assert torch.equal(found, first)
+    assert skinny._counters(x.device).count_nonzero() == 0
+    torch.use_deterministic_algorithms(False)  # filling is no part of the graph
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    for _ in range(20):
+        for output in outputs:
+            output.fill_(math.nan)
+        graph.replay()
+        for output in outputs:
+            assert torch.equal(output, first)
+
+
+def test_a_chain_of_dependent_launches_equals_one_that_waits() -> None:
+    """Norms, products, gates and residuals, each reading what the one before wrote, in memory that is used again."""
+    dtype, hidden, width = torch.bfloat16, 1024, 3072
+    norm = (draw(hidden, dtype=dtype), 1e-5)
+    layers = [
+        (draw(hidden, hidden, dtype=dtype) / 32, draw(2 * width, hidden, dtype=dtype) / 32,
+         draw(hidden, width, dtype=dtype) / 55)
+        for _ in range(6)
+    ]  # fmt: skip
+
+    def run(x: torch.Tensor, pdl: bool) -> torch.Tensor:
+        for square, up, down in layers:
+            x = skinny.linear(skinny.linear(x, square, None, None, norm, pdl), square, None, x, None, pdl)
+            x = skinny.linear(skinny.gated_linear(x, up, "silu", None, norm, pdl), down, None, x, None, pdl)
+            y, x = fused.add_rms_norm(x, x, norm[0], 1e-5, pdl)
+            x = fused.gated(torch.cat((y, x), 1), "silu", pdl) + x
+        return x
+
+    for rows in (1, 5, 16, 64):
+        x = draw(rows, hidden, dtype=dtype)
+        expected = run(x, False)
+        torch.use_deterministic_algorithms(False)
+        run(x, True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run(x, True)
+        for _ in range(30):
+            graph.replay()
+            assert torch.equal(found, expected), rows
+
+
+@DTYPES
+@pytest.mark.parametrize("cols", [64, 576, 4096, 5120, 8192])
+def test_add_rms_norm(dtype: torch.dtype, cols: int) -> None:
+    for rows in (1, 33, 300):
+        x, residual = draw(rows, cols, dtype=dtype), draw(rows, cols, dtype=dtype)
+        for weight in (draw(cols, dtype=dtype), draw(cols, dtype=torch.float32)):
+            for other in (None, residual):
+                normed, summed = fused.add_rms_norm(x, other, weight, 1e-5, pdl=True)
+                expected, expected_sum = reference.add_rms_norm(x, other, weight, 1e-5)
+                assert error(normed, expected) < TOLERANCE[dtype]
+                assert torch.equal(summed, expected_sum)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "turned", "norm"),
+    [(32, 8, 128, 128, False), (32, 8, 128, 128, True), (9, 3, 64, 64, False), (32, 32, 96, 96, False),
+     (8, 4, 256, 256, True), (32, 32, 80, 32, False)],
+)  # fmt: skip
+def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, turned: int, norm: bool) -> None:
+    for tokens in (1, 64, 700):
+        qkv = draw(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+        cos, sin = draw(tokens, 1, 2 * turned, dtype=dtype).chunk(2, dim=-1)
+        pool = draw(2, 100, 16, kv_heads, dim, dtype=dtype)
+        slots = torch.randperm(1600, device="cuda")[:tokens]
+        slots[tokens // 2] = -1
+        norms: tuple[Any, Any] = (draw(dim, dtype=dtype), draw(dim, dtype=dtype)) if norm else (None, None)
+        found, expected = pool.clone(), pool.clone()
+        q = fused.rope_write(qkv, cos, sin, *found, slots, *norms, 1e-6, pdl=True)
+        assert error(q, reference.rope_write(qkv, cos, sin, *expected, slots, *norms, 1e-6)) < TOLERANCE[dtype]
+        assert error(found, expected) < TOLERANCE[dtype]
+
+
+@DTYPES
+def test_gated(dtype: torch.dtype) -> None:
+    for rows, width in ((1, 14336), (7, 1000), (300, 96)):
+        for activation in fused.ACTIVATIONS:
+            x = 4 * draw(rows, 2 * width, dtype=dtype)
+            assert error(fused.gated(x, activation, pdl=True), reference.gated(x, activation)) < TOLERANCE[dtype]
+
+
+@DTYPES
+def test_argmax(dtype: torch.dtype) -> None:
+    for rows, vocab in ((1, 128256), (64, 49152), (5, 7)):
+        logits = draw(rows, vocab, dtype=dtype).round()  # many equals
+        logits[0, vocab // 2 :: 2] = math.nan
+        logits[-1] = -math.inf if rows > 1 else logits[-1]
+        assert fused.argmax(logits, pdl=True).tolist() == [first_best(row) for row in logits.float().cpu()]
+
+
+def first_best(row: torch.Tensor) -> int:
+    strange = row.isnan().nonzero()
+    if len(strange):
+        return int(strange[0])
+    return int((row == row.max()).nonzero()[0])

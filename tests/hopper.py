@@ -1,0 +1,81 @@
+"""Compile kernels for a Hopper GPU, which takes none: python -m tests.hopper prints what their machine code does.
+
+Not in Triton's interpreter, so in a process of its own. What only a GPU can run (dependent launches, prefetches) is
+seen here at least by the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from yalis.kernels import fused, skinny
+
+POINTERS = {"arrived_ptr": "*i32", "part_ptr": "*fp32"}
+FLOATS = ("eps",)
+#: In the order they appear: weights asked for, weights loaded, the launch before awaited, anything else loaded.
+EVENTS = {
+    "start next": r"griddepcontrol\.launch_dependents",
+    "prefetch": r"prefetch\.global\.L2",
+    "wait": r"griddepcontrol\.wait",
+    "weights": r"ld\.global\S*evict_first",
+    "copy": r"cp\.async\.cg",
+    "load": r"ld\.global(?!\S*evict_first)",
+    "product": r"wgmma\.mma_async",
+    "count": r"atom\.\S*acq_rel\S*add",
+    "store": r"st\.global",
+}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
+    """The order in which things happen, and the bytes of registers that did not fit."""
+    names = kernel.arg_names
+    kinds = {}
+    for name in names:
+        if name in constants:
+            kinds[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            kinds[name] = POINTERS.get(name, "*bf16")
+        else:
+            kinds[name] = "fp32" if name in FLOATS else "i32"
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if kinds[name] not in ("constexpr", "fp32")
+    }
+    source = ASTSource(kernel, kinds, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    pattern = re.compile("|".join(f"(?P<e{i}>{regex})" for i, regex in enumerate(EVENTS.values())))
+    found = [list(EVENTS)[int(str(match.lastgroup)[1:])] for match in pattern.finditer(text)]
+    return {
+        "order": [event for i, event in enumerate(found) if i == 0 or found[i - 1] != event],
+        "loads": _widths(text),
+    }
+
+
+def _widths(text: str) -> list[str]:
+    """How matrices are loaded, each kind once."""
+    return sorted(set(re.findall(r"ld\.global\S*evict_first\S*?(v\d\.b\d+)", text)))
+
+
+def main() -> None:
+    flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "NORM": True, "PDL": True, "LINE": 64}
+    one = {"K": 4096, "BN": 1, "BK": 2048, "LINES": 64, **flags}
+    few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "LINES": 4, **flags, "NORM": False}
+    print(
+        json.dumps(
+            {
+                "one row": compiled(skinny._one_row, one, 8, 1),
+                "few rows": compiled(skinny._few_rows, few, 4, 3),
+                "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "RESIDUAL": True, "PDL": True}, 16, 1),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

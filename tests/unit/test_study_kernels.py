@@ -1,0 +1,104 @@
+"""The kernel benchmark on the CPU: what it measures, what it refuses, and that it notices a wrong kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from yalis.errors import YalisError
+from yalis.perfmodel.floors import ModelDims
+from yalis.study import bandwidth, kernels
+
+TINY = ModelDims(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=False)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_MOST_COPIES", 3)
+    monkeypatch.setattr(kernels, "_ENOUGH_S", 0.0)
+    monkeypatch.setattr(bandwidth, "measure", lambda device, dtype: bandwidth.DeviceRates(1e9, 1e12))
+
+
+def plan(**given: object) -> kernels.KernelsPlan:
+    return kernels.KernelsPlan(**{"dims": TINY, "rows": (1, 5), "layers": 1, "repeats": 1, "device": "cpu", **given})  # type: ignore[arg-type]
+
+
+def test_every_operation_is_right_and_has_its_floor() -> None:
+    heard: list[str] = []
+    result = kernels.measure(plan(), "yalis bench kernels", heard.append)
+    found = {(row["kernel"], row["shape"].split()[0]) for row in result.rows}
+    assert {kernel for kernel, _ in found} == {
+        "linear", "norm, linear", "linear, add", "norm, linear, gate", "add, norm", "gate", "argmax", "rope, write",
+        "step",
+    }  # fmt: skip
+    assert {shape for kernel, shape in found if kernel == "linear"} == set(kernels.matrices(TINY))
+    assert len(result.rows) == 2 * (10 + 4 + 1)
+    assert len(heard) == 1 + len(result.rows)
+    for row in result.rows:
+        assert row["status"] == "ok"
+        assert row["error"] < 1e-5
+        assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"])
+    head = next(row for row in result.rows if row["shape"] == "head 300x64" and row["rows"] == 5)
+    assert head["floor_us"] == pytest.approx(1e6 * 4 * (300 * 64 + 5 * 64 + 5 * 300) / 1e9)
+    step = next(row for row in result.rows if row["kernel"] == "step" and row["rows"] == 1)
+    numbers = 128 * 64 + 64 * 64 + 192 * 64 + 64 * 96 + 300 * 64
+    assert step["floor_us"] == pytest.approx(1e6 * 4 * numbers / 1e9)
+
+
+class Unwritten(kernels.Native):
+    """Leaves the last output as the memory was."""
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        y = super().gated(gate_up)
+        out = torch.empty_like(y)
+        out[:, :-1] = y[:, :-1]
+        return out
+
+
+class Off(kernels.Native):
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().argmax(logits) + 1
+
+
+def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Unwritten())])
+    rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
+    assert rows["gate"]["status"] == "wrong: off by nan"
+    assert rows["gate"]["us"] is None
+    assert rows["norm, linear, gate"]["status"] == "wrong: off by nan"
+    assert rows["linear"]["status"] == "ok"
+    monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Off())])
+    rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
+    assert rows["argmax"]["status"] == "wrong: off by 1.0e+00"
+
+
+def test_the_triton_kernels_pass_the_same_check() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    seen = set()
+    for trial in kernels._trials(plan(rows=(3,)), TINY, CPU, torch.float32):
+        if trial.kernel not in seen:
+            assert kernels.find_error(trial, kernels.Kernels()) < 1e-5, trial.kernel
+        seen.add(trial.kernel)
+
+
+def test_a_rate_above_the_measured_one_is_the_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "measure", lambda device, dtype: bandwidth.DeviceRates(1.0, 1e12))
+    monkeypatch.setitem(kernels._SPREAD_BYTES, "cpu", 1)
+    result = kernels.measure(plan(rows=(1,)), "")
+    assert max(row["share_of_floor"] for row in result.rows) <= 1.0 + 1e-9
+    assert result.parameters["read_bytes_per_s"] > 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"rows": (0,)}, "1 to 64"),
+        ({"rows": (65,)}, "1 to 64"),
+        ({"repeats": 0}, "at least 1"),
+        ({"dtype": "f8"}, "f8"),
+    ],
+)
+def test_refusals(given: dict[str, object], told: str) -> None:
+    with pytest.raises(YalisError, match=told):
+        plan(**given)
