@@ -155,6 +155,8 @@ def _add(step: Step, x: Tensor, terms: list[Tensor]) -> None:
 
 
 class HierarchicalGroup(OverTorch):
+    """Sums over torch's sends and receives, each as the table says for its size."""
+
     def __init__(self, under: TorchGroup, nodes: Nodes, tuned: Tuned) -> None:
         super().__init__(under)
         self._summing = Summing(under, nodes, self.rank)
