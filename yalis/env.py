@@ -54,3 +54,46 @@ def let_nccl_share_a_gpu(rank: int, one_host: bool) -> None:
     os.environ["NCCL_HOSTID"] = f"yalis-{rank}"
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def cuda_home() -> Path | None:
+    """$CUDA_HOME: the CUDA toolkit whose nvcc is to be used."""
+    own = os.environ.get("CUDA_HOME")
+    return Path(own) if own else None
+
+
+def nvshmem_home() -> Path | None:
+    """$NVSHMEM_HOME: an NVSHMEM other than the wheel's, for one that knows the cluster's network."""
+    own = os.environ.get("NVSHMEM_HOME")
+    return Path(own) if own else None
+
+
+def nvrar_timeout() -> float:
+    """$YALIS_NVRAR_TIMEOUT: seconds after which a rank that waits in an all-reduce gives up."""
+    return _positive("YALIS_NVRAR_TIMEOUT", 300.0)
+
+
+def nvrar_arena() -> int:
+    """$YALIS_NVRAR_ARENA: MiB of GPU memory that every rank keeps for its all-reduce groups."""
+    return int(_positive("YALIS_NVRAR_ARENA", 256.0)) << 20
+
+
+def prepare_nvshmem(heap: int, one_host: bool) -> None:
+    """What NVSHMEM reads when it starts, where the user has not said otherwise. Before its first use."""
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(heap))
+    os.environ.setdefault("NVSHMEM_DISABLE_NCCL", "1")
+    # Ranks that share a GPU under MPS have no share of it assigned, which NVSHMEM otherwise takes for a mistake.
+    os.environ.setdefault("NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "1")
+    if one_host:
+        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+
+
+def _positive(name: str, otherwise: float) -> float:
+    given = os.environ.get(name)
+    try:
+        value = float(given) if given else otherwise
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise YalisError(f"{name} is {given!r}; accepted: a number above 0")
+    return value

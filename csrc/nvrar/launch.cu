@@ -71,7 +71,8 @@ Call make_call(const void* x, void* out, uint64_t count, int value, int owners, 
   return call;
 }
 
-template <class Value> void launch_nvrar(int protocol, int blocks, int threads, cudaStream_t stream, const Group& group, const Call& call) {
+template <class Value>
+void launch_nvrar(int protocol, int blocks, int threads, cudaStream_t stream, const Group& group, const Call& call) {
   if (protocol == 0) {
     all_reduce_kernel<Value, Words><<<blocks, threads, 0, stream>>>(group, call);
   } else {
@@ -79,12 +80,27 @@ template <class Value> void launch_nvrar(int protocol, int blocks, int threads, 
   }
 }
 
-template <class Value> void launch_flat(int algorithm, int blocks, int threads, cudaStream_t stream, const FlatGroup& group, const Call& call) {
+template <class Value>
+void launch_flat(int algorithm, int blocks, int threads, cudaStream_t stream, const FlatGroup& group,
+                 const Call& call) {
   if (algorithm == 1) {
     ring_kernel<Value><<<blocks, threads, 0, stream>>>(group, call);
   } else {
     one_shot_kernel<Value><<<blocks, threads, 0, stream>>>(group, call);
   }
+}
+
+// Kernels are otherwise loaded by their first launch, which may be inside a graph capture.
+template <class Value> cudaError_t load_kernels() {
+  cudaFuncAttributes found;
+  for (const void* kernel : {reinterpret_cast<const void*>(all_reduce_kernel<Value, Words>),
+                             reinterpret_cast<const void*>(all_reduce_kernel<Value, Signals>),
+                             reinterpret_cast<const void*>(ring_kernel<Value>),
+                             reinterpret_cast<const void*>(one_shot_kernel<Value>)}) {
+    cudaError_t error = cudaFuncGetAttributes(&found, kernel);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 int launched(const char* what) {
@@ -131,6 +147,10 @@ int nvrar_start(int rank, int size, const void* id, uint64_t bytes) {
   std::memset(status, 0, sizeof(Status));
   error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&status_on_device), status, 0);
   if (error != cudaSuccess) return failed("memory for the status", error);
+  if (error == cudaSuccess) error = load_kernels<Float32>();
+  if (error == cudaSuccess) error = load_kernels<Float16>();
+  if (error == cudaSuccess) error = load_kernels<Bfloat16>();
+  if (error != cudaSuccess) return failed("loading the kernels", error);
   nvshmem_barrier_all();
   return 0;
 }

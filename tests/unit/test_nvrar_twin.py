@@ -1,4 +1,4 @@
-"""The kernels of csrc/nvrar, run on the CPU with puts that arrive late and in any order; and what they catch when broken."""
+"""The kernels of csrc/nvrar, run on the CPU with puts that arrive late and in any order; broken ones are caught."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_rank_has_the_sum(twin: Path, setting: str) -> None:
-    """Integers exactly, floats within their error and with the same bits on every rank; all types, odd sizes, in place too."""
+    """Integers exactly, floats within their error; the same bits on every rank; all types, odd sizes, in place too."""
     for seed, nodes in enumerate(SHAPES):
         done = run(twin, nodes, ops=60, seed=seed, **SETTINGS[setting])
         assert done.returncode == 0, f"{nodes} seed={seed}: {done.stdout}{done.stderr}"
@@ -69,7 +69,7 @@ def test_many_schedules(twin: Path, setting: str) -> None:
 
 
 def test_absent_rank_is_reported(twin: Path) -> None:
-    """Rank 3 of 2 + 2 + 1 never comes: each rank says in which phase and for whom it waited, and nobody waits forever."""
+    """Rank 3 of 2 + 2 + 1 never comes: each rank says in which phase and for whom it waited, and ends."""
     for protocol in (0, 1):
         done = run(twin, "2,2,1", ops=1, absent=3, timeout=200_000, seed=3, protocol=protocol, number=41)
         lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]

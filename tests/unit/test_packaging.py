@@ -40,7 +40,7 @@ def wheel(tmp_path_factory) -> Path:
     listed = subprocess.run(sources, cwd=ROOT, capture_output=True, text=True)
     files = listed.stdout.split("\n") if listed.returncode == 0 else [str(p.relative_to(ROOT)) for p in ROOT.rglob("*")]
     for name in filter(None, files):
-        if name.startswith(("yalis/", "pyproject", "README", "LICENSE")) and (ROOT / name).is_file():
+        if name.startswith(("yalis/", "csrc/", "pyproject", "README", "LICENSE")) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     command = [
@@ -64,6 +64,8 @@ def test_wheel_holds_every_file(wheel):
     for path in (ROOT / "yalis").rglob("*"):
         if path.suffix in (".py", ".c"):
             assert str(path.relative_to(ROOT)) in held
+    kernels = {name.rpartition("/share/yalis/nvrar/")[2] for name in held}
+    assert {path.name for path in (ROOT / "csrc" / "nvrar").iterdir()} <= kernels
 
 
 def _requirements(wheel) -> list[str]:

@@ -1,0 +1,112 @@
+"""nvrar's host side, as far as it goes without a GPU: what is missing, how operations are launched, what they hold."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from yalis.comm.nvrar import build
+from yalis.comm.nvrar.group import NvrarBackend, launch_for
+from yalis.comm.nvrar.library import _SIGNATURES, PHASES, Library, Status, int32s
+from yalis.comm.tuning import Choice
+from yalis.errors import YalisError, YalisFailure
+from yalis.launch.world import World
+
+SOURCES = Path(__file__).parents[2] / "csrc" / "nvrar"
+
+
+def test_without_a_gpu_that_is_what_is_missing() -> None:
+    assert (
+        NvrarBackend.unusable(World.alone(), torch.device("cpu")) == "nvrar joins NVIDIA GPUs, and there is none here"
+    )
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert build.missing() == "no nvcc; install the CUDA toolkit, or set CUDA_HOME to where it is"
+    with pytest.raises(YalisFailure, match="no nvcc"):
+        build.build("90")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    assert re.match(r"NVSHMEM is not installed \(pip install nvidia-nvshmem-cu\d+\)", build.missing() or "")
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "nvshmem.h").touch()
+    assert build.missing() is None
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libnvshmem_host.so.3").touch()
+    with pytest.raises(YalisFailure, match="did not run"):  # this nvcc is not one
+        build.build("90")
+
+
+def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in ("bin", "include", "lib"):
+        (tmp_path / folder).mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "launch.cu(1): error: no such thing" >&2\nexit 2\n'
+    )
+    nvcc.chmod(0o755)
+    (tmp_path / "include" / "nvshmem.h").touch()
+    (tmp_path / "lib" / "libnvshmem_host.so.3").touch()
+    for name in ("CUDA_HOME", "NVSHMEM_HOME", "YALIS_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    with pytest.raises(YalisFailure, match=r"nvcc: launch.cu\(1\): error: no such thing"):
+        build.build("90")
+    assert not list((tmp_path / "nvrar").iterdir())
+    # A compiler that works leaves one file, under a name that depends on the architecture, and is not asked again.
+    nvcc.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nwhile [ "$1" != -o ]; do shift; done; echo > "$2"\n')
+    first = build.build("90")
+    assert first.exists()
+    assert build.build("80") != first
+    nvcc.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nexit 2\n')
+    assert build.build("90") == first
+
+
+def test_launches() -> None:
+    small = launch_for(None, 1, 2, 8)
+    assert (small.protocol, small.blocks, small.chunk) == ("ll", 1, 1)
+    assert launch_for(None, 128 << 10, 2, 64).blocks == 8
+    shared, alone = launch_for(None, 1 << 20, 1, 8), launch_for(None, 1 << 20, 1, 66)
+    assert (shared.protocol, shared.blocks, alone.blocks) == ("signal", 8, 32)
+    assert shared.chunk == alone.chunk  # ranks with different limits still cut alike
+    tuned = launch_for(Choice("nvrar", {"protocol": "signal", "blocks": 4, "chunk": 4096}), 1 << 10, 2, 8)
+    assert (tuned.protocol, tuned.blocks, tuned.chunk) == ("signal", 4, 4096)
+    for wrong in ({"protocol": "fast"}, {"blocks": 0}, {"chunk": "many"}):
+        with pytest.raises(YalisError, match="--tune again"):
+            launch_for(Choice("nvrar", wrong), 1 << 10, 2, 8)
+    for size in (1 << 10, 128 << 10, 16 << 20):
+        for options in NvrarBackend.options_to_try(size):
+            launch_for(Choice("nvrar", options), size, 2, 8)
+
+
+def test_python_and_c_agree() -> None:
+    """The functions that are called exist, with as many arguments; the status has the same fields."""
+    source = (SOURCES / "launch.cu").read_text()
+    exported = source[source.index('extern "C" {') :]
+    for name, (_, arguments) in _SIGNATURES.items():
+        found = re.search(rf"\bnvrar_{name}\(([^)]*)\) \{{", exported)
+        assert found, name
+        assert len([part for part in found[1].split(",") if part.strip()]) == len(arguments), name
+    layout = (SOURCES / "layout.h").read_text()
+    held = re.search(r"struct Status \{(.*?)\n\};", layout, re.DOTALL)
+    assert held
+    fields = re.findall(r"\buint(32|64)_t ([\w, ]+);", held[1])
+    assert [(name, bits) for bits, names in fields for name in names.split(", ")] == [
+        (name, str(8 * ctypes.sizeof(kind))) for name, kind in Status._fields_
+    ]
+    assert len(PHASES) == len(re.findall(r"k\w+ = \d", re.search(r"enum Phase.*", layout)[0]))  # type: ignore[index]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built here: {build.missing()}")
+def test_library_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
+    library = Library(build.build("90"))
+    assert library.call("id_bytes") == 128
+    four_by_two = int32s([0, 0, 1, 1, 2, 2, 3, 3])
+    assert library.call("group_bytes", four_by_two, 8, 0, 1 << 20, 0) > 8 * 2 * (1 << 20)

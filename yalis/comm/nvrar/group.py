@@ -1,0 +1,349 @@
+"""The all-reduce of csrc/nvrar between GPUs; everything else of a group is torch's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from yalis import env
+from yalis.comm.base import Communicator
+from yalis.comm.nvrar.build import build, missing
+from yalis.comm.nvrar.library import PHASES, Library, Status, int32s, uint64s
+from yalis.comm.over_torch import OverTorch, OverTorchBackend
+from yalis.comm.topology import Topology
+from yalis.comm.torch_dist import TorchBackend, TorchGroup
+from yalis.comm.tuning import Choice, Table
+from yalis.errors import YalisError, YalisFailure
+from yalis.kernels import ops
+from yalis.launch.world import World
+from yalis.log import get_logger
+
+log = get_logger(__name__)
+
+# What the kernels call these types.
+VALUES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+PROTOCOLS = ("ll", "signal")
+ALGORITHMS = {"ring": 1, "oneshot": 2}
+# Bytes that one operation moves at most; longer messages are several operations, and very long ones NCCL's.
+WORDS_BYTES, SIGNAL_BYTES, LONGEST = 1 << 20, 4 << 20, 64 << 20
+# Unless a table says otherwise: up to where words win, and what one block handles of a piece.
+LL_BYTES, BLOCK_BYTES, MOST_BLOCKS, THREADS = 512 << 10, 8 << 10, 32, 512
+OLDEST_GPU = (7, 0)
+# Beside the arena, for what NVSHMEM itself keeps in its heap.
+HEAP_SLACK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an operation is launched; its chunks must be the same on all ranks, its blocks need not."""
+
+    protocol: str
+    blocks: int
+    chunk: int
+    threads: int = THREADS
+
+
+def launch_for(choice: Choice | None, size: int, owners: int, most_blocks: int) -> Launch:
+    """The launch for a message of `size` bytes, of which each of `owners` sums a piece."""
+    chosen = choice.options if choice is not None else {}
+    protocol = chosen.get("protocol", "ll" if size <= LL_BYTES else "signal")
+    piece = -(-size // owners)
+    blocks = chosen.get("blocks", min(MOST_BLOCKS, -(-piece // BLOCK_BYTES)))
+    chunk = chosen.get("chunk", min(max(-(-piece // max(int(blocks), 1)), 1), 32 << 10))
+    threads = chosen.get("threads", THREADS)
+    numbers = (blocks, chunk, threads)
+    if protocol not in PROTOCOLS or not all(isinstance(number, int) and number > 0 for number in numbers):
+        raise YalisError(
+            f"nvrar is asked for protocol={protocol!r}, blocks={blocks!r}, chunk={chunk!r}, threads={threads!r}; "
+            f"accepted: {' or '.join(PROTOCOLS)}, and numbers above 0; run yalis bench allreduce --tune again"
+        )
+    return Launch(str(protocol), min(int(blocks), most_blocks), int(chunk), int(threads))
+
+
+class Session:
+    """NVSHMEM between all ranks of the world, and a thread that notices what went wrong on the device."""
+
+    #: NVSHMEM is one for a process
+    running: ClassVar[Session | None] = None
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        if Session.running is not None:
+            raise YalisFailure("nvrar is already in use in this process; close the engine that uses it first")
+        self.world, self.device = world, device
+        torch.cuda.set_device(device)
+        torch.cuda.current_stream(device).synchronize()  # the context exists before NVSHMEM asks for it
+        properties = torch.cuda.get_device_properties(device)
+        gpus = world.exchange(str(properties.uuid))
+        sharing = gpus.count(gpus[world.rank])
+        # A block that waits holds its SM. All that share a GPU leave half of it to those they wait for.
+        self.most_blocks = properties.multi_processor_count // 2 // sharing
+        if self.most_blocks < 1:
+            raise YalisError(
+                f"{sharing} ranks share a GPU of {properties.multi_processor_count} SMs, of which nvrar may keep half "
+                f"waiting; accepted: up to {properties.multi_processor_count // 2} ranks"
+            )
+        self.arena = env.nvrar_arena()
+        env.prepare_nvshmem(self.arena + HEAP_SLACK, all(member.node == 0 for member in world.members))
+        self.library = Library(build(f"{properties.major}{properties.minor}"))
+        id = world.exchange(self.library.make_id() if world.rank == 0 else None)[0]
+        self.library.start(world.rank, world.size, id, self.arena)
+        self.status: Status = self.library.status()
+        self.names: dict[int, str] = {}
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="nvrar watch", daemon=True)
+        self._watch.start()
+        Session.running = self
+
+    def _look(self) -> None:
+        """End the job when a wait on the device never ended, and all waits when the job is over."""
+        while not self._closing.wait(0.05):
+            if self.world.failure is not None:
+                self.status.stop = 1
+                return
+            if self.status.reported:
+                self.world.fail(self.describe())
+
+    def describe(self) -> str:
+        """What timed out on the device, as a sentence."""
+        status = self.status
+        peer = int(status.peer)
+        whom = f" for {self.world.name(peer)}" if peer < self.world.size else ""
+        group = self.names.get(int(status.group), "of a baseline")
+        return (
+            f"{self.world.name(self.world.rank)} waited {env.nvrar_timeout():g} s in the all-reduce of group {group}"
+            f"{whom}: phase {PHASES.get(int(status.phase), '?')}, step {status.step}, operation {status.number}"
+        )
+
+    def reserve(self, under: TorchGroup, size: int, what: str) -> list[int]:
+        """Where each member of the group keeps `size` bytes in its arena; every member calls this."""
+        mine = self.library.reserve(size)
+        told = under.all_gather(torch.tensor([mine, size], device=self.device), 0).view(-1, 2).tolist()
+        if any(offset < 0 for offset, _ in told):
+            raise YalisError(
+                f"{what} needs {-(-size >> 20)} MiB of the {self.arena >> 20} MiB that nvrar keeps on every rank, more "
+                f"than is left; set YALIS_NVRAR_ARENA to more MiB"
+            )
+        if any(other != size for _, other in told):
+            raise YalisFailure(f"{what}: the ranks disagree about its size")
+        return [offset for offset, _ in told]
+
+    def close(self) -> None:
+        broken = self.world.failure is not None
+        if broken:
+            self.status.stop = 1
+        torch.cuda.synchronize(self.device)
+        self._closing.set()
+        self._watch.join()
+        Session.running = None
+        if not broken:  # else somebody is gone, for whom the end would wait
+            self.library.call("end")
+
+
+class NvrarGroup(OverTorch):
+    """One stream at a time issues a group's operations, in the same order on every rank."""
+
+    def __init__(
+        self, under: TorchGroup, session: Session, name: str, ranks: Sequence[int], node_of: Sequence[int],
+        best: Callable[[int], Choice | None],
+    ) -> None:  # fmt: skip
+        super().__init__(under)
+        self.capturable = True
+        self._session, self._library, self._ranks, self._name = session, session.library, tuple(ranks), name
+        nodes, world = int32s(node_of), int32s(ranks)
+        self._owners = min(list(node_of).count(node) for node in node_of)
+        limits = (WORDS_BYTES, SIGNAL_BYTES)
+        size = self._library.call("group_bytes", nodes, self.size, self.rank, *limits)
+        if not size:
+            raise YalisError(f"group {name} has more than 64 ranks on one node, which nvrar does not take")
+        offsets = uint64s(session.reserve(under, size, f"group {name}"))
+        self._timeout = int(env.nvrar_timeout() * 1e9)
+        self.handle = self._library.call(
+            "group", nodes, self.size, self.rank, *limits, world, offsets, self._timeout
+        )  # fmt: skip
+        session.names[self.handle] = name
+        self._flat: dict[str, int] = {}
+        self._launch = lru_cache(1024)(lambda size: launch_for(best(size), size, self._owners, session.most_blocks))
+        _GROUPS[self.handle] = self
+        self.barrier()  # nobody's first message comes before everybody's memory is known
+
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        target = x if out is None else out
+        if x.dtype not in VALUES or target.dtype != x.dtype or not x.numel() or x.nbytes > LONGEST:
+            return self.under.all_reduce(x, out)
+        source = x.contiguous()
+        buffer = target if target.is_contiguous() else torch.empty_like(source)
+        if torch.compiler.is_compiling():
+            if buffer is source:
+                torch.ops.yalis.nvrar_all_reduce_(buffer, self.handle)
+            else:
+                torch.ops.yalis.nvrar_all_reduce(source, buffer, self.handle)
+        else:
+            self.launch(source, buffer, self._launch(x.nbytes))
+        return target if buffer is target else target.copy_(buffer)
+
+    def launch(self, x: Tensor, out: Tensor, how: Launch) -> None:
+        """The sum of `x`, contiguous and of a known type, in `out`."""
+        self._library.call(
+            "all_reduce", self.handle, x.data_ptr(), out.data_ptr(), x.numel(), VALUES[x.dtype],
+            PROTOCOLS.index(how.protocol), how.blocks, how.threads, how.chunk, _stream(x),
+        )  # fmt: skip
+
+    def all_reduce_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += the sum of `x`, which it leaves in `x`; returns the RMSNorm of that residual. In one kernel.
+
+        `x` and `residual` are [rows, width]; the weight has their dtype, or float32.
+        """
+        how = self._launch(x.nbytes)
+        fits = x.nbytes <= (WORDS_BYTES if how.protocol == "ll" else SIGNAL_BYTES) and x.numel() > 0
+        plain = all(tensor.is_contiguous() for tensor in (x, residual, weight)) and residual.dtype == x.dtype
+        if not (fits and plain and x.dtype in VALUES and weight.dtype in (x.dtype, torch.float32)):
+            residual += self.all_reduce(x)
+            return ops.rms_norm(residual, weight, eps)
+        normed = torch.empty_like(x)
+        self._library.call(
+            "all_reduce_norm", self.handle, x.data_ptr(), x.data_ptr(), x.shape[0], x.shape[1], VALUES[x.dtype],
+            PROTOCOLS.index(how.protocol), how.blocks, how.threads, how.chunk, residual.data_ptr(), normed.data_ptr(),
+            weight.data_ptr(), int(weight.dtype == torch.float32), eps, _stream(x),
+        )  # fmt: skip
+        return normed
+
+    def all_reduce_with(self, x: Tensor, out: Tensor, algorithm: str = "nvrar", **options: int | str) -> Tensor:
+        """For benchmarks: nvrar with these options, or a baseline on the same words (ring, oneshot), or NVSHMEM's own.
+
+        All take contiguous tensors; NVSHMEM's own takes those of `symmetric`, and a group of the whole world.
+        """
+        if algorithm == "nvshmem":
+            self._library.call(
+                "library_all_reduce", x.data_ptr(), out.data_ptr(), x.numel(), VALUES[x.dtype], _stream(x)
+            )
+            return out
+        owners = {"nvrar": self._owners, "ring": self.size, "oneshot": 1}.get(algorithm)
+        if owners is None:
+            raise YalisError(f"unknown algorithm {algorithm!r}; accepted: nvrar, ring, oneshot, nvshmem")
+        how = launch_for(Choice("nvrar", options), x.nbytes, owners, self._session.most_blocks)
+        if algorithm == "nvrar":
+            self.launch(x, out, how)
+            return out
+        number = ALGORITHMS[algorithm]
+        if algorithm not in self._flat:  # every rank comes here at the same time
+            size = self._library.call("flat_bytes", number, self.size, WORDS_BYTES)
+            offsets = uint64s(self._session.reserve(self.under, size, f"the {algorithm} of group {self._name}"))
+            self._flat[algorithm] = self._library.call(
+                "flat_group", number, self.size, self.rank, WORDS_BYTES, int32s(self._ranks), offsets, self._timeout
+            )
+            self.barrier()
+        self._library.call(
+            "flat_all_reduce", self._flat[algorithm], number, x.data_ptr(), out.data_ptr(), x.numel(),
+            VALUES[x.dtype], how.blocks, how.threads, how.chunk, _stream(x),
+        )  # fmt: skip
+        return out
+
+    def symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor at the same place of every arena, which NVSHMEM's own collectives need. Every rank calls this."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        offsets = self._session.reserve(self.under, size, "a symmetric tensor")
+        if len(set(offsets)) != 1:
+            raise YalisFailure("the ranks' arenas are not filled alike, so a tensor has no common place in them")
+        held = _Memory(self._library.call("arena") + offsets[0], size)
+        return torch.as_tensor(held, device=self._session.device).view(dtype).view(shape)
+
+    def close(self) -> None:
+        _GROUPS.pop(self.handle, None)
+
+
+class NvrarBackend(OverTorchBackend):
+    name = "nvrar"
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        topology: Topology | None = None,
+        table: Table | None = None,
+        under: TorchBackend | None = None,
+    ) -> None:
+        super().__init__(world, device, topology, table, under)
+        self._session = Session(world, device) if world.size > 1 else None
+        self._made: list[NvrarGroup] = []
+
+    @classmethod
+    def unusable(cls, world: World, device: torch.device) -> str | None:
+        if device.type != "cuda" or torch.version.cuda is None:
+            return "nvrar joins NVIDIA GPUs, and there is none here"
+        if torch.cuda.get_device_capability(device) < OLDEST_GPU:
+            return "nvrar needs a GPU of compute capability 7.0 or newer"
+        return missing() or super().unusable(world, device)
+
+    @staticmethod
+    def options_to_try(size: int) -> list[dict[str, int | str]]:
+        """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
+        protocols = ["ll"] if size < 64 << 10 else ["ll", "signal"] if size <= 4 << 20 else ["signal"]
+        blocks = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or size // count >= 2 << 10]
+        chunks = [chunk for chunk in (4 << 10, 16 << 10, 64 << 10) if chunk < size] or [4 << 10]
+        return [
+            {"protocol": protocol, "blocks": count, "chunk": chunk}
+            for protocol in protocols
+            for count in blocks
+            for chunk in chunks
+        ]
+
+    def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+        assert self._session is not None  # a world of one has no such groups
+        nodes = self.topology.by_node(ranks)
+        tuned = self.table.of(nodes)
+        node_of = [self.topology.node_of[rank] for rank in ranks]
+        group = NvrarGroup(under, self._session, name, ranks, node_of, lambda size: tuned.best(size, "nvrar"))
+        self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        for group in self._made:
+            group.close()
+        self._made.clear()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        super().close()
+
+
+# By the number that a compiled graph carries.
+_GROUPS: dict[int, NvrarGroup] = {}
+
+
+@torch.library.custom_op("yalis::nvrar_all_reduce", mutates_args=("out",))
+def _all_reduce(x: Tensor, out: Tensor, group: int) -> None:
+    found = _GROUPS[group]
+    found.launch(x, out, found._launch(x.nbytes))
+
+
+@torch.library.custom_op("yalis::nvrar_all_reduce_", mutates_args=("x",))
+def _all_reduce_in_place(x: Tensor, group: int) -> None:
+    found = _GROUPS[group]
+    found.launch(x, x, found._launch(x.nbytes))
+
+
+@_all_reduce.register_fake
+def _(x: Tensor, out: Tensor, group: int) -> None:
+    return None
+
+
+@_all_reduce_in_place.register_fake
+def _(x: Tensor, group: int) -> None:
+    return None
+
+
+class _Memory:
+    """A range of device memory, as torch takes one in."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _stream(x: Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream
