@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.multiprocess.engine_job import Nursery
 from yalis import results
+from yalis.comm.hierarchical import HierarchicalBackend
 
 SIZES = ["--sizes", "12,16K", "--repeats", "6", "--warmup", "2", "--device", "cpu"]
 # Each goes wrong in its own way: one rank alone has another sum, one rank has other bits, nothing is summed at all.
@@ -36,6 +37,34 @@ class Backend(OverTorchBackend):
 for name in ("rank", "bits", "lazy"):
     globals()[name] = type(name, (Backend,), {"name": name})
     BACKENDS._entries[name] = f"__main__:{name}"
+sys.exit(main(ARGUMENTS))
+"""
+
+
+# Told how to do each all-reduce, it does it that way; untold it would fail.
+CHOOSY = """
+import sys
+from yalis.cli.main import main
+from yalis.comm.base import BACKENDS
+from yalis.comm.over_torch import OverTorch, OverTorchBackend
+
+class Group(OverTorch):
+    def all_reduce_with(self, x, out, times):
+        assert times in (1, 2)
+        return self.under.all_reduce(x, out)
+
+    def all_reduce(self, x, out=None):
+        raise AssertionError
+
+class choosy(OverTorchBackend):
+    @staticmethod
+    def options_to_try(size):
+        return [{"times": 1}, {"times": 2}]
+
+    def over(self, under, name, ranks):
+        return Group(under)
+
+BACKENDS._entries["choosy"] = "__main__:choosy"
 sys.exit(main(ARGUMENTS))
 """
 
@@ -76,3 +105,25 @@ def test_a_launchers_ranks_find_wrong_sums(nursery: Nursery, tmp_path: Path) -> 
     assert ended.errors.startswith("yalis: error: 6 of 8 settings gave wrong sums, the first rank with 12 bytes"), (
         ended.errors
     )
+
+
+def test_tuning_tries_the_options_and_keeps_the_times(nursery: Nursery, tmp_path: Path) -> None:
+    arguments = ["bench", "allreduce", *SIZES, "--tune", "--ranks-per-node", "1", "--json"]
+    script = tmp_path / "choosy.py"
+    backends = ["--backends", "choosy,gloo,hierarchical"]
+    keep = f"import os\nos.environ['YALIS_CACHE'] = {str(tmp_path)!r}\n"
+    script.write_text(keep + CHOOSY.replace("ARGUMENTS", repr(arguments + backends)))
+    ended = nursery.run([str(script)], ranks=2)
+    assert ended.statuses == [0, 0], ended.errors
+    rows = json.loads(ended.outputs[0])["rows"]
+    tried = HierarchicalBackend.options_to_try(12)
+    assert [(row["backend"], row["options"]) for row in rows if row["bytes"] == 12] == [
+        ("choosy", {"times": 1}),
+        ("choosy", {"times": 2}),
+        ("gloo", {}),
+        *(("hierarchical", options) for options in tried),
+    ]
+    held = json.loads((tmp_path / "tuning" / "cpu-2x1.json").read_text())["timings"]
+    assert {timing["choice"]["backend"] for timing in held} == {"choosy", "hierarchical"}  # what auto can choose from
+    assert len(held) == 2 * (2 + len(tried))
+    assert ended.errors.count("\n") == 3, ended.errors  # the best for each size, and where it is written

@@ -43,7 +43,7 @@ def make_result(rows: list[Row], **parameters: Any) -> results.Result:
         ("--ranks 2 --sizes 6", "a message of 6 bytes holds no whole number of elements of 4 bytes each"),
         ("--ranks 2 --sizes 6k,no", "'6k,no' is not a list of sizes, such as 8K,64K,1M"),
         ("--ranks 2 --repeats 0", "repeats is 0; give a whole number of at least 1"),
-        ("--ranks 2 --tune --backends auto", "--tune measures what auto can choose from, which auto is not"),
+        ("--ranks 2 --tune --backends auto", "--tune measures what auto can choose from, which is not auto"),
         ("--ranks 2 --delay 1ms", "--delay is for a lab of hosts; give --hosts as well"),
         ("--ranks 2 --hosts 2", "--hosts starts the ranks itself; leave --ranks"),
         ("--hosts 1", "--hosts is 1 and --ranks-per-host 2; give at least 2 hosts"),
@@ -83,7 +83,7 @@ def test_what_times_come_to() -> None:
     assert [one["speedup"] for one in rows] == pytest.approx([1, 2, 1.25, 2.5, 1, 3.6])
     allreduce.add_speedups(rows, "mpi")
     assert [one["speedup"] for one in rows[:4]] == pytest.approx([0.8, 1.6, 1, 2])
-    told = [(one.other, one.delay_us, one.times_faster) for one in allreduce.ratios(rows)]
+    told = [(allreduce.label(one.rival), one.ours["delay_us"], one.times_faster) for one in allreduce.ratios(rows)]
     assert [(other, delay) for other, delay, _ in told] == [("gloo", None), ("gloo", 1000.0), ("mpi ring", None)]
     assert [faster for *_, faster in told] == pytest.approx([2, 3.6, 0.8])
 

@@ -29,7 +29,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", type=_names, metavar="NAMES", help="float32, bfloat16, float16 (default: float32)")
     add(
         "--backends", type=_names, metavar="NAMES",
-        help="those of `yalis doctor`, or gloo: its own all-reduce at every size (default: all that can be used)",
+        help="those of `yalis doctor`; gloo, plain at every size; ring, oneshot and nvshmem on nvrar's memory "
+        "(default: all that can be used)",
     )  # fmt: skip
     add("--baseline", metavar="NAME", help="backend that speed-ups are over (default: gloo on a CPU, else torch)")
     add("--warmup", type=whole, metavar="N", help="operations before any that counts (default: 5)")
@@ -104,8 +105,10 @@ def print_table(result: Result) -> None:
     if compared := ratios(result.rows):
         print()
     for one in compared:
-        at = f"{_size(one.bytes)} of {one.dtype}" + (f", {_time(one.delay_us)}" if one.delay_us is not None else "")
-        print(f"{at}: {one.backend} is {one.times_faster:.2f}x as fast as {one.other}")
+        row = one.ours
+        delay = "" if row["delay_us"] is None else f", {_time(row['delay_us'])}"
+        at = f"{_size(row['bytes'])} of {row['dtype']}, {row['mode']}{delay}"
+        print(f"{at}: {label(row)} is {one.times_faster:.2f}x as fast as {label(one.rival)}")
     if added := added_by_delay(result.rows):
         print(f"\ntime added by the delay\n{'backend':<{wide}}{'delay':>10}{'size':>6}{'dtype':>10}{'added':>11}")
     for row, extra in added:

@@ -28,6 +28,11 @@ from yalis.study.spread import spread
 WORKER = ("yalis.study.allreduce_rank",)
 #: gloo's own all-reduce at every size, which is what torch's users get; backend "torch" is quicker for short messages.
 PLAIN = "gloo"
+#: What nvrar is measured against: other algorithms on its own words, and NVSHMEM's own.
+BESIDE_NVRAR = ("ring", "oneshot", "nvshmem")
+#: No backends of an engine, but what those are compared with.
+PEERS = (PLAIN, *BESIDE_NVRAR)
+RIVALS = {"hierarchical": (PLAIN, "mpi"), "nvrar": (*BESIDE_NVRAR, "torch")}
 DTYPES = ("float32", "bfloat16", "float16")
 
 Row = dict[str, Any]
@@ -63,10 +68,10 @@ class AllReducePlan:
             if size < widest or size % widest:
                 raise YalisError(f"a message of {size} bytes holds no whole number of elements of {widest} bytes each")
         for name in (*self.backends, *filter(None, [self.baseline])):
-            if name != PLAIN:
+            if name not in PEERS:
                 check_name(name)
-        if self.tune and (chosen := {PLAIN, "auto"} & set(self.backends)):
-            raise YalisError(f"--tune measures what auto can choose from, which {chosen.pop()} is not; leave it out")
+        if self.tune and "auto" in self.backends:
+            raise YalisError("--tune measures what auto can choose from, which is not auto; leave it out")
 
     @classmethod
     def told(cls, told: dict[str, Any]) -> AllReducePlan:
@@ -155,34 +160,27 @@ def _setting(row: Row) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How `backend` compares with the best of some others at one setting."""
+    """How much faster one of ours is than a rival at its best, in one setting."""
 
-    backend: str
-    other: str
-    bytes: int
-    delay_us: float | None
-    dtype: str
+    ours: Row
+    rival: Row
     times_faster: float
 
 
-def ratios(rows: Sequence[Row], backend: str = "hierarchical") -> list[Ratio]:
-    """`backend` against gloo and against the best that MPI can do, for every setting where both are known."""
+def ratios(rows: Sequence[Row]) -> list[Ratio]:
+    """Ours, at their best, against each rival that was measured in the same setting."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        if row["median_us"] is None or row["mode"] != "eager":
-            continue
         key = (*_setting(row), row["backend"])
-        if key not in best or row["median_us"] < best[key]["median_us"]:
+        if row["median_us"] is not None and (key not in best or row["median_us"] < best[key]["median_us"]):
             best[key] = row
-    found = []
-    for other in (PLAIN, "mpi"):
-        for key, row in best.items():
-            rival = best.get((*key[:-1], other))
-            if key[-1] != backend or rival is None:
-                continue
-            faster = rival["median_us"] / row["median_us"]
-            found.append(Ratio(backend, label(rival), row["bytes"], row["delay_us"], row["dtype"], faster))
-    return found
+    return [
+        Ratio(row, against, against["median_us"] / row["median_us"])
+        for ours, rivals in RIVALS.items()
+        for rival in rivals
+        for key, row in best.items()
+        if key[-1] == ours and (against := best.get((*key[:-1], rival)))
+    ]
 
 
 def added_by_delay(rows: Sequence[Row]) -> list[tuple[Row, float]]:
@@ -213,6 +211,7 @@ def save_table(result: results.Result) -> tuple[Path, list[tuple[int, Choice]]]:
         Timing(row["bytes"], Choice(row["backend"], row["options"]), row["median_us"])
         for row in rows
         if row["dtype"] == facts["dtypes"][0] and row["mode"] == mode and row["median_us"] is not None
+        if row["backend"] not in PEERS
     ]
     device = torch.device(result.devices[0]["type"])
     tuned = Tuned(tuple(kept))

@@ -39,7 +39,7 @@ from yalis.launch.join import join
 from yalis.launch.serving import serving
 from yalis.launch.world import World
 from yalis.study import bandwidth
-from yalis.study.allreduce import PLAIN, WORKER, AllReducePlan, Report, Row, make_row
+from yalis.study.allreduce import BESIDE_NVRAR, PLAIN, WORKER, AllReducePlan, Report, Row, make_row
 
 _SPIN_S = 3e-4  # sleeping ends late by up to this
 _LEAD_S = 0.02  # for all ranks to hear of the first moment
@@ -76,6 +76,24 @@ class PlainGloo(OverTorch):
         target = x if out is None else out.copy_(x)
         self.under._group.allreduce([target]).wait()
         return target
+
+
+class Told(OverTorch):
+    """A group that is told how to do each all-reduce."""
+
+    def __init__(self, group: Any, options: dict[str, int | str]) -> None:
+        super().__init__(group.under)
+        self._group, self._options, self.capturable = group, options, group.capturable
+
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        total: Tensor = self._group.all_reduce_with(x, x if out is None else out, **self._options)
+        return total
+
+    def workspace(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._options.get("algorithm") != "nvshmem":
+            return super().workspace(shape, dtype, device)
+        reserved: Tensor = self._group.symmetric(shape, dtype)
+        return reserved
 
 
 class Start:
@@ -147,7 +165,7 @@ class Entry:
     ) -> None:
         self._world, self._start, self._group, self._wanted, self._device = world, start, group, wanted, device
         self._mine = wanted.mine.to(device)
-        self._x = group.workspace(tuple(self._mine.shape), self._mine.dtype, device)
+        self._x, self._out = (group.workspace(tuple(self._mine.shape), self._mine.dtype, device) for _ in range(2))
         self._act = self._reduce
         self.seconds: list[float] = []
         self.checked = 0
@@ -168,10 +186,10 @@ class Entry:
 
     def _check_poisoned(self) -> None:
         self._prepare()
-        out = torch.full_like(self._mine, float("nan"))
-        self._group.all_reduce(self._x, out)
+        self._out.fill_(float("nan"))
+        self._group.all_reduce(self._x, self._out)
         bandwidth.synchronize(self._device)
-        self._check(out)
+        self._check(self._out)
 
     def _prepare(self) -> None:
         self._x.copy_(self._mine)
@@ -249,42 +267,59 @@ class Field:
             yield make_row(choice.backend, options, dtype, size, mode, self.world.size, *found)
 
     def _choose(self, plan: AllReducePlan) -> list[str]:
+        """Those asked for; else gloo, what can be used, and what belongs beside it. Auto only does what others do."""
         names = list(plan.backends)
         if not names:
-            known = [name for name in BACKENDS.names() if refusal(name, self.world, self.device) is None]
-            names = [*([PLAIN] if self.device.type == "cpu" else []), *known]
-            if plan.tune:
-                names = [name for name in names if name not in (PLAIN, "auto")]
-        if PLAIN in names and self.device.type != "cpu":
-            raise YalisError(f"{PLAIN} joins CPUs, and these ranks compute on {self.device.type}; leave it out")
+            known = [name for name in BACKENDS.names() if name != "auto" and self._refusal(name) is None]
+            names = [PLAIN, *known] if self.device.type == "cpu" else known
+            names += BESIDE_NVRAR if "nvrar" in known else ()
+        for name in names:
+            if reason := self._refusal(name):
+                raise YalisError(f"backend {name!r} cannot be measured here: {reason}; leave it out")
         return names
 
+    def _refusal(self, name: str) -> str | None:
+        if name == PLAIN:
+            return None if self.device.type == "cpu" else f"gloo joins CPUs, and these ranks are on {self.device.type}"
+        return refusal("nvrar" if name in BESIDE_NVRAR else name, self.world, self.device)
+
     def _options(self, name: str, size: int) -> list[dict[str, int | str]]:
-        """The ways to do it that are worth trying, if the backend has several."""
-        offered = getattr(BACKENDS.load(name), "options_to_try", None)
-        return list(offered(size)) if offered else [{}]
+        """The ways to do it that are worth trying, if there are several."""
+        if name in (PLAIN, "nvshmem"):
+            return [{}]
+        offered = getattr(BACKENDS.load("nvrar" if name in BESIDE_NVRAR else name), "options_to_try", None)
+        tried: list[dict[str, int | str]] = list(offered(size)) if offered else [{}]
+        if name in BESIDE_NVRAR:  # which have one protocol
+            shapes = [{key: value for key, value in one.items() if key != "protocol"} for one in tried]
+            tried = [one for number, one in enumerate(shapes) if one not in shapes[:number]]
+        return tried
 
     def _group(self, name: str, options: dict[str, int | str]) -> Communicator:
-        """A backend's group; with options, one whose table knows nothing else."""
+        """A backend's group, which does it with these options if there are any."""
         key = str(Choice(name, options))
         if key not in self._groups:
-            table = self._table
-            if options:
-                shape = tuning.shape_of(self.topology.by_node())
-                table = Table({shape: Tuned((Timing(1, Choice(name, options), 1.0),))})
-            kind = BACKENDS.load(name)
-            ranks = range(self.world.size)
-            if (reason := refusal(name, self.world, self.device)) is not None:
-                raise YalisError(f"communication backend {name!r} cannot be used here: {reason}; leave it out")
-            if issubclass(kind, OverTorchBackend):
-                over = kind(self.world, self.device, self.topology, table, self._torch)
-                self._groups[key] = over.over(self._under, key, ranks)
-                self._opened.append(over)
-            else:
-                other = kind(self.world, self.device, self.topology, table)
-                self._groups[key] = other.group(key, ranks)
-                self._opened.append(other)
+            self._groups[key] = self._make(name, options)
         return self._groups[key]
+
+    def _make(self, name: str, options: dict[str, int | str]) -> Communicator:
+        if name in BESIDE_NVRAR:
+            return Told(self._group("nvrar", {}), {"algorithm": name, **options})
+        if options and hasattr(self._group(name, {}), "all_reduce_with"):
+            return Told(self._group(name, {}), options)
+        table = self._table
+        if options:  # a table that knows nothing else
+            shape = tuning.shape_of(self.topology.by_node())
+            table = Table({shape: Tuned((Timing(1, Choice(name, options), 1.0),))})
+        kind, ranks = BACKENDS.load(name), range(self.world.size)
+        backend: CommBackend
+        if issubclass(kind, OverTorchBackend):
+            backend = over = kind(self.world, self.device, self.topology, table, self._torch)
+            group = over.over(self._under, str(Choice(name, options)), ranks)
+        else:
+            backend = kind(self.world, self.device, self.topology, table)
+            group = backend.group(name, ranks)
+        self._opened.append(backend)
+        return group
 
     def close(self) -> None:
         for backend in reversed(self._opened):
