@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.ranks import Memory, run_ranks
 from yalis.comm import hierarchical
-from yalis.comm.hierarchical import Summing, options
+from yalis.comm.hierarchical import HierarchicalBackend, Summing, options
 from yalis.comm.schedule import BETWEEN, Nodes, cut
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import Choice
@@ -327,3 +327,11 @@ def test_options_come_from_the_table_or_from_the_size() -> None:
     for wrong in ({"between": "ring"}, {"chunk": 0}, {"chunk": "4096"}):
         with pytest.raises(YalisError, match="accepted: doubling, halving, direct, and a number of bytes; tune again"):
             options(Choice("hierarchical", wrong), 1 << 10, early=True)
+
+
+def test_what_is_offered_for_tuning_can_be_chosen() -> None:
+    for size, count in ((1 << 10, 3), (1 << 20, 6), (1 << 24, 9)):
+        offered = HierarchicalBackend.options_to_try(size)
+        chosen = {options(Choice("hierarchical", each), size, early=True) for each in offered}
+        assert len(chosen) == len(offered) == count
+        assert options(None, size, early=True) in chosen

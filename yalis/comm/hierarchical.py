@@ -19,9 +19,10 @@ from yalis.errors import YalisError
 
 # Unless a table says otherwise: up to how many bytes of a message the fewest exchanges win over the fewest bytes.
 DOUBLING_BYTES = 128 << 10
-# And how many bytes go into one message between nodes, where the next one's way overlaps with adding it.
-CHUNK_BYTES = 1 << 20
-CHUNKS_TO_TRY = (64 << 10, 256 << 10, 1 << 20)
+# And how many bytes go into one message between nodes at most, so that the next one's way overlaps with adding it. A
+# message costs gloo a good deal, so short chunks have to be measured to be better.
+CHUNK_BYTES = 4 << 20
+SHORTER_CHUNKS = (256 << 10, 1 << 20)
 # Longer tensors are summed stretch by stretch, which bounds the memory that receives need.
 STRETCH_BYTES = 16 << 20
 # Receives stand ready for this many kinds of all-reduces of at most so many bytes.
@@ -172,7 +173,7 @@ class HierarchicalBackend(OverTorchBackend):
     @staticmethod
     def options_to_try(size: int) -> list[dict[str, int | str]]:
         """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
-        chunks = [chunk for chunk in CHUNKS_TO_TRY if chunk < size] or [CHUNK_BYTES]
+        chunks = [*(chunk for chunk in SHORTER_CHUNKS if chunk < size), CHUNK_BYTES]
         return [{"between": between, "chunk": chunk} for between in BETWEEN for chunk in chunks]
 
     def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
