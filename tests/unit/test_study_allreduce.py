@@ -27,7 +27,15 @@ def row(backend: str, size: int, median: float, delay: float | None = None, **op
 
 def make_result(rows: list[Row], **parameters: Any) -> results.Result:
     nodes = [[0, 1], [2, 3]]
-    facts = {"ranks": 4, "nodes": nodes, "shape": "2x2", "baseline": "", "dtypes": ["float32"], **parameters}
+    facts = {
+        "ranks": 4,
+        "nodes": nodes,
+        "shape": "2x2",
+        "baseline": "",
+        "dtypes": ["float32"],
+        "links": [],
+        **parameters,
+    }
     rows = allreduce.add_speedups(rows, "")
     return results.new("allreduce", facts, rows, "yalis bench allreduce", [{"type": "cpu", "name": "CPU"}])
 
@@ -123,7 +131,12 @@ def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
     rows = [
         row(name, size, 100 + size / 100, delay) for delay in (0.0, 1e3) for name in ("gloo", "torch") for size in sizes
     ]
-    result = make_result(rows)
+    slow, quick = {"latency": 1e-3, "seconds_per_byte": 1e-9}, {"latency": 1e-5, "seconds_per_byte": 1e-9}
+    result = make_result(rows, links=[{"delay_us": 1e3, "inside": quick, "between": slow}])
+    expected = allreduce.model(result, 1e3, 8192)
+    assert expected["hierarchical"] == pytest.approx(1000 + 2 * 10 + 12.288)  # one exchange of half, two phases inside
+    assert expected["ring"] == pytest.approx(6 * (1000 + 8192 / 4 / 2 / 1e3))
+    assert allreduce.model(result, 0.0, 8192) == {}
     assert results.read(results.write(result, tmp_path)) == result
     written = plots.draw_allreduce(result, tmp_path / "plot")
     assert [path.name for path in written] == ["plot.png", "plot.svg"]

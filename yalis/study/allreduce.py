@@ -22,6 +22,7 @@ from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
 from yalis.launch.join import join
 from yalis.launch.serving import serving
+from yalis.perfmodel.collectives import BETWEEN, Link, Shape, hierarchical, ring
 from yalis.study.spread import spread
 
 #: The module that a rank started by rank 0 runs.
@@ -218,6 +219,22 @@ def save_table(result: results.Result) -> tuple[Path, list[tuple[int, Choice]]]:
     names = {timing.choice.backend for timing in kept}
     best = [(size, choice) for size in facts["sizes"] if (choice := tuned.best(size, names))]
     return tuning.save(device, facts["nodes"], kept, result.command), best
+
+
+def model(result: results.Result, delay_us: float | None, size: int) -> dict[str, float]:
+    """Microseconds that the cost model expects of algorithms on this result's links; nothing where they are unknown."""
+    facts = result.parameters
+    counts = {len(ranks) for ranks in facts["nodes"]}
+    found = [link for link in facts["links"] if link["delay_us"] == delay_us]
+    if not found or len(counts) > 1:
+        return {}
+    inside, between = (
+        Link(**found[0].get(kind, {"latency": 0, "seconds_per_byte": 0})) for kind in ("inside", "between")
+    )
+    shared = bool(facts.get("lab", {}).get("rate"))
+    shape = Shape(len(facts["nodes"]), counts.pop(), shared_link=shared)
+    best = min(hierarchical(shape, size, way).seconds(inside, between) for way in BETWEEN)
+    return {"hierarchical": 1e6 * best, "ring": 1e6 * ring(shape, size).seconds(inside, between)}
 
 
 def wrong_rows(rows: Sequence[Row]) -> list[Row]:

@@ -43,13 +43,15 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
         raise YalisError("--ranks-per-node cuts one machine into nodes, and --hosts makes hosts; give one of them")
     plan = replace(plan, device="cpu", backends=_backends(plan))
     rows: list[Row] = []
-    networks, notes, first = [], [], None
+    networks, notes, links, first = [], [], [], None
     for delay in lab_plan.delays:
         with Lab(lab_plan.hosts, delay, lab_plan.rate) as lab:
             networks.append(lab.network)
             for algorithm, part in _launches(plan):
                 found = _launch(lab, lab_plan.ranks_per_host, part, algorithm, report)
                 first = first or found
+                if not algorithm:
+                    links += [{**link, "delay_us": 1e6 * delay} for link in found["parameters"]["links"]]
                 for row in found["rows"]:
                     row["delay_us"] = 1e6 * delay
                     if algorithm:
@@ -59,6 +61,7 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
             notes.append(f"the switch with {1e3 * delay:g} ms dropped {lab.dropped} frames, which were sent again")
     assert first is not None
     parameters = {**first["parameters"], **asdict(plan), "lab": {**asdict(lab_plan), "networks": networks}}
+    parameters["links"] = links
     return results.new("allreduce", parameters, add_speedups(rows, plan.baseline), command, first["devices"], notes)
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ from yalis.launch.environment import find_place
 from yalis.launch.join import join
 from yalis.launch.serving import serving
 from yalis.launch.world import World
+from yalis.perfmodel.collectives import Link, Load, fit
 from yalis.study import bandwidth
 from yalis.study.allreduce import BESIDE_NVRAR, PLAIN, WORKER, AllReducePlan, Report, Row, make_row
 
 _SPIN_S = 3e-4  # sleeping ends late by up to this
 _LEAD_S = 0.02  # for all ranks to hear of the first moment
+PINGS, _PINGS_EACH = (1 << 10, 32 << 10, 256 << 10, 1 << 20), 9
 TURNS = 3  # in which the repeats of all backends alternate
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -56,6 +59,7 @@ def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[
     share_threads(config, world, device)
     field = Field(world, device, Topology.of(world, plan.ranks_per_node))
     try:
+        links = field.links() if device.type == "cpu" else {}
         rows = list(field.run(plan, report))
     finally:
         field.close()
@@ -65,6 +69,7 @@ def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[
         "nodes": [list(ranks) for ranks in nodes],
         "shape": tuning.shape_of(nodes),
         "start": "clock" if field.start.shared else "barrier",
+        "links": [{"delay_us": None, **links}] if links else [],
     }
     return {"rows": rows, "facts": facts, "device": bandwidth.describe(device)}
 
@@ -265,6 +270,32 @@ class Field:
             options = dict(choice.options)
             found = (entry.wrong, entry.checked, entry.seconds)
             yield make_row(choice.backend, options, dtype, size, mode, self.world.size, *found)
+
+    def links(self) -> dict[str, dict[str, float]]:
+        """What a message takes inside a node and between nodes, by the clock of who sends it and has it sent back.
+
+        The cost model says from these what an all-reduce should take.
+        """
+        nodes = self.topology.by_node()
+        peers = {"inside": nodes[0][1:2], "between": nodes[1][:1] if len(nodes) > 1 else ()}
+        return {kind: asdict(self._link(*peer)) for kind, peer in peers.items() if peer}
+
+    def _link(self, peer: int) -> Link:
+        measured = []
+        for size in PINGS:
+            x = torch.zeros(size, dtype=torch.uint8)
+            times = []
+            for _ in range(_PINGS_EACH):
+                begin = time.perf_counter()
+                if self.world.rank == 0:
+                    self._under.send(x.clone(), peer)
+                    self._under.recv(x, peer)
+                elif self.world.rank == peer:
+                    self._under.send(self._under.recv(x, 0), 0)
+                times.append((time.perf_counter() - begin) / 2)
+            measured.append((Load(1, 1, size), median(times)))
+        told: dict[str, float] = self.world.exchange(asdict(fit(measured)))[0]
+        return Link(**told)
 
     def _choose(self, plan: AllReducePlan) -> list[str]:
         """Those asked for; else gloo, what can be used, and what belongs beside it. Auto only does what others do."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from yalis.errors import YalisError, YalisFailure
 from yalis.results import Result
-from yalis.study.allreduce import Row, baseline_of, label
+from yalis.study.allreduce import Row, baseline_of, label, model
 
 
 def check_plot(file: Path) -> None:
@@ -41,6 +41,12 @@ def draw_allreduce(result: Result, file: Path) -> list[Path]:
             latency.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
             ratios = [float("nan") if row["speedup"] is None else row["speedup"] for row in rows]
             speedup.plot(sizes, ratios, marker="o", markersize=3, color=line.get_color())
+        sizes = sorted({row["bytes"] for row in result.rows})
+        expected = [model(result, delay, size) for size in sizes]
+        for name, style in (("hierarchical", "--"), ("ring", ":")):
+            if expected[0]:
+                times = [one[name] for one in expected]
+                latency.plot(sizes, times, style, color="grey", linewidth=1, label=f"cost model, {name}")
         for axis in (latency, speedup):
             axis.set_xscale("log", base=2)
             axis.grid(alpha=0.3)
