@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from yalis.kernels import fused, reference, skinny
 from yalis.kernels.skinny import Problem, Shape
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 # Outputs and inputs: Llama-3.1-8B's, SmolLM2's, and odd ones.
 SIZES = ((6144, 4096), (4096, 14336), (960, 576), (576, 1536), (1000, 333), (17, 4096), (49152, 576))

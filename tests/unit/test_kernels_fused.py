@@ -39,6 +39,7 @@ def test_add_rms_norm(dtype: torch.dtype, rows: int, cols: int, wide_weight: boo
         assert close(normed, expected)
         assert torch.equal(summed, expected_sum)
         assert close(normed, ops.rms_norm(expected_sum, weight, 1e-5))
+        assert torch.equal(normed, fused.add_rms_norm(summed, None, weight, 1e-5)[0])  # of the rounded sum
 
 
 @DTYPES

@@ -109,13 +109,13 @@ def _one_row(
     if NORM:
         squares = tl.zeros([BK], tl.float32)
         for start in range(0, K, BK):
-            x = tl.load(x_ptr + start + k, mask=EVEN | (start + k < K), other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + start + k, mask=(start + k < K) | EVEN, other=0.0).to(tl.float32)
             squares += x * x
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     acc = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
     for start in tl.static_range(0, K, BK):  # unrolled, so that loads of several pieces are in flight
-        inside = EVEN | (start + k < K)
+        inside = (start + k < K) | EVEN
         x = tl.load(x_ptr + start + k, mask=inside, other=0.0)
         if NORM:
             gain = tl.load(gain_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
@@ -174,10 +174,10 @@ def _few_rows(
     acc = tl.zeros([BN, RP], tl.float32)
     up = tl.zeros([BN, RP], tl.float32)
     for start in range(begin, end, BK):
-        inside = (EVEN | (start + k < K))[None, :]
+        inside = ((start + k < K) | EVEN)[None, :]
         x = tl.load(x_at + start, mask=some & inside, other=0.0)
         if NORM:
-            gain = tl.load(gain_ptr + start + k, mask=EVEN | (start + k < K), other=0.0).to(tl.float32)
+            gain = tl.load(gain_ptr + start + k, mask=(start + k < K) | EVEN, other=0.0).to(tl.float32)
             x = (x.to(tl.float32) * scale[:, None] * gain[None, :]).to(dtype)
         w = _piece(gates, start, K, BK, EVEN)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
@@ -241,15 +241,8 @@ class Problem(NamedTuple):
         return cls(rows, weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1], x.itemsize, gated)
 
 
-#: Found by the search of study/kernels.py. The first five are Llama-3.1-8B's with one row, from a search with a plainer
-#: kernel on an H200.
-TUNED: dict[Problem, Shape] = {
-    Problem(1, 6144, 4096, 2): Shape(1, 2048, 8),
-    Problem(1, 4096, 4096, 2): Shape(1, 2048, 8),
-    Problem(1, 14336, 4096, 2, True): Shape(1, 2048, 8),
-    Problem(1, 4096, 14336, 2): Shape(1, 2048, 8),
-    Problem(1, 128256, 4096, 2): Shape(1, 2048, 8),
-}
+#: By search on a GPU: what benchmarks/tune_kernels.py prints.
+TUNED: dict[Problem, Shape] = {}
 
 
 def choose(problem: Problem, processors: int) -> Shape:
@@ -260,6 +253,8 @@ def choose(problem: Problem, processors: int) -> Shape:
 def _guess(problem: Problem, processors: int) -> Shape:
     wide = 16 // problem.itemsize  # what a thread loads at once
     if problem.rows == 1:
+        # Llama-3.1-8B's matrices: one output a program, 2048 inputs at a time, 8 warps. A plainer kernel was fastest
+        # with about that on an H200.
         inputs = max(64, min(256 * wide, triton.next_power_of_2(problem.inputs)))
         while problem.inputs % inputs and inputs > 64 * wide:
             inputs //= 2
