@@ -88,32 +88,43 @@ def _lab_plan(args: argparse.Namespace) -> LabPlan:
 
 
 def print_table(result: Result) -> None:
-    from yalis.study.allreduce import added_by_delay, label, ratios
+    from yalis.study.allreduce import label
 
     facts = result.parameters
     lab = facts.get("lab")
     print(f"{facts['ranks']} ranks, {facts['shape']} · {result.devices[0]['name']}" + " · a lab of hosts" * bool(lab))
     wide = max(len(label(row)) for row in result.rows) + 2
-    heads = f"{'size':>6}{'dtype':>10}{'mode':>7}{'median':>11}{'10%..90%':>20}{'GB/s':>8}{'speed-up':>10}"
+    heads = f"{'size':>6}{'dtype':>10}{'mode':>7}{'median':>11}{'10%..90%':>23}{'GB/s':>8}{'speed-up':>10}"
     for delay in dict.fromkeys(row["delay_us"] for row in result.rows):
         if delay is not None:
-            print(f"\n{_time(delay)} between hosts, one way")
+            print(f"\n{_delay(delay)} between hosts, one way")
         print(f"{'backend':<{wide}}{heads}")
         for row in result.rows:
             if row["delay_us"] == delay:
                 print(f"{label(row):<{wide}}{_cells(row)}")
-    if compared := ratios(result.rows):
-        print()
-    for one in compared:
-        row = one.ours
-        delay = "" if row["delay_us"] is None else f", {_time(row['delay_us'])}"
-        at = f"{_size(row['bytes'])} of {row['dtype']}, {row['mode']}{delay}"
-        print(f"{at}: {label(row)} is {one.times_faster:.2f}x as fast as {label(one.rival)}")
-    if added := added_by_delay(result.rows):
-        print(f"\ntime added by the delay\n{'backend':<{wide}}{'delay':>10}{'size':>6}{'dtype':>10}{'added':>11}")
-    for row, extra in added:
-        told = f"{_time(row['delay_us']):>10}{_size(row['bytes']):>6}{row['dtype']:>10}{_time(extra):>11}"
-        print(f"{label(row):<{wide}}{told}")
+    for title, cells in _by_size(result).items():
+        print(f"\n{title}\n  {' · '.join(cells)}")
+
+
+def _by_size(result: Result) -> dict[str, list[str]]:
+    """Under each title a cell for each size: how ours compare with rivals, and what the delay added."""
+    from yalis.study.allreduce import added_by_delay, label, ratios
+
+    found: dict[str, list[str]] = {}
+    for one in ratios(result.rows):
+        row, rival = one.ours, one.rival
+        which = f" ({label(rival)})" if rival["options"] else ""
+        title = f"{row['backend']} is so many times as fast as {rival['backend']}{_where(row)}"
+        found.setdefault(title, []).append(f"{_size(row['bytes'])} {one.times_faster:.2f}x{which}")
+    for row, extra in added_by_delay(result.rows):
+        cells = found.setdefault(f"time added by the delay to {label(row)}{_where(row)}", [])
+        cells.append(f"{_size(row['bytes'])} {_time(extra)}")
+    return found
+
+
+def _where(row: dict[str, Any]) -> str:
+    delay = "" if row["delay_us"] is None else f", {_delay(row['delay_us'])}"
+    return f": {row['dtype']}, {row['mode']}{delay}"
 
 
 def _cells(row: dict[str, Any]) -> str:
@@ -122,7 +133,7 @@ def _cells(row: dict[str, Any]) -> str:
         return f"{start}  {row['status']}"
     span = f"{_time(row['low_us'])}..{_time(row['high_us'])}"
     speedup = f"{row['speedup']:.2f}x" if row["speedup"] is not None else ""
-    return f"{start}{_time(row['median_us']):>11}{span:>20}{row['bus_gb_per_s']:>8.3f}{speedup:>10}"
+    return f"{start}{_time(row['median_us']):>11}{span:>23}{row['bus_gb_per_s']:>8.3f}{speedup:>10}"
 
 
 def finish(args: argparse.Namespace, result: Result) -> None:
@@ -146,6 +157,10 @@ def _size(size: int) -> str:
         if size % _UNITS[unit] == 0:
             return f"{size // _UNITS[unit]}{unit}"
     return str(size)
+
+
+def _delay(microseconds: float) -> str:
+    return f"{microseconds / 1e3:g} ms"
 
 
 def _time(microseconds: float) -> str:

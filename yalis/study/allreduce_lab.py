@@ -45,6 +45,7 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
     rows: list[Row] = []
     networks, notes, links, first = [], [], [], None
     for delay in lab_plan.delays:
+        here: list[Row] = []
         with Lab(lab_plan.hosts, delay, lab_plan.rate) as lab:
             networks.append(lab.network)
             for algorithm, part in _launches(plan):
@@ -56,7 +57,9 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
                     row["delay_us"] = 1e6 * delay
                     if algorithm:
                         row["options"] = {"algorithm": algorithm}
-                rows += found["rows"]
+                here += found["rows"]
+        # All ways of one setting together, in whichever launch they were measured.
+        rows += sorted(here, key=lambda row: (plan.dtypes.index(row["dtype"]), plan.sizes.index(row["bytes"])))
         if lab.dropped:
             notes.append(f"the switch with {1e3 * delay:g} ms dropped {lab.dropped} frames, which were sent again")
     assert first is not None

@@ -30,7 +30,7 @@ def draw_allreduce(result: Result, file: Path) -> list[Path]:
 
     delays = list(dict.fromkeys(row["delay_us"] for row in result.rows))
     figure, axes = pyplot.subplots(
-        2, len(delays), figsize=(1 + 6 * len(delays), 8), squeeze=False, sharex=True, sharey="row"
+        2, len(delays), figsize=(3 + 5 * len(delays), 8), squeeze=False, sharex=True, sharey="row", layout="constrained"
     )
     for column, delay in enumerate(delays):
         latency, speedup = axes[0][column], axes[1][column]
@@ -57,9 +57,8 @@ def draw_allreduce(result: Result, file: Path) -> list[Path]:
         speedup.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _short(size)))
     axes[0][0].set_ylabel("microseconds, median and 10%..90%")
     axes[1][0].set_ylabel(f"speed-up over {baseline_of(result.rows, result.parameters['baseline'])}")
-    axes[0][0].legend(fontsize="small")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.suptitle(f"all-reduce, {result.parameters['ranks']} ranks ({result.parameters['shape']})")
-    figure.tight_layout()
     written = [file.with_suffix(suffix) for suffix in (".png", ".svg")]
     try:
         for path in written:
