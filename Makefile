@@ -65,7 +65,7 @@ gpu-test:
 	$(MAKE) gpu-test-ranks
 
 # Several ranks on the one GPU, which they have to themselves.
-gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py
+gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py test_gpu_nvrar.py
 gpu-test-rest: CHOSEN = -k 'not (sdpa or flex or triton or flash)'
 $(GPU_PARTS): FILES ?= $(addsuffix .py,$(addprefix test_gpu_,attention checkpoint kernels parity sampling))
 $(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks,$@),,-k $(@:gpu-test-%=%))

@@ -17,12 +17,29 @@ struct FlatGroup {
   Status* status;
   uint64_t timeout;
 
-  // For each parity: a slot to receive in for each step of the ring (or for each rank), and one to send from.
-  NVRAR_SHARED int steps() const { return 2 * (size - 1) > size ? 2 * (size - 1) : size; }
-  NVRAR_SHARED uint64_t receive(int parity, int step) const { return uint64_t(parity * 2 * steps() + step) * slot; }
-  NVRAR_SHARED uint64_t stage(int parity, int step) const { return receive(parity, steps() + step); }
-  NVRAR_SHARED uint64_t bytes() const { return 4 * uint64_t(steps()) * slot; }
+  int32_t receives, stages; // slots of each parity
+
+  NVRAR_SHARED uint64_t receive(int parity, int step) const {
+    return uint64_t(parity * (receives + stages) + step) * slot;
+  }
+  NVRAR_SHARED uint64_t stage(int parity, int step) const { return receive(parity, receives + step); }
+  NVRAR_SHARED uint64_t bytes() const { return receive(2, 0); }
 };
+
+enum Algorithm { kRing = 1, kOneShot = 2 };
+
+// In how many pieces a message is summed.
+NVRAR_SHARED int flat_owners(int algorithm, int size) { return algorithm == kRing ? size : 1; }
+
+// Fills in what a group of this size needs for messages of up to `capacity` bytes.
+inline void shape_flat(FlatGroup& group, int algorithm, int size, uint64_t capacity) {
+  int owners = flat_owners(algorithm, size);
+  uint64_t units = (capacity + kUnit - 1) / kUnit;
+  group.size = size;
+  group.slot = (units + owners - 1) / owners * Words::kWireUnit;
+  group.receives = algorithm == kRing ? 2 * (size - 1) : size;
+  group.stages = algorithm == kRing ? 2 * (size - 1) : 1;
+}
 
 // Every rank sends its message to every other, and sums all in order of rank.
 template <class Value, class Wire> NVRAR_DEVICE void one_shot(Wire& wire, const FlatGroup& group, const Call& call) {

@@ -32,8 +32,8 @@ NVRAR_DEVICE void exchange(Op& op, const Group& group, Span piece, Give give, Do
     op.each_chunk(piece, [&](Chunk chunk) {
       if (move.from >= 0) {
         Protocol::arrive(op, 1, [&](int) {
-          const char* at = group.self + region.signal(op.parity, region.receive(move.exchange), chunk.index);
-          return Awaited{reinterpret_cast<const uint64_t*>(at), site};
+          char* at = group.self + region.signal(op.parity, region.receive(move.exchange), chunk.index);
+          return Awaited{reinterpret_cast<uint64_t*>(at), site, true};
         });
       }
       op.each_batch(chunk, [&](Batch batch) {

@@ -61,6 +61,11 @@ struct GpuWire {
     nvshmemx_putmem_signal_nbi_block(to, from, bytes, signal, value, NVSHMEM_SIGNAL_SET, rank);
   }
 
+  // Some networks deliver a signal before the GPU sees the data it follows; NVSHMEM's test knows what to do there.
+  __device__ __forceinline__ void settle(uint64_t* signal, uint64_t value) {
+    nvshmem_uint64_test(signal, NVSHMEM_CMP_GE, value);
+  }
+
   __device__ __forceinline__ uint32_t count(uint32_t* counter) {
     __threadfence();
     uint32_t before = atomicAdd(counter, 1);

@@ -32,9 +32,9 @@ NVRAR_DEVICE void reduce(Op& op, const Group& group, Span piece, Give give, Done
   const Region& region = Protocol::region(group);
   op.each_chunk(piece, [&](Chunk chunk) {
     Protocol::arrive(op, group.locals, [&](int source) {
-      const char* at = group.self + region.signal(op.parity, region.reduce(source), chunk.index);
-      return Awaited{source == group.local ? nullptr : reinterpret_cast<const uint64_t*>(at),
-                     Site{kReduce, 0, group.rank_of[source]}};
+      char* at = group.self + region.signal(op.parity, region.reduce(source), chunk.index);
+      return Awaited{source == group.local ? nullptr : reinterpret_cast<uint64_t*>(at),
+                     Site{kReduce, 0, group.rank_of[source]}, false};
     });
     op.each_batch(chunk, [&](Batch batch) {
       Wide<typename Op::Value> sums[kBatch];
@@ -94,8 +94,8 @@ template <class Protocol, class Op> NVRAR_DEVICE void gather(Op& op, const Group
     Site site{kGather, 0, group.rank_of[owner]};
     op.each_chunk(piece, [&](Chunk chunk) {
       Protocol::arrive(op, 1, [&](int) {
-        const char* at = group.self + region.signal(op.parity, slot, chunk.index);
-        return Awaited{reinterpret_cast<const uint64_t*>(at), site};
+        char* at = group.self + region.signal(op.parity, slot, chunk.index);
+        return Awaited{reinterpret_cast<uint64_t*>(at), site, false};
       });
       op.each_batch(chunk, [&](Batch batch) {
         Unit units[kBatch];

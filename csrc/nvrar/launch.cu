@@ -83,7 +83,7 @@ void launch_nvrar(int protocol, int blocks, int threads, cudaStream_t stream, co
 template <class Value>
 void launch_flat(int algorithm, int blocks, int threads, cudaStream_t stream, const FlatGroup& group,
                  const Call& call) {
-  if (algorithm == 1) {
+  if (algorithm == kRing) {
     ring_kernel<Value><<<blocks, threads, 0, stream>>>(group, call);
   } else {
     one_shot_kernel<Value><<<blocks, threads, 0, stream>>>(group, call);
@@ -128,8 +128,10 @@ int nvrar_make_id(void* id) {
   return 0;
 }
 
-// Every rank of the world calls this, on its device; the arena is as large on each.
-int nvrar_start(int rank, int size, const void* id, uint64_t bytes) {
+// Every rank of the world calls this; the arena is as large on each.
+int nvrar_start(int device, int rank, int size, const void* id, uint64_t bytes) {
+  cudaError_t error = cudaSetDevice(device);
+  if (error != cudaSuccess) return failed("choosing the device", error);
   nvshmemx_uniqueid_t given;
   std::memcpy(&given, id, sizeof given);
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
@@ -139,7 +141,7 @@ int nvrar_start(int rank, int size, const void* id, uint64_t bytes) {
   if (!arena) return failed("NVSHMEM has no memory for the arena");
   arena_size = bytes;
   arena_used = 0;
-  cudaError_t error = cudaMemset(arena, 0, bytes);
+  error = cudaMemset(arena, 0, bytes);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error != cudaSuccess) return failed("clearing the arena", error);
   error = cudaHostAlloc(reinterpret_cast<void**>(&status), sizeof(Status), cudaHostAllocMapped);
@@ -209,7 +211,7 @@ int nvrar_all_reduce(int handle, const void* x, void* out, uint64_t count, int v
                      int threads, uint64_t chunk, cudaStream_t stream) {
   const Group& group = *groups[handle];
   if (bad_launch(value, blocks, threads)) return failed("no such launch");
-  uint64_t most = nvrar_capacity(handle, protocol) / kUnit * kUnit / value_bytes(value);
+  uint64_t most = nvrar_capacity(handle, protocol) / value_bytes(value);
   for (uint64_t at = 0; at < count; at += most) {
     const char* from = static_cast<const char*>(x) + at * value_bytes(value);
     char* to = static_cast<char*>(out) + at * value_bytes(value);
@@ -243,12 +245,11 @@ int nvrar_all_reduce_norm(int handle, const void* x, void* out, uint32_t rows, u
   return launched("launching the all-reduce with its norm");
 }
 
-// Baselines. Algorithm 1 is the ring, 2 the one-shot exchange.
+// Baselines.
 
 uint64_t nvrar_flat_bytes(int algorithm, int size, uint64_t capacity) {
   FlatGroup group{};
-  group.size = size;
-  group.slot = slot_bytes(capacity, algorithm == 1 ? size : 1, Words::kWireUnit);
+  shape_flat(group, algorithm, size, capacity);
   return group.bytes();
 }
 
@@ -258,8 +259,7 @@ int nvrar_flat_group(int algorithm, int size, int rank, uint64_t capacity, const
   auto group = std::make_unique<FlatGroup>();
   group->id = 1000 + int(flat_groups.size());
   group->rank = rank;
-  group->size = size;
-  group->slot = slot_bytes(capacity, algorithm == 1 ? size : 1, Words::kWireUnit);
+  shape_flat(*group, algorithm, size, capacity);
   for (int member = 0; member < size; ++member) {
     group->pe[member] = world[member];
     group->remote[member] = arena + offset[member];
@@ -276,13 +276,17 @@ int nvrar_flat_group(int algorithm, int size, int rank, uint64_t capacity, const
 int nvrar_flat_all_reduce(int handle, int algorithm, const void* x, void* out, uint64_t count, int value, int blocks,
                           int threads, uint64_t chunk, cudaStream_t stream) {
   const FlatGroup& group = *flat_groups[handle];
-  int owners = algorithm == 1 ? group.size : 1;
   if (bad_launch(value, blocks, threads)) return failed("no such launch");
-  if (count * value_bytes(value) > group.slot / 2 * owners) return failed("too long for a baseline");
-  Call call = make_call(x, out, count, value, owners, chunk);
-  if (value == 0) launch_flat<Float32>(algorithm, blocks, threads, stream, group, call);
-  if (value == 1) launch_flat<Float16>(algorithm, blocks, threads, stream, group, call);
-  if (value == 2) launch_flat<Bfloat16>(algorithm, blocks, threads, stream, group, call);
+  int owners = flat_owners(algorithm, group.size);
+  uint64_t most = group.slot / 2 * owners / value_bytes(value);
+  for (uint64_t at = 0; at < count; at += most) {
+    const char* from = static_cast<const char*>(x) + at * value_bytes(value);
+    char* to = static_cast<char*>(out) + at * value_bytes(value);
+    Call call = make_call(from, to, std::min(most, count - at), value, owners, chunk);
+    if (value == 0) launch_flat<Float32>(algorithm, blocks, threads, stream, group, call);
+    if (value == 1) launch_flat<Float16>(algorithm, blocks, threads, stream, group, call);
+    if (value == 2) launch_flat<Bfloat16>(algorithm, blocks, threads, stream, group, call);
+  }
   return launched("launching a baseline");
 }
 

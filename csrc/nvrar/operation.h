@@ -7,6 +7,7 @@
 //   load_data(from), store_data(to, unit)             sixteen bytes without flags, ordered by signals
 //   load_signal(from), store_signal(to, value)        acquire and release; a release follows all stores before the last sync()
 //   put(to, from, bytes, rank), put_signal(...)       into another rank's memory; called by the whole block
+//   settle(signal, value)                             after a put's signal is seen: its data is seen too
 //   count(counter), wake(generation), generation(at)  for the blocks of this rank: who is last; a barrier's turns
 //   load_shared(from), sum(value), rsqrt(value)       what another block wrote; over the threads of the block
 //   now(), pause(), stopped(...), report(...)         for waits: the clock; whether to end; why it ended

@@ -4,10 +4,11 @@
 
 namespace nvrar {
 
-// A signal in a group's memory, and what waiting for it is waiting for.
+// A signal in a group's memory, what waiting for it is waiting for, and whether a put brings it.
 struct Awaited {
-  const uint64_t* signal;
+  uint64_t* signal;
   Site site;
+  bool put;
 };
 
 // Eight-byte words, half data and half flag. The receiver polls the data itself: lowest latency, twice the bytes.
@@ -81,6 +82,7 @@ struct Signals {
       Awaited sender = from(i);
       if (!sender.signal) continue;
       op.await(sender.site, [&] { return op.wire.load_signal(sender.signal) >= op.number + 1; });
+      if (sender.put && !op.aborted) op.wire.settle(sender.signal, op.number + 1);
     }
     op.wire.sync();
   }

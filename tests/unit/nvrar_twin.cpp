@@ -201,6 +201,9 @@ struct TwinWire {
     char* there = arenas[rank].base() + (reinterpret_cast<char*>(signal) - arenas[rank_].base());
     if (thread_ == 0) post(Item{there, nullptr, value, shared->putting, true});
   }
+  void settle(const uint64_t* signal, uint64_t value) {
+    if (*signal < value) fail("a signal that was not there is taken for one");
+  }
   uint32_t count(uint32_t* counter) { return (*counter)++; }
   void wake(uint32_t* generation) { ++*generation; }
   uint32_t generation(const uint32_t* at) { return *at; }
@@ -456,8 +459,7 @@ void build() {
       uint64_t bytes = shape(member.group, nodes.data(), int(members.size()), place, capacity, capacity);
       for (auto* flat : {&member.ring, &member.shot}) {
         flat->rank = place;
-        flat->size = int(members.size());
-        flat->slot = slot_bytes(capacity, flat == &member.ring ? flat->size : 1, 2 * kUnit);
+        shape_flat(*flat, flat == &member.ring ? kRing : kOneShot, int(members.size()), capacity);
       }
       used[me] += 256 * (me + 1); // no two ranks have a group at the same place
       uint64_t sizes[3] = {bytes, member.ring.bytes(), member.shot.bytes()};
@@ -533,7 +535,7 @@ void run() {
     if (++ticks >= until) {
       slow = chance.below(2) ? chance.next() & chance.next() : 0; // some ranks stand still
       until = ticks + chance.below(20000);
-      speed = chance.below(4); // of the network
+      speed = uint64_t(option("speed", long(chance.below(4)))); // of the network
     }
     uint64_t arrivals = speed == 0 ? chance.below(30) == 0 : speed == 1 ? chance.below(3) : chance.below(16);
     for (uint64_t i = 0; i < arrivals && !under_way.empty(); ++i) deliver(chance.below(under_way.size()));

@@ -92,7 +92,7 @@ class Session:
         env.prepare_nvshmem(self.arena + HEAP_SLACK, all(member.node == 0 for member in world.members))
         self.library = Library(build(f"{properties.major}{properties.minor}"))
         id = world.exchange(self.library.make_id() if world.rank == 0 else None)[0]
-        self.library.start(world.rank, world.size, id, self.arena)
+        self.library.start(torch.cuda.current_device(), world.rank, world.size, id, self.arena)
         self.status: Status = self.library.status()
         self.names: dict[int, str] = {}
         self._closing = threading.Event()

@@ -28,7 +28,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "error": (c_char_p, ()),
     "id_bytes": (_I, ()),
     "make_id": (_I, (_P,)),
-    "start": (_I, (_I, _I, _P, _L)),
+    "start": (_I, (_I, _I, _I, _P, _L)),
     "status": (_P, ()),
     "arena": (_P, ()),
     "reserve": (c_int64, (_L,)),
@@ -88,8 +88,8 @@ class Library:
         self.call("make_id", made)
         return made.raw.hex()
 
-    def start(self, rank: int, size: int, id: str, arena: int) -> None:
-        self.call("start", rank, size, create_string_buffer(bytes.fromhex(id)), arena)
+    def start(self, device: int, rank: int, size: int, id: str, arena: int) -> None:
+        self.call("start", device, rank, size, create_string_buffer(bytes.fromhex(id)), arena)
 
     def reserve(self, size: int) -> int:
         """Where this many bytes of the arena start; negative where they are not left."""
