@@ -225,7 +225,8 @@ class Reference:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
     ) -> Tensor:
-        return reference.paged_attention(q, k, v, starts, lengths, tables, _SCALE)
+        wide = (q.double(), k.double(), v.double())  # the reference computes in the dtype it is given
+        return reference.paged_attention(*wide, starts, lengths, tables, _SCALE).to(q.dtype)
 
 
 @dataclass(frozen=True)
