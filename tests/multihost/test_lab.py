@@ -116,7 +116,10 @@ def test_the_benchmark_over_hosts(backends: str, rows: list[str]) -> None:
     assert "yalis-" not in left()
 
 
-def test_ctrl_c_leaves_nothing() -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
+)
+def test_a_run_that_is_ended_leaves_nothing(number: signal.Signals, status: int) -> None:
     with Hosts(1):
         pass
     process = subprocess.Popen(
@@ -131,9 +134,9 @@ def test_ctrl_c_leaves_nothing() -> None:
     while sum(module in command for command in commands()) < 4 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "yalis-host1" in left()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out, err) == (status, "", "")
     assert "yalis-" not in left()
     assert not [command for command in commands() if module in command]
 
@@ -160,3 +163,21 @@ def test_a_killed_lab_takes_its_switch_along_and_the_next_one_cleans_up() -> Non
     with Hosts(1, "1ms"):
         assert "sleep 2345.5" not in commands()
     assert "yalis-" not in left()
+
+
+def test_a_lab_waits_for_the_one_before() -> None:
+    hold = (
+        "import time\n"
+        "from yalis.study.lab.hosts import Lab\n"
+        "with Lab(2) as lab:\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(1)\n"
+        "    assert lab.run(1, ['true']).wait() == 0\n"
+    )
+    with Hosts(1):
+        pass
+    other = subprocess.Popen([sys.executable, "-c", hold], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "ready\n"
+    with Hosts(1):
+        assert other.wait(10) == 0

@@ -15,7 +15,7 @@ from yalis import env, results
 from yalis.errors import YalisError, YalisFailure
 from yalis.study.allreduce import PLAIN, AllReducePlan, Report, Row, add_speedups, measure
 from yalis.study.lab.hosts import Lab, missing
-from yalis.study.lab.ranks import mpi_missing, started
+from yalis.study.lab.ranks import mpi_missing, mpi_version, started
 
 MODULE = "yalis.study.allreduce_lab"
 #: Open MPI's own numbers for its ways of doing it. Each needs a launch of its own.
@@ -65,6 +65,8 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
     assert first is not None
     parameters = {**first["parameters"], **asdict(plan), "lab": {**asdict(lab_plan), "networks": networks}}
     parameters["links"] = links
+    if "mpi" in plan.backends:
+        parameters["mpi"] = mpi_version()
     return results.new("allreduce", parameters, add_speedups(rows, plan.baseline), command, first["devices"], notes)
 
 

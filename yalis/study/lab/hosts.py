@@ -13,10 +13,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.compiler import Unavailable
@@ -72,6 +73,11 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=_ELSEWHERE)
 
 
+def _leave(number: int, frame: object) -> NoReturn:
+    """A SIGTERM ends the lab as Ctrl-C does."""
+    raise SystemExit(128 + number)
+
+
 class Lab:
     """`hosts` hosts under fixed names: what a killed run left is removed first, and a run beside this one waits."""
 
@@ -90,12 +96,15 @@ class Lab:
         self._ip_program = str(find_program("ip"))
         self._started: list[subprocess.Popen[Any]] = []
         self._switch: Switch | None = None
+        self._on_term: Any = None
 
     def __enter__(self) -> Lab:
         # The kernel lets go of it when this process ends, however it ends; programs started here do not inherit it.
         self._lock = _LOCK.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
+            if threading.current_thread() is threading.main_thread():
+                self._on_term = signal.signal(signal.SIGTERM, _leave)
             self._remove()
             self._make()
         except BaseException:
@@ -110,6 +119,9 @@ class Lab:
                 process.wait()
             _NAMES.unlink(missing_ok=True)
         finally:
+            if self._on_term is not None:
+                signal.signal(signal.SIGTERM, self._on_term)
+                self._on_term = None
             self._lock.close()
 
     @property

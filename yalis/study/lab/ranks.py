@@ -34,6 +34,11 @@ def mpi_missing() -> str | None:
     return None
 
 
+def mpi_version() -> str:
+    """ "mpirun (Open MPI) 4.1.6"."""
+    return subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+
+
 def realtime() -> list[str]:
     """Words before a command that put its process before ordinary ones, where that is allowed.
 
