@@ -1,0 +1,64 @@
+#!/bin/bash
+# nvrar between ranks that share one GPU: builds it, checks it, measures it. usage: nvrar_on_one_gpu.sh FOLDER [STEP ...]
+# Steps: build, smoke, contract, storm, bench, tests; all but the last if none is named. Results go into FOLDER.
+# With the Python that holds the GPU's torch as $PYTHON; MPS is started here, and stopped.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+folder=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+steps=${*:-build smoke contract storm bench}
+python=${PYTHON:-python3}
+export CUDA_MPS_PIPE_DIRECTORY=$folder/mps CUDA_MPS_LOG_DIRECTORY=$folder/mps OMP_NUM_THREADS=1 YALIS_NVRAR_TIMEOUT=20
+mkdir -p "$folder/mps"
+failures=0
+
+step() {
+  local name=$1 began=$SECONDS
+  shift
+  if timeout 300 "$@" >"$folder/$name.txt" 2>&1; then
+    echo "ok    $name ($((SECONDS - began)) s): $(tail -n 1 "$folder/$name.txt" | cut -c 1-160)"
+  else
+    failures=$((failures + 1))
+    echo "FAIL  $name ($((SECONDS - began)) s), the end of $folder/$name.txt:"
+    tail -n 15 "$folder/$name.txt"
+  fi
+}
+
+if [[ $steps == *tests* ]]; then # which start MPS themselves
+  step tests "$python" -m pytest tests/gpu/test_gpu_nvrar.py -p no:cacheprovider -rfEs --durations=10
+fi
+nvidia-cuda-mps-control -d || exit 1
+trap 'echo quit -t 1 | nvidia-cuda-mps-control' EXIT
+for name in $steps; do
+  case $name in
+  build)
+    step build "$python" -c "
+import torch
+from yalis.comm.nvrar import build
+print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()))"
+    ;;
+  smoke)
+    for nodes in 1+1 2 2+2 1+1+1; do step "smoke-$nodes" "$python" -m tests.gpu.nvrar_job small $nodes ops=100; done
+    step smoke-norm "$python" -m tests.gpu.nvrar_job norm 2+2
+    step smoke-compiled "$python" -m tests.gpu.nvrar_job compiled 1+1
+    ;;
+  contract)
+    step contract "$python" -m tests.multiprocess.comm_checks all nvrar 4 cuda:0 2+2
+    ;;
+  storm)
+    for nodes in 2+2 2+2+2+2 1+1+1; do
+      for job in storm replay; do
+        YALIS_NVRAR_ARENA=400 step "$job-$nodes" "$python" -m tests.gpu.nvrar_job $job $nodes ops="${OPS:-2000}"
+      done
+    done
+    ;;
+  bench)
+    for each in 2 1; do
+      YALIS_NVRAR_ARENA=600 YALIS_CACHE=$folder/cache step "bench-ranks-per-node-$each" "$python" -m yalis bench allreduce \
+        --ranks 8 --ranks-per-node $each --ranks-per-gpu 8 --device cuda --tune --sizes "${SIZES:-16K,128K,1M}" \
+        --dtypes bfloat16 --backends torch,nvrar,ring,oneshot,nvshmem --out "$folder"
+    done
+    ;;
+  esac
+done
+exit $failures
