@@ -56,6 +56,8 @@ def make_result(rows: list[Row], **parameters: Any) -> results.Result:
         ("--ranks 2 --hosts 2", "--hosts starts the ranks itself; leave --ranks"),
         ("--hosts 1", "--hosts is 1 and --ranks-per-host 2; give at least 2 hosts"),
         ("--hosts 2 --delay 1", "'1' is no delay of a link; give one such as 1ms, 200us or 0"),
+        ("--hosts 2 --tune --delay 0,1ms", "--tune keeps the times of one network; give one --delay"),
+        ("--hosts 2 --ranks-per-node 2", "--ranks-per-node cuts one machine into nodes, and --hosts makes hosts"),
         ("--hosts 2 --rate fast", "'fast' is no rate of a link; give one such as 10gbit"),
         ("--ranks 2 --plot /not/there/a", "--plot is /not/there/a, but there is no folder /not/there"),
     ],

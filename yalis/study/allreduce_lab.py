@@ -37,10 +37,12 @@ class LabPlan:
 
 
 def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report: Report) -> results.Result:
-    if reason := missing():
-        raise YalisError(reason)
+    if plan.tune and len(lab_plan.delays) > 1:
+        raise YalisError("--tune keeps the times of one network; give one --delay")
     if plan.ranks_per_node is not None:
         raise YalisError("--ranks-per-node cuts one machine into nodes, and --hosts makes hosts; give one of them")
+    if reason := missing():
+        raise YalisError(reason)
     plan = replace(plan, device="cpu", backends=_backends(plan))
     rows: list[Row] = []
     networks, notes, links, first = [], [], [], None

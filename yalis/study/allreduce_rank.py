@@ -13,7 +13,6 @@ taken cannot pass for one of an earlier operation.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +39,7 @@ from yalis.launch.join import join
 from yalis.launch.serving import serving
 from yalis.launch.world import World
 from yalis.perfmodel.collectives import Link, Load, fit
+from yalis.results import usable_cores
 from yalis.study import bandwidth
 from yalis.study.allreduce import BESIDE_NVRAR, PLAIN, WORKER, AllReducePlan, Report, Row, make_row
 
@@ -108,7 +108,7 @@ class Start:
         self._world, self._comm = world, comm
         boots = world.exchange(_BOOT.read_text() if _BOOT.exists() else None)
         self.shared = len(set(boots)) == 1 and boots[0] is not None
-        self._spin = _SPIN_S if world.size <= len(os.sched_getaffinity(0)) else 0.0
+        self._spin = _SPIN_S if world.size <= usable_cores() else 0.0
 
     def times(self, prepare: Callable[[], None], act: Callable[[], None], count: int, period: float) -> list[float]:
         """The slowest rank's seconds for each `act`. `period`: from one start to the next, where a clock says when."""
