@@ -22,24 +22,38 @@ template <class Op> NVRAR_DEVICE void meet(Op& op) {
 // residual += out, rounded; normed = residual / rms(residual) * weight, computed in fp32. A block takes whole rows.
 template <class Op> NVRAR_DEVICE void add_and_norm(Op& op) {
   using Value = typename Op::Value;
-  using Bits = typename Value::Bits;
+  constexpr int n = kElements<Value>;
   const Call& call = op.call;
+  uint32_t units = (call.width + n - 1) / n, first = op.wire.thread(), stride = op.wire.threads();
   for (uint32_t row = op.wire.block(); row < call.rows; row += op.wire.blocks()) {
-    uint64_t start = uint64_t(row) * call.width;
-    const Bits* sums = static_cast<const Bits*>(call.out) + start;
-    Bits* residual = static_cast<Bits*>(call.residual) + start;
-    Bits* normed = static_cast<Bits*>(call.normed) + start;
+    uint64_t start = uint64_t(row) * call.width * sizeof(typename Value::Bits);
+    const char* sums = static_cast<const char*>(call.out) + start;
+    char* residual = static_cast<char*>(call.residual) + start;
+    char* normed = static_cast<char*>(call.normed) + start;
     float squares = 0;
-    for (uint32_t i = op.wire.thread(); i < call.width; i += op.wire.threads()) {
-      residual[i] = Value::narrow(Value::widen(residual[i]) + Value::widen(op.wire.load_shared(sums + i)));
-      float value = Value::widen(residual[i]);
-      squares += value * value;
+    for (uint32_t at = first; at < units; at += stride) {
+      Wide<Value> sum(load_unit<Value>(residual, call.width, call.packed, at));
+      sum.add(load_unit<Value>(sums, call.width, call.packed, at));
+      Unit rounded = sum.narrow();
+      store_unit<Value>(residual, call.width, call.packed, at, rounded);
+      Wide<Value> kept(rounded); // zero behind the end of the row
+#pragma unroll
+      for (int i = 0; i < n; ++i) squares += kept.element[i] * kept.element[i];
     }
     float scale = op.wire.rsqrt(op.wire.sum(squares) / call.width + call.eps);
-    for (uint32_t i = op.wire.thread(); i < call.width; i += op.wire.threads()) {
-      float weight = call.wide_weight ? static_cast<const float*>(call.weight)[i]
-                                      : Value::widen(static_cast<const Bits*>(call.weight)[i]);
-      normed[i] = Value::narrow(Value::widen(residual[i]) * scale * weight);
+    for (uint32_t at = first; at < units; at += stride) {
+      Wide<Value> value(load_unit<Value>(residual, call.width, call.packed, at));
+      Wide<Value> weight;
+      if (call.wide_weight) {
+        const float* weights = static_cast<const float*>(call.weight);
+#pragma unroll
+        for (int i = 0; i < n; ++i) weight.element[i] = at * n + i < call.width ? weights[at * n + i] : 0;
+      } else {
+        weight = Wide<Value>(load_unit<Value>(call.weight, call.width, call.packed, at));
+      }
+#pragma unroll
+      for (int i = 0; i < n; ++i) value.element[i] = value.element[i] * scale * weight.element[i];
+      store_unit<Value>(normed, call.width, call.packed, at, value.narrow());
     }
   }
 }

@@ -82,7 +82,6 @@ struct GpuWire {
     return value;
   }
 
-  template <class Bits> __device__ __forceinline__ Bits load_shared(const Bits* from) { return __ldcg(from); }
   __device__ __forceinline__ float rsqrt(float value) { return rsqrtf(value); }
   __device__ __forceinline__ float sum(float value) {
     __shared__ float parts[kMaxThreads / 32];

@@ -239,6 +239,9 @@ int nvrar_all_reduce_norm(int handle, const void* x, void* out, uint32_t rows, u
   call.weight = weight;
   call.wide_weight = wide_weight;
   call.eps = eps;
+  auto place = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor); };
+  uintptr_t together = place(out) | place(residual) | place(normed) | place(weight);
+  call.packed = (together | uint64_t(width) * value_bytes(value)) % kUnit == 0;
   if (value == 0) launch_nvrar<Float32>(protocol, blocks, threads, stream, group, call);
   if (value == 1) launch_nvrar<Float16>(protocol, blocks, threads, stream, group, call);
   if (value == 2) launch_nvrar<Bfloat16>(protocol, blocks, threads, stream, group, call);

@@ -89,6 +89,7 @@ struct Call {
   int32_t aligned;    // whether x and out start at a multiple of kUnit
   // The epilogue: out += residual, which is kept in residual; normed = out / rms(out) * weight. No epilogue where rows is 0.
   uint32_t rows, width;
+  int32_t packed;      // whether every row of these starts at a multiple of kUnit
   int32_t wide_weight; // the weight is float32, whatever the other tensors are
   float eps;
   void *residual, *normed;

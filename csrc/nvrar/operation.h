@@ -9,7 +9,7 @@
 //   put(to, from, bytes, rank), put_signal(...)       into another rank's memory; called by the whole block
 //   settle(signal, value)                             after a put's signal is seen: its data is seen too
 //   count(counter), wake(generation), generation(at)  for the blocks of this rank: who is last; a barrier's turns
-//   load_shared(from), sum(value), rsqrt(value)       what another block wrote; over the threads of the block
+//   sum(value), rsqrt(value)                          a sum over the threads of the block
 //   now(), pause(), stopped(...), report(...)         for waits: the clock; whether to end; why it ended
 #pragma once
 #include "unit.h"

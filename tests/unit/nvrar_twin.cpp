@@ -205,7 +205,6 @@ struct TwinWire {
   uint32_t count(uint32_t* counter) { return (*counter)++; }
   void wake(uint32_t* generation) { ++*generation; }
   uint32_t generation(const uint32_t* at) { return *at; }
-  template <class Bits> Bits load_shared(const Bits* from) { return *from; }
   float rsqrt(float value) { return 1 / std::sqrt(value); }
   float sum(float value) {
     shared->parts.resize(threads_);
@@ -297,6 +296,7 @@ Work draw(int op) {
   if (option("epilogue", 0) && random.below(2)) {
     uint32_t rows = 1 + uint32_t(random.below(3));
     work.width = 1 + uint32_t(random.below(limit / rows));
+    if (work.width > 8 && random.below(2)) work.width = work.width / 8 * 8;
     work.count = uint64_t(rows) * work.width;
   }
   return work;
@@ -327,12 +327,13 @@ void prepare(int me, int op, const Work& work) {
     rank.call.eps = 1e-5f;
     rank.call.residual = aligned(rank.residual);
     rank.call.normed = aligned(rank.normed);
-    rank.weight.assign(work.width * 4, 0);
+    rank.weight.assign(work.width * 4 + 16, 0);
     rank.call.wide_weight = op & 1;
-    rank.call.weight = rank.weight.data();
+    rank.call.weight = aligned(rank.weight);
+    rank.call.packed = rank.call.aligned && work.width * bytes % kUnit == 0;
     int kind = rank.call.wide_weight ? 0 : work.value;
     for (uint32_t i = 0; i < work.width; ++i) {
-      write_value(kind, rank.weight.data() + i * value_bytes(kind), 1 + 0.25f * float(i % 3));
+      write_value(kind, aligned(rank.weight) + i * value_bytes(kind), 1 + 0.25f * float(i % 3));
     }
     for (uint64_t i = 0; i < work.count; ++i) {
       write_value(work.value, aligned(rank.residual) + i * bytes, work.input(op, -1, i));
