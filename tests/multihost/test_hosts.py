@@ -1,4 +1,4 @@
-"""A model over two hosts of two ranks each, through torchrun's rendezvous."""
+"""A model over two hosts: under torchrun, plainly, and under mpirun, with every all-reduce that a CPU has."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.launchers.launch import GREEDY, PROMPTS, SAMPLED, make_model, one_rank_tokens
+import pytest
+
+from tests.launchers.launch import GREEDY, PROMPTS, SAMPLED, YALIS, make_model, one_rank_tokens
 from tests.multihost.hosts import Hosts
+from tests.system import needs
+from tests.system.processes import environment
 
-SPLITS = [{"tp": 4}, {"tp": "2x2"}, {"tp": 2, "pp": 2}]
+SPLITS: list[dict[str, Any]] = [
+    {"tp": 4},
+    {"tp": "2x2"},
+    {"tp": 2, "pp": 2},
+    {"tp": 4, "allreduce": "hierarchical"},
+    {"tp": "2x2", "allreduce": "hierarchical"},
+]
 SCRIPT = """
 import json
 import socket
@@ -30,11 +41,16 @@ for split in {splits}:
 """
 
 
+def save_script(folder: Path, model: str, splits: list[dict[str, Any]]) -> Path:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(splits=splits, model=model, prompts=PROMPTS, greedy=GREEDY, sampled=SAMPLED))
+    return script
+
+
 def test_two_hosts_give_one_ranks_tokens(tmp_path: Path) -> None:
     with Hosts(2) as hosts:
         model = make_model(tmp_path)
-        script = tmp_path / "script.py"
-        script.write_text(SCRIPT.format(splits=SPLITS, model=model, prompts=PROMPTS, greedy=GREEDY, sampled=SAMPLED))
+        script = save_script(tmp_path, model, SPLITS)
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.names[0]}:29500", "--rdzv-id", "two-hosts"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meet]
         agents = [
@@ -49,4 +65,31 @@ def test_two_hosts_give_one_ranks_tokens(tmp_path: Path) -> None:
     assert len({host for host, _, _ in lines}) == 1
     assert [answer for _, answer, _ in lines] == [tokens] * len(SPLITS)
     # Every step's sums crossed the network: 24 steps of several messages.
+    assert all(crossed > 24 * 1000 for _, _, crossed in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("per_host", "launcher", "splits"),
+    [
+        (1, [], [{"tp": 2, "allreduce": name} for name in ("torch", "hierarchical", "auto")]),
+        (2, ["--mpirun"], [{"tp": tp, "allreduce": "mpi"} for tp in (4, "2x2")]),
+    ],
+    ids=["one rank each", "mpirun"],
+)
+def test_the_lab_runs_a_script(
+    per_host: int, launcher: list[str], splits: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    with Hosts(1):
+        pass  # or skip
+    if launcher:
+        needs.program("mpirun")
+    model = make_model(tmp_path)
+    script = save_script(tmp_path, model, splits)
+    lab = [YALIS, "lab", "--hosts", "2", "--ranks-per-host", str(per_host), "--delay", "0.2ms", *launcher]
+    done = subprocess.run(
+        [*lab, "--", sys.executable, str(script)], env=environment(), capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer for _, answer, _ in lines] == [one_rank_tokens(model)] * len(splits)
     assert all(crossed > 24 * 1000 for _, _, crossed in lines), lines

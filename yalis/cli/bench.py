@@ -41,6 +41,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_rest(pipeline)
     about = bench_allreduce.ABOUT
     bench_allreduce.add_flags(kinds.add_parser("allreduce", help=about, description=about))
+    about = "the operations of a decode step, ours beside torch's and beside the device's floor"
+    kernels = kinds.add_parser("kernels", help=about, description=about)
+    rows = (1, 2, 4, 8, 16, 32, 64)
+    kernels.add_argument(
+        "--rows", metavar="1,16,64", type=_sizes, default=rows, help="rows of input (default: 1,2,4,8,16,32,64)"
+    )
+    _add_numbers(kernels, layers=8, context=1024, repeats=10, seed=0)
+    kernels.add_argument("--device", metavar="NAME", default="auto", help="auto, cpu or cuda (default: auto)")
+    kernels.add_argument("--dtype", metavar="NAME", default="auto", help="auto, float32, float16 or bfloat16")
+    kernels.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
+    add_common_flags(kernels, json="print the result as one object")
 
 
 _NUMBERS = {
@@ -49,7 +60,9 @@ _NUMBERS = {
     "output_len": "tokens to generate for each",
     "warmup": "runs before any that counts",
     "repeats": "runs that count",
-    "seed": "seed of the prompts",
+    "layers": "layers in the chain of a step's products",
+    "context": "tokens a sequence has in the cache",
+    "seed": "seed of what is drawn",
 }
 
 
@@ -68,7 +81,7 @@ def _add_rest(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
         raise YalisError(
-            "no benchmark given; type `yalis bench latency`, `yalis bench pipeline` or `yalis bench allreduce`"
+            "no benchmark given; type `yalis bench latency`, or pipeline, allreduce or kernels in its place"
         )
     from yalis import results
 
@@ -105,6 +118,16 @@ def _pipeline(args: argparse.Namespace, command: str, report: Callable[[str], No
 
     plan = PipelinePlan(args.cuts, args.prompts, args.prompt_len, args.warmup, args.repeats, args.seed)
     return measure(engine_config(args), plan, command, report)
+
+
+def _kernels(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result:
+    from yalis.study.kernels import KernelsPlan, measure
+
+    plan = KernelsPlan(
+        rows=args.rows, layers=args.layers, context=args.context, device=args.device, dtype=args.dtype,
+        repeats=args.repeats, seed=args.seed,
+    )  # fmt: skip
+    return measure(plan, command, report)
 
 
 def _prepare(folder: Path) -> None:
@@ -168,6 +191,21 @@ def _print_pipeline(result: Result) -> None:
         )
 
 
+def _print_kernels(result: Result) -> None:
+    print(f"{result.devices[0]['name']} · {result.parameters['dtype']}")
+    heads = (("ours", 12), ("torch", 12), ("ratio", 8), ("GB/s", 9), ("of floor", 10))
+    print(f"{'kernel':<28}{'shape':<16}{'rows':>5}" + "".join(f"{head:>{width}}" for head, width in heads))
+    for row in result.rows:
+        name = f"{row['kernel']:<28}{row['shape']:<16}{row['rows']:>5}"
+        if row["status"] != "ok":
+            print(f"{name}  {row['status']}")
+            continue
+        print(
+            f"{name}{row['us']:>9.1f} us{row['torch_us']:>9.1f} us{row['ratio']:>7.2f}x{row['gb_per_s']:>9.1f}"
+            f"{row['share_of_floor']:>10.0%}"
+        )
+
+
 def _comparison(row: dict[str, Any]) -> str:
     told = f"batch {row['batch']}: a decode step of {row['engine']} takes {row['ratio']:.2f}x ours"
     if row["same_tokens"] is None:
@@ -182,4 +220,5 @@ _BENCHMARKS: dict[str, tuple[Measure, Callable[[Result], None]]] = {
     "latency": (_latency, _print_latency),
     "pipeline": (_pipeline, _print_pipeline),
     "allreduce": (bench_allreduce.measure, bench_allreduce.print_table),
+    "kernels": (_kernels, _print_kernels),
 }

@@ -95,7 +95,7 @@ def _launch(lab: Lab, per_host: int, plan: AllReducePlan, algorithm: str, report
         mpi = ["--mca", "coll_tuned_use_dynamic_rules", "1", "--mca", "coll_tuned_allreduce_algorithm", number]
     where = f"{1e3 * lab.delay:g} ms{algorithm and ', mpi ' + algorithm}"
     report(f"{where}: starting ranks")
-    with started(lab, per_host, [MODULE, json.dumps(asdict(plan))], mpi) as (process, errors):
+    with started(lab, per_host, [sys.executable, "-m", MODULE, json.dumps(asdict(plan))], mpi) as (process, errors):
         assert process.stdout is not None
         for line in process.stdout:
             said = json.loads(line)

@@ -52,30 +52,59 @@ def realtime() -> list[str]:
 
 @contextmanager
 def started(
-    lab: Lab, per_host: int, module: Sequence[str], mpi: Sequence[str] | None = None
+    lab: Lab, per_host: int, command: Sequence[str], mpi: Sequence[str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """`python -m MODULE` on every host, `per_host` times; ended with the block.
+    """`command` on every host, `per_host` times; ended with the block.
 
     Gives the process whose output is rank 0's, and a file of what all ranks complain of. `mpi`: parameters of Open
     MPI, where mpirun is to start the ranks.
     """
-    command = [*realtime(), sys.executable, "-m", *module]
-    with TemporaryDirectory(prefix="yalis-lab-") as folder, (Path(folder) / "errors").open("w+") as errors:
-        if mpi is None:
-            ranks = _plain(lab, per_host, command, errors)
-        else:
-            ranks = [_mpirun(lab, per_host, command, mpi, Path(folder), errors)]
-        try:
-            yield ranks[0], errors
-            for rank in ranks:
-                rank.wait()
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+    with (
+        TemporaryDirectory(prefix="yalis-lab-") as folder,
+        (Path(folder) / "errors").open("w+") as errors,
+        _running(lab, per_host, command, mpi, Path(folder), subprocess.PIPE, errors) as first,
+    ):
+        yield first, errors
 
 
-def _plain(lab: Lab, per_host: int, command: list[str], errors: IO[str]) -> list[subprocess.Popen[str]]:
+def run(lab: Lab, per_host: int, command: Sequence[str], mpi: Sequence[str] | None = None) -> int:
+    """`command` on every host, `per_host` times, as if it had been typed here: rank 0 writes to our output, the others
+    to the error output. Returns the status of the first rank, or of mpirun."""
+    with (
+        TemporaryDirectory(prefix="yalis-lab-") as folder,
+        _running(lab, per_host, command, mpi, Path(folder), None, sys.stderr) as first,
+    ):
+        return first.wait()
+
+
+@contextmanager
+def _running(
+    lab: Lab,
+    per_host: int,
+    command: Sequence[str],
+    mpi: Sequence[str] | None,
+    folder: Path,
+    out: int | None,
+    errors: IO[str],
+) -> Iterator[subprocess.Popen[str]]:
+    words = [*realtime(), *command]
+    if mpi is None:
+        ranks = _plain(lab, per_host, words, out, errors)
+    else:
+        ranks = [_mpirun(lab, per_host, words, mpi, folder, out, errors)]
+    try:
+        yield ranks[0]
+        for rank in ranks:
+            rank.wait()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _plain(
+    lab: Lab, per_host: int, command: list[str], out: int | None, errors: IO[str]
+) -> list[subprocess.Popen[str]]:
     ranks = []
     for rank in range(len(lab.names) * per_host):
         place = {
@@ -84,20 +113,26 @@ def _plain(lab: Lab, per_host: int, command: list[str], errors: IO[str]) -> list
             "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": PORT,
         }  # fmt: skip
         environment = rank_environment({name: str(value) for name, value in place.items()})
-        out = errors if rank else subprocess.PIPE
-        ranks.append(lab.run(rank // per_host, command, environment, stdout=out, stderr=errors, text=True))
+        said = errors if rank else out
+        ranks.append(lab.run(rank // per_host, command, environment, stdout=said, stderr=errors, text=True))
     return ranks
 
 
 def _mpirun(
-    lab: Lab, per_host: int, command: list[str], parameters: Sequence[str], folder: Path, errors: IO[str]
+    lab: Lab,
+    per_host: int,
+    command: list[str],
+    parameters: Sequence[str],
+    folder: Path,
+    out: int | None,
+    errors: IO[str],
 ) -> subprocess.Popen[str]:
     if reason := mpi_missing():
-        raise YalisError(f"MPI cannot be measured here: {reason}, or leave mpi out of --backends")
+        raise YalisError(f"mpirun cannot start ranks here: {reason}, or leave mpi out")
     agent = folder / "agent.sh"  # in place of ssh: agent.sh HOST COMMAND...
     enter = shlex.join(lab.enter("HOST")).replace("HOST", '"$host"')
     agent.write_text(f'#!/bin/sh\nhost=$1\nshift\nexec {enter} sh -c "$*"\n')
     agent.chmod(0o755)
     hosts = ",".join(f"{name}:{per_host}" for name in lab.names)
     mpirun = ["mpirun", *_MPIRUN, "--mca", "plm_rsh_agent", str(agent), *parameters, "--host", hosts, *command]
-    return lab.run(0, mpirun, stdout=subprocess.PIPE, stderr=errors, text=True)
+    return lab.run(0, mpirun, stdout=out, stderr=errors, text=True)

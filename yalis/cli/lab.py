@@ -1,0 +1,41 @@
+"""Run a command as the ranks of a job on hosts of a lab: network namespaces of this machine, joined by links with a
+delay and a rate. The command finds its ranks as under torchrun, or as under mpirun with --mpirun:
+
+    yalis lab --hosts 2 --ranks-per-host 2 --delay 1ms -- yalis generate --tp 4 "The capital of France is"
+
+Needs root. On the hosts the command has the files of this machine, and no network but the lab's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from yalis.cli.flags import whole
+from yalis.errors import YalisError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", type=whole, metavar="N", default=2, help="hosts of the lab (default: 2)")
+    parser.add_argument("--ranks-per-host", type=whole, metavar="N", default=2, help="ranks on each (default: 2)")
+    parser.add_argument("--delay", metavar="1ms", default="0", help="of a link, one way (default: 0)")
+    parser.add_argument("--rate", metavar="10gbit", help="of a host's link (default: no limit)")
+    parser.add_argument("--mpirun", action="store_true", help="let Open MPI's mpirun start the ranks")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
+
+
+def run(args: argparse.Namespace) -> int:
+    from yalis.study.lab.hosts import Lab
+    from yalis.study.lab.ranks import run as run_ranks
+
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise YalisError("no command given; type it behind --, such as -- yalis generate --tp 4 Hello")
+    if args.hosts < 1 or args.ranks_per_host < 1:
+        raise YalisError(
+            f"--hosts is {args.hosts} and --ranks-per-host {args.ranks_per_host}; give at least one of each"
+        )
+    if command[0] == "yalis":  # this one, wherever the hosts would find another
+        command = [sys.executable, "-m", *command]
+    with Lab(args.hosts, args.delay, args.rate) as lab:
+        return run_ranks(lab, args.ranks_per_host, command, () if args.mpirun else None)
