@@ -1,5 +1,5 @@
 // The host's side: NVSHMEM's start and end, the arena, groups and launches, as a flat C interface.
-// Functions that can fail return 0 or a positive value on success, and a negative one on failure; nvrar_error() says why.
+// What can fail returns a negative value where it does, and nvrar_error() says why.
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -189,7 +189,7 @@ int nvrar_group(const int32_t* node_of, int size, int rank, uint64_t words, uint
       group->rank_of[i] = world[member];
       group->peer[i] = static_cast<char*>(nvshmem_ptr(arena + offset[member], world[member]));
       if (!group->peer[i]) {
-        return failed("rank " + std::to_string(world[member]) + " is on the same node, but its memory cannot be reached");
+        return failed("the memory of rank " + std::to_string(world[member]) + ", on the same node, cannot be reached");
       }
     }
   }

@@ -1,8 +1,8 @@
 // What host and device agree on: a group's shape, and where things lie in its memory.
 //
-// The memory of a group is one range of every member's symmetric arena. It holds a region for each protocol. A region has,
-// for each of two parities, slots for what ranks of the node contribute (reduce), what its owners finished (gather),
-// what other nodes sent (receive), and what this rank sends to other nodes (stage).
+// The memory of a group is one range of every member's symmetric arena. It holds a region for each protocol. A region
+// has, for each of two parities, slots for what ranks of the node contribute (reduce), what its owners finished
+// (gather), what other nodes sent (receive), and what this rank sends to other nodes (stage).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +35,7 @@ struct Move {
 
 struct Region {
   uint64_t base, slot; // bytes: from the start of the group's memory; of one slot
-  int32_t widest, owners, exchanges;
+  int32_t widest, owners, exchanges; // ranks of the largest node and its owners, 0 where nodes have one rank
 
   NVRAR_SHARED int slots() const { return widest + owners + 2 * exchanges; }
   NVRAR_SHARED int reduce(int source) const { return source; }
@@ -87,7 +87,7 @@ struct Call {
   uint32_t units;     // of kUnit bytes, the last perhaps not full
   uint32_t chunk;     // units
   int32_t aligned;    // whether x and out start at a multiple of kUnit
-  // The epilogue: out += residual, which is kept in residual; normed = out / rms(out) * weight. No epilogue where rows is 0.
+  // The epilogue, unless rows is 0: residual += out; normed = residual / rms(residual) * weight.
   uint32_t rows, width;
   int32_t packed;      // whether every row of these starts at a multiple of kUnit
   int32_t wide_weight; // the weight is float32, whatever the other tensors are

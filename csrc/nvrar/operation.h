@@ -3,9 +3,9 @@
 // Everything here and in the phases is written against a Wire: what a thread of a block can do. gpu_wire.cuh is the
 // real one; a test has another, whose puts arrive late and out of order. A Wire has
 //   thread() threads() block() blocks() sync()        its place, and the barrier of its block
-//   load_line(from), store_line(to, line)             two words, neither of them torn; to this rank's or a peer's memory
+//   load_line(from), store_line(to, line)             two words, neither of them torn; own or a peer's memory
 //   load_data(from), store_data(to, unit)             sixteen bytes without flags, ordered by signals
-//   load_signal(from), store_signal(to, value)        acquire and release; a release follows all stores before the last sync()
+//   load_signal(from), store_signal(to, value)        acquire and release, of all stores before the last sync()
 //   put(to, from, bytes, rank), put_signal(...)       into another rank's memory; called by the whole block
 //   settle(signal, value)                             after a put's signal is seen: its data is seen too
 //   count(counter), wake(generation), generation(at)  for the blocks of this rank: who is last; a barrier's turns

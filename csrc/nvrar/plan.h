@@ -48,9 +48,9 @@ inline uint64_t shape(Group& group, const int32_t* node_of, int size, int rank, 
   }
   group.owners = int(owners);
   int exchanges = doubling + (folds ? 2 : 0);
-  group.words = Region{0, slot_bytes(words, group.owners, 2 * kUnit), int32_t(widest), group.owners, exchanges};
-  group.signals = Region{group.words.bytes(), slot_bytes(signals, group.owners, kUnit), int32_t(widest), group.owners,
-                         exchanges};
+  int32_t sources = widest > 1 ? int32_t(widest) : 0, pieces = widest > 1 ? group.owners : 0;
+  group.words = Region{0, slot_bytes(words, group.owners, 2 * kUnit), sources, pieces, exchanges};
+  group.signals = Region{group.words.bytes(), slot_bytes(signals, group.owners, kUnit), sources, pieces, exchanges};
   return group.words.bytes() + group.signals.bytes();
 }
 

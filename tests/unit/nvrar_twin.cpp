@@ -1,5 +1,5 @@
-// Runs the kernels of csrc/nvrar without a GPU: every thread of every block of every rank is a fiber of one process, and a
-// seeded scheduler decides who runs next and which eight bytes of what was put or stored arrive next. So a run is
+// Runs the kernels of csrc/nvrar without a GPU: every thread of every block of every rank is a fiber of one process,
+// and a seeded scheduler decides who runs next and which eight bytes of what was put or stored arrive next. So a run is
 // repeated exactly by its seed, and a run in which nobody can go on is noticed.
 //
 // nvrar_twin nodes=2,2 ops=200 seed=1 ...; prints what went wrong and returns 1, or prints how much it did.
@@ -14,6 +14,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -347,8 +348,8 @@ void check(int me, int op, const Work& work) {
   int bytes = value_bytes(work.value);
   const char* out = static_cast<const char*>(rank.call.out);
   char where[160];
-  std::snprintf(where, sizeof where, "operation %d on rank %d: %llu elements of type %d, protocol %d, algorithm %d", op, me,
-                static_cast<unsigned long long>(work.count), work.value, work.protocol, work.algorithm);
+  std::snprintf(where, sizeof where, "operation %d on rank %d: %llu elements of type %d, protocol %d, algorithm %d", op,
+                me, static_cast<unsigned long long>(work.count), work.value, work.protocol, work.algorithm);
   if (rank.status.reported) fail(std::string(where) + ": a wait timed out");
   uint64_t digest = 0;
   double step = work.value == 0 ? 6e-8 : work.value == 1 ? 5e-4 : 4e-3; // half an ulp at 1
@@ -393,8 +394,11 @@ void check(int me, int op, const Work& work) {
     }
     for (uint32_t i = 0; i < work.width; ++i) {
       double right = kept[i] / std::sqrt(squares / work.width + 1e-5) * (1 + 0.25 * (i % 3));
-      float found = read_value(work.value, static_cast<const char*>(rank.call.normed) + (uint64_t(row) * work.width + i) * bytes);
-      if (!(std::fabs(found - right) <= 4 * step * (std::sqrt(double(work.width)) + std::fabs(right)))) fail(std::string(where) + ": norm");
+      const char* normed = static_cast<const char*>(rank.call.normed) + uint64_t(row) * work.width * bytes;
+      double slack = 4 * step * (std::sqrt(double(work.width)) + std::fabs(right));
+      if (!(std::fabs(read_value(work.value, normed + i * bytes) - right) <= slack)) {
+        fail(std::string(where) + ": norm");
+      }
     }
   }
   ++checked;
@@ -433,9 +437,8 @@ void live(int me, int block, int thread) {
 void build() {
   std::vector<int> sizes;
   std::string list = arguments.count("nodes") ? arguments["nodes"] : "1";
-  for (size_t at = 0; at < list.size(); at = list.find(',', at) == std::string::npos ? list.size() : list.find(',', at) + 1) {
-    sizes.push_back(std::atoi(list.c_str() + at));
-  }
+  std::istringstream counts(list);
+  for (std::string count; std::getline(counts, count, ',');) sizes.push_back(std::stoi(count));
   for (size_t node = 0; node < sizes.size(); ++node) node_of.insert(node_of.end(), sizes[node], int32_t(node));
   int size = int(node_of.size());
   ranks.resize(size);
