@@ -12,8 +12,9 @@ import torch
 
 from tests.ranks import Memory, run_ranks
 from yalis.comm import tuning
-from yalis.comm.auto import HIERARCHICAL_BYTES, AutoBackend, AutoGroup
+from yalis.comm.auto import AutoBackend, AutoGroup
 from yalis.comm.hierarchical import HierarchicalBackend, HierarchicalGroup
+from yalis.comm.neighbours import LIMIT
 from yalis.comm.topology import Topology
 from yalis.comm.torch_dist import GlooGroup
 from yalis.comm.tuning import Choice, Table, Timing, Tuned
@@ -120,19 +121,16 @@ def test_every_rank_has_the_table_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> 
     assert loads == [CPU]
 
 
-def test_auto_without_a_table_goes_by_size() -> None:
+def test_auto_without_a_table_is_hierarchical_between_cpus() -> None:
     def rank(world: World) -> None:
         backend = AutoBackend(world, CPU, Topology((0, 0, 1, 1)))
         group = backend.group("all", range(4))
         assert isinstance(group, AutoGroup)
-        sizes = (1, HIERARCHICAL_BYTES, HIERARCHICAL_BYTES + 1)
-        assert [group.pick(size) for size in sizes] == ["hierarchical", "hierarchical", "torch"]
-        for elements in (0, 1, 1001, HIERARCHICAL_BYTES // 4 + 1):
+        assert [group.pick(size) for size in (1, 1 << 30)] == ["hierarchical"] * 2
+        for elements in (0, 1, 1001, LIMIT // 4 + 1):
             assert bool((group.all_reduce(torch.full((elements,), float(world.rank))) == 6).all())
         assert group.all_gather(torch.tensor([world.rank])).tolist() == [0, 1, 2, 3]
-        # Within a node there is nothing to choose.
         half = backend.group(f"half {world.rank // 2}", NODES[world.rank // 2])
-        assert type(half) is GlooGroup
         assert half.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
         group.barrier()
         backend.close()

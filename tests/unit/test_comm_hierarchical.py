@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from tests.ranks import Memory, run_ranks
 from yalis.comm import hierarchical
 from yalis.comm.hierarchical import HierarchicalBackend, Summing, options
+from yalis.comm.neighbours import Neighbours
 from yalis.comm.schedule import BETWEEN, Nodes, cut
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import Choice
@@ -121,13 +123,16 @@ def reduce(
     in_place: bool = True,
     seed: int = 0,
     times: int = 1,
+    near: bool = False,
 ) -> tuple[list[Tensor], list[InMemory]]:
-    """Every rank's sum of the inputs, and its transport; more `times`: with others of another size between."""
+    """Every rank's sum of the inputs, and its transport; more `times`: with others of another size between; `near`:
+    ranks of a node share memory."""
     wire = Wire(seed, early)
+    neighbours = share_memory(nodes, inputs[0].nbytes) if near else {}
 
     def rank(index: int, comm: Memory) -> tuple[Tensor, InMemory]:
         transport = InMemory(wire, comm)
-        summing = Summing(transport, nodes, index)
+        summing = Summing(transport, nodes, index, neighbours.get(index))
         for turn in range(times):
             if turn:
                 summing.all_reduce(inputs[index][turn:].clone(), None, between, chunk)
@@ -140,6 +145,22 @@ def reduce(
 
     results = run_ranks(len(inputs), rank)
     return [total for total, _ in results], [transport for _, transport in results]
+
+
+def share_memory(nodes: Nodes, size: int) -> dict[int, Neighbours]:
+    """Windows of `size` bytes, and connections within each node."""
+    found = {}
+    for node in nodes:
+        windows = {rank: torch.full((2, -(-size // 8) * 8), 99, dtype=torch.uint8) for rank in node}
+        sockets: dict[int, dict[int, socket.socket]] = {rank: {} for rank in node}
+        for one, other in itertools.combinations(node, 2):
+            sockets[one][other], sockets[other][one] = socket.socketpair()
+        for rank in node:
+            for end in sockets[rank].values():
+                end.settimeout(30)  # not for ever, should another rank fail
+            others = {peer: window for peer, window in windows.items() if peer != rank}
+            found[rank] = Neighbours(windows[rank], others, sockets[rank])
+    return found
 
 
 @st.composite
@@ -171,6 +192,7 @@ def roundings(nodes: Nodes, between: str) -> int:
             "in_place": st.booleans(),
             "seed": st.integers(0, 1 << 20),
             "times": st.integers(1, 3),
+            "near": st.booleans(),
         }
     ),
 )
@@ -236,6 +258,22 @@ def test_messages_and_bytes_are_those_of_the_algorithm(count: int, each: int, la
                 moved = piece * exchanges if between == "doubling" else 2 * piece * (power - 1) // power
                 messages, moved = rounds + folds, moved + piece * folds
             assert (len(outside), sum(outside)) == (messages * lanes, moved)
+
+
+def test_what_stays_in_a_node_takes_no_message() -> None:
+    inputs = [torch.arange(10.0) * rank for rank in range(5)]
+    totals, transports = reduce(((0, 1), (2, 3, 4)), inputs, "doubling", 1 << 10, near=True, times=4)
+    assert all(torch.equal(total, torch.arange(10.0) * 10) for total in totals)
+    for rank, transport in enumerate(transports):
+        peers = {peer for what, peer, _ in transport.log if what == "send"}
+        assert peers == [{2}, {3}, {0}, {1}, set()][rank]
+
+
+def test_a_neighbour_that_is_gone() -> None:
+    neighbours = share_memory(((0, 1),), 8)
+    neighbours[1].close()
+    with pytest.raises((RuntimeError, OSError)):
+        neighbours[0].hear(1)
 
 
 def test_ranks_beyond_the_smallest_node_only_bring_and_fetch() -> None:
@@ -319,19 +357,19 @@ def test_strides_and_other_dtypes_of_the_output() -> None:
 
 
 def test_options_come_from_the_table_or_from_the_size() -> None:
-    assert options(None, 1 << 10, early=True) == ("doubling", hierarchical.CHUNK_BYTES)
-    assert options(None, 1 << 23, early=True) == ("direct", hierarchical.CHUNK_BYTES)
-    assert options(None, 1 << 23, early=False) == ("direct", hierarchical.STRETCH_BYTES)
+    assert options(None, 1 << 10, 4, early=True) == ("doubling", hierarchical.CHUNK_BYTES)
+    assert options(None, 1 << 23, 4, early=True) == ("halving", hierarchical.CHUNK_BYTES)
+    assert options(None, 1 << 23, 6, early=False) == ("direct", hierarchical.STRETCH_BYTES)
     chosen = Choice("hierarchical", {"between": "halving", "chunk": 4096})
-    assert options(chosen, 1 << 10, early=True) == ("halving", 4096)
+    assert options(chosen, 1 << 10, 4, early=True) == ("halving", 4096)
     for wrong in ({"between": "ring"}, {"chunk": 0}, {"chunk": "4096"}):
         with pytest.raises(YalisError, match="accepted: doubling, halving, direct, and a number of bytes; tune again"):
-            options(Choice("hierarchical", wrong), 1 << 10, early=True)
+            options(Choice("hierarchical", wrong), 1 << 10, 4, early=True)
 
 
 def test_what_is_offered_for_tuning_can_be_chosen() -> None:
     for size, count in ((1 << 10, 3), (1 << 20, 6), (1 << 24, 9)):
         offered = HierarchicalBackend.options_to_try(size)
-        chosen = {options(Choice("hierarchical", each), size, early=True) for each in offered}
+        chosen = {options(Choice("hierarchical", each), size, 4, early=True) for each in offered}
         assert len(chosen) == len(offered) == count
-        assert options(None, size, early=True) in chosen
+        assert options(None, size, 4, early=True) in chosen

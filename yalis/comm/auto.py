@@ -18,9 +18,6 @@ from yalis.log import get_logger
 
 log = get_logger(__name__)
 
-# Between the CPUs of several nodes, unless a table says otherwise: up to here the fewest exchanges win.
-HIERARCHICAL_BYTES = 2 << 20
-
 
 class AutoGroup(OverTorch):
     """Hands each all-reduce to one of several groups of the same ranks."""
@@ -61,17 +58,17 @@ class AutoBackend(OverTorchBackend):
     def _wanted(self) -> list[str]:
         """The backends worth asking for: those a measured shape is fastest with, else those of the defaults."""
         names = set().union(*(tuned.backends for tuned in self.table.shapes.values()))
-        if self.device.type == "cpu" and self.topology.nodes > 1:
+        if self.device.type == "cpu":
             names.add("hierarchical")
         return [name for name in BACKENDS.names() if name in names - {"torch", "auto"}]
 
     def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         nodes = self.topology.by_node(ranks)
         tuned = self.table.of(nodes)
-        if tuned.timings:
-            wanted = tuned.backends
-        else:
-            wanted = {"hierarchical"} if len(nodes) > 1 and self.device.type == "cpu" else set()
+        # Between CPUs it beats gloo's ring at every size, the more so the more nodes there are; between GPUs NCCL has
+        # to be shown to be slower.
+        default = "hierarchical" if self.device.type == "cpu" and "hierarchical" in self._others else "torch"
+        wanted = tuned.backends if tuned.timings else {default}
         groups: dict[str, Communicator] = {"torch": under}
         for backend, other in self._others.items():
             if backend not in wanted:
@@ -83,9 +80,7 @@ class AutoBackend(OverTorchBackend):
 
         def pick(size: int) -> str:
             choice = tuned.best(size, groups.keys())
-            if choice is not None:
-                return choice.backend
-            return "hierarchical" if "hierarchical" in groups and size <= HIERARCHICAL_BYTES else "torch"
+            return default if choice is None else choice.backend
 
         return AutoGroup(under, groups, pick) if len(groups) > 1 else under
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -11,14 +12,17 @@ from torch import Tensor
 
 from yalis.comm.base import Communicator
 from yalis.comm.contiguous import LOW_PRECISION
+from yalis.comm.neighbours import LIMIT, Neighbours, open_neighbours
 from yalis.comm.over_torch import OverTorch, OverTorchBackend
-from yalis.comm.schedule import BETWEEN, Nodes, Plan, Step, plan
-from yalis.comm.torch_dist import TorchGroup
-from yalis.comm.tuning import Choice, Tuned
+from yalis.comm.schedule import BETWEEN, Nodes, Plan, Span, Step, plan
+from yalis.comm.topology import Topology
+from yalis.comm.torch_dist import TorchBackend, TorchGroup
+from yalis.comm.tuning import Choice, Table, Tuned
 from yalis.errors import YalisError
+from yalis.launch.world import World
 
 # Unless a table says otherwise: up to how many bytes of a message the fewest exchanges win over the fewest bytes.
-DOUBLING_BYTES = 128 << 10
+DOUBLING_BYTES = 256 << 10
 # And how many bytes go into one message between nodes at most, so that the next one's way overlaps with adding it. A
 # message costs gloo a good deal, so short chunks have to be measured to be better.
 CHUNK_BYTES = 4 << 20
@@ -49,21 +53,28 @@ class Transport(Protocol):
 
 
 class Run:
-    """A plan carried out on a transport, once or over and over.
+    """A plan carried out on a transport, once or over and over; steps among neighbours go through shared memory.
 
     A message leaves when its receiver is known to be ready, and that word takes as long as a message. So where receives
     may be early, all of a run are posted at its beginning, and those into memory of its own again once that is free:
     the next run's first messages then wait for no word.
     """
 
-    def __init__(self, transport: Transport, plan: Plan, tag: int, memory: Tensor) -> None:
-        self.transport, self.plan, self.tag = transport, plan, tag
+    def __init__(
+        self, transport: Transport, plan: Plan, tag: int, dtype: torch.dtype, device: torch.device,
+        neighbours: Neighbours | None = None,
+    ) -> None:  # fmt: skip
+        self.transport, self.plan, self.tag, self.neighbours = transport, plan, tag, neighbours
+        self.near = [neighbours is not None and step.peers <= neighbours.theirs.keys() for step in plan.moves]
+        with torch.inference_mode(False):  # else this memory could only be written inside that mode
+            memory = torch.empty(plan.scratch, dtype=dtype, device=device)
+            self._halves = self._near_halves(dtype)
         #: for each move, where the terms of its sum are received and from whom; empty where nothing is added
         self.terms: list[list[tuple[Tensor, int]]] = []
         used = 0
-        for step in plan.moves:
+        for step, near in zip(plan.moves, self.near, strict=True):
             self.terms.append([])
-            for message in step.receives if step.own is not None else ():
+            for message in step.receives if step.own is not None and not near else ():
                 start, used = used, used + message.span[1] - message.span[0]
                 self.terms[-1].append((memory[start:used], message.peer))
         self._posted = [self._post(terms) for terms in self.terms]
@@ -71,9 +82,12 @@ class Run:
     def __call__(self, x: Tensor, again: bool) -> None:
         """Every rank's flat `x` becomes their sum; `again`: this will be called again."""
         moves, lanes, early = self.plan.moves, self.plan.lanes, self.transport.early
+        half = self._halves[self.neighbours.next_half()] if self.neighbours is not None else []
         inboxes = [
-            terms if step.own is not None else [(x[slice(*message.span)], message.peer) for message in step.receives]
-            for step, terms in zip(moves, self.terms, strict=True)
+            terms
+            if step.own is not None or near
+            else [(x[slice(*message.span)], message.peer) for message in step.receives]
+            for step, near, terms in zip(moves, self.near, self.terms, strict=True)
         ]
         waits = [
             posted if step.own is not None else self._post(inbox)
@@ -81,12 +95,16 @@ class Run:
         ]
         for turn in range(len(moves) + lanes):
             before = turn - lanes  # the same lane's step before
-            if before >= 0:
+            if before >= 0 and self.near[before]:
+                self._take(moves[before], half[before], x)
+            elif before >= 0:
                 # What it sends is out and what it receives is in, before either is written.
                 for pending in waits[before]:
                     pending.wait()
                 _add(moves[before], x, [term for term, _ in self.terms[before]])
-            if turn < len(moves):
+            if turn < len(moves) and self.near[turn]:
+                self._give(moves[turn], half[turn], x)
+            elif turn < len(moves):
                 sends = [(x[slice(*message.span)], message.peer) for message in moves[turn].sends]
                 begun = self.transport.begin(sends, () if early else inboxes[turn], self.tag)
                 waits[turn] = [*waits[turn], *begun]
@@ -96,6 +114,53 @@ class Run:
     def _post(self, inbox: Sequence[tuple[Tensor, int]]) -> Sequence[Pending]:
         return self.transport.begin((), inbox, self.tag) if inbox and self.transport.early else ()
 
+    def _near_halves(self, dtype: torch.dtype) -> list[list[Near | None]]:
+        """For each half of the windows and each move: what of them it writes and reads."""
+        if self.neighbours is None:
+            return []
+        mine, theirs = self.neighbours.mine, self.neighbours.theirs
+        halves: list[list[Near | None]] = []
+        for half in (0, 1):
+            own = mine[half].view(dtype)
+            others = {peer: window[half].view(dtype) for peer, window in theirs.items()}
+            halves.append([
+                Near(
+                    {message.span: own[slice(*message.span)] for message in step.sends},
+                    [others[message.peer][slice(*message.span)] for message in step.receives],
+                )
+                if near
+                else None
+                for step, near in zip(self.plan.moves, self.near, strict=True)
+            ])  # fmt: skip
+        return halves
+
+    def _give(self, step: Step, near: Near | None, x: Tensor) -> None:
+        assert near is not None
+        assert self.neighbours is not None
+        for span, place in near.written.items():
+            place.copy_(x[slice(*span)])
+        for message in step.sends:
+            self.neighbours.tell(message.peer)
+
+    def _take(self, step: Step, near: Near | None, x: Tensor) -> None:
+        assert near is not None
+        assert self.neighbours is not None
+        for message in step.receives:
+            self.neighbours.hear(message.peer)
+        if step.own is not None:
+            _add(step, x, near.read)
+            return
+        for message, place in zip(step.receives, near.read, strict=True):
+            x[slice(*message.span)].copy_(place)
+
+
+@dataclass(frozen=True)
+class Near:
+    """The parts of windows that a step among neighbours writes and reads."""
+
+    written: dict[Span, Tensor]
+    read: list[Tensor]
+
 
 class Summing:
     """All-reduces of one rank over a transport.
@@ -103,8 +168,9 @@ class Summing:
     Low precisions travel as they are: the sum of each step is taken in float32 and rounded once.
     """
 
-    def __init__(self, transport: Transport, nodes: Nodes, rank: int) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport, nodes: Nodes, rank: int, neighbours: Neighbours | None = None) -> None:
+        self.transport, self._neighbours = transport, neighbours
+        self._stretch = STRETCH_BYTES if neighbours is None else LIMIT
         self._plan = lru_cache(256)(lambda *how: plan(nodes, rank, *how))
         self._tag = transport.new_tag()
         self._standing: dict[tuple[torch.dtype, str, int, int], Run] = {}
@@ -117,7 +183,7 @@ class Summing:
         if buffer is not x:
             buffer.copy_(x)
         if x.numel():
-            for stretch in buffer.view(-1).split(STRETCH_BYTES // x.itemsize):
+            for stretch in buffer.view(-1).split(self._stretch // x.itemsize):
                 self._sum(stretch, between, chunk // x.itemsize)
         return target if buffer is target else target.copy_(buffer)
 
@@ -128,9 +194,8 @@ class Summing:
             return run(x, again=True)
         plan = self._plan(between, x.numel(), chunk)
         stands = self.transport.early and x.nbytes <= STANDING_BYTES and len(self._standing) < STANDING
-        with torch.inference_mode(False):  # else this memory could only be written inside that mode
-            memory = torch.empty(plan.scratch, dtype=x.dtype, device=x.device)
-        run = Run(self.transport, plan, self.transport.new_tag() if stands else self._tag, memory)
+        tag = self.transport.new_tag() if stands else self._tag
+        run = Run(self.transport, plan, tag, x.dtype, x.device, self._neighbours)
         if stands:
             self._standing[kind] = run
         run(x, again=stands)
@@ -149,19 +214,24 @@ def _add(step: Step, x: Tensor, terms: list[Tensor]) -> None:
             total += term
         own.copy_(total)
         return
-    for term in before[1:]:
-        before[0] += term
-    for term in (*before[:1], *after):
+    if before:
+        first = before[0] + before[1] if len(before) > 1 else before[0]
+        for term in before[2:]:
+            first += term
+        own += first
+    for term in after:
         own += term
 
 
 class HierarchicalGroup(OverTorch):
     """Sums over torch's sends and receives, each as the table says for its size."""
 
-    def __init__(self, under: TorchGroup, nodes: Nodes, tuned: Tuned) -> None:
+    def __init__(self, under: TorchGroup, nodes: Nodes, tuned: Tuned, neighbours: Neighbours | None) -> None:
         super().__init__(under)
-        self._summing = Summing(under, nodes, self.rank)
-        self._options = lru_cache(256)(lambda size: options(tuned.best(size, "hierarchical"), size, under.early))
+        self._summing = Summing(under, nodes, self.rank, neighbours)
+        self._options = lru_cache(256)(
+            lambda size: options(tuned.best(size, "hierarchical"), size, len(nodes), under.early)
+        )
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._summing.all_reduce(x, out, *self._options(x.nbytes))
@@ -169,6 +239,17 @@ class HierarchicalGroup(OverTorch):
 
 class HierarchicalBackend(OverTorchBackend):
     name = "hierarchical"
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        topology: Topology | None = None,
+        table: Table | None = None,
+        under: TorchBackend | None = None,
+    ) -> None:
+        super().__init__(world, device, topology, table, under)
+        self._neighbours: list[Neighbours] = []
 
     @staticmethod
     def options_to_try(size: int) -> list[dict[str, int | str]]:
@@ -179,13 +260,28 @@ class HierarchicalBackend(OverTorchBackend):
     def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         nodes = self.topology.by_node(ranks)
         place = {rank: index for index, rank in enumerate(ranks)}
-        return HierarchicalGroup(under, [[place[rank] for rank in node] for node in nodes], self.table.of(nodes))
+        places = [[place[rank] for rank in node] for node in nodes]
+        neighbours = None
+        if self.device.type == "cpu" and any(len(node) > 1 for node in nodes):
+            # A node may be a part of a machine, or, where a user says so, of several: those share no memory.
+            mine = next(node for node in nodes if self.world.rank in node)
+            one_machine = len({self.world.members[rank].node for rank in mine}) == 1
+            neighbours = open_neighbours(under, places[nodes.index(mine)], one_machine)
+            if neighbours is not None:
+                self._neighbours.append(neighbours)
+        return HierarchicalGroup(under, places, self.table.of(nodes), neighbours)
+
+    def close(self) -> None:
+        for neighbours in self._neighbours:
+            neighbours.close()
+        super().close()
 
 
-def options(choice: Choice | None, size: int, early: bool) -> tuple[str, int]:
+def options(choice: Choice | None, size: int, nodes: int, early: bool) -> tuple[str, int]:
     """The schedule between nodes and the bytes of a chunk, for a message of `size` bytes."""
     chosen = choice.options if choice is not None else {}
-    between = chosen.get("between", "doubling" if size <= DOUBLING_BYTES else "direct")
+    long = "halving" if nodes.bit_count() == 1 else "direct"  # which needs no node to hand its part to another
+    between = chosen.get("between", "doubling" if size <= DOUBLING_BYTES else long)
     # Where receives cannot wait aside, nothing overlaps and chunks only cost.
     chunk = chosen.get("chunk", CHUNK_BYTES if early else STRETCH_BYTES)
     if between not in BETWEEN or not isinstance(chunk, int) or chunk < 1:

@@ -31,6 +31,10 @@ class Step:
     #: None: what comes is put in its place. Else it is added to what is there, which is the term of this index.
     own: int | None = None
 
+    @property
+    def peers(self) -> set[int]:
+        return {message.peer for message in (*self.sends, *self.receives)}
+
 
 Between = Callable[[Sequence[int], int, Span], Iterator[Step]]
 
