@@ -1,6 +1,7 @@
 """The all-reduce benchmark on the hosts of a lab, beside every algorithm that Open MPI has.
 
-`python -m yalis.study.allreduce_lab PLAN` is one rank there; the first writes what it does and finds as lines of JSON.
+`python -m yalis.study.allreduce_lab PLAN FILE` is one rank there; the first says what it does in lines, and writes what
+it found, or what went wrong, into the file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from yalis import env, results
@@ -95,42 +98,47 @@ def _launch(lab: Lab, per_host: int, plan: AllReducePlan, algorithm: str, report
         mpi = ["--mca", "coll_tuned_use_dynamic_rules", "1", "--mca", "coll_tuned_allreduce_algorithm", number]
     where = f"{1e3 * lab.delay:g} ms{algorithm and ', mpi ' + algorithm}"
     report(f"{where}: starting ranks")
-    with started(lab, per_host, [sys.executable, "-m", MODULE, json.dumps(asdict(plan))], mpi) as (process, errors):
-        assert process.stdout is not None
-        for line in process.stdout:
-            said = json.loads(line)
-            if "result" in said:
-                result: dict[str, Any] = said["result"]
-                return result
-            if "error" in said:
-                raise (YalisError if said["status"] == YalisError.exit_code else YalisFailure)(said["error"])
-            report(f"{where}: {said['progress']}")
-        process.wait()
-        errors.seek(0)
-        last = [line.strip() for line in errors if line.strip()][-3:]
-        raise YalisFailure(f"the ranks in the lab ended without a result: {' / '.join(last) or 'they said nothing'}")
-
-
-def _say(**values: Any) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
+    with TemporaryDirectory(prefix="yalis-lab-") as folder:
+        told = Path(folder) / "told.json"
+        command = [sys.executable, "-m", MODULE, json.dumps(asdict(plan)), str(told)]
+        with started(lab, per_host, command, mpi) as (process, errors):
+            assert process.stdout is not None
+            for line in process.stdout:
+                report(f"{where}: {line.strip()}")
+            process.wait()
+            if not told.exists():
+                errors.seek(0)
+                last = " / ".join([line.strip() for line in errors if line.strip()][-3:])
+                raise YalisFailure(f"the ranks in the lab ended without a result: {last or 'they said nothing'}")
+        found: dict[str, Any] = json.loads(told.read_text())
+    if "error" in found:
+        raise (YalisError if found["status"] == YalisError.exit_code else YalisFailure)(found["error"])
+    return found
 
 
 def main() -> int:
+    plan, told = sys.argv[1:]
     try:
-        result = measure(AllReducePlan.told(json.loads(sys.argv[1])), None, "", _report)
+        result = measure(AllReducePlan.told(json.loads(plan)), None, "", _report)
         if result is not None:
-            _say(result=asdict(result))
+            _write(Path(told), asdict(result))
     except YalisError as error:
         if env.rank() == 0:
-            _say(error=str(error), status=error.exit_code)
+            _write(Path(told), {"error": str(error), "status": error.exit_code})
         return error.exit_code
     return 0
 
 
+def _write(path: Path, values: dict[str, Any]) -> None:
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(values))
+    whole.replace(path)
+
+
 def _report(text: str) -> None:
     if env.rank() == 0:
-        _say(progress=text)
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
