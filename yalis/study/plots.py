@@ -59,7 +59,8 @@ def draw_allreduce(result: Result, file: Path) -> list[Path]:
     axes[1][0].set_ylabel(f"speed-up over {baseline_of(result.rows, result.parameters['baseline'])}")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.suptitle(f"all-reduce, {result.parameters['ranks']} ranks ({result.parameters['shape']})")
-    written = [file.with_suffix(suffix) for suffix in (".png", ".svg")]
+    stem = file.with_suffix("") if file.suffix in (".png", ".svg") else file
+    written = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
     try:
         for path in written:
             figure.savefig(path, dpi=150)
