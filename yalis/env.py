@@ -75,7 +75,7 @@ def nvrar_timeout() -> float:
 
 def nvrar_arena() -> int:
     """$YALIS_NVRAR_ARENA: MiB of GPU memory that every rank keeps for its all-reduce groups."""
-    return int(_positive("YALIS_NVRAR_ARENA", 256.0)) << 20
+    return int(_positive("YALIS_NVRAR_ARENA", 256.0) * 2**20)
 
 
 def prepare_nvshmem(heap: int, one_host: bool) -> None:

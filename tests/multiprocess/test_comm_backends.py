@@ -52,8 +52,9 @@ def test_the_whole_contract_between_nodes(nodes: str) -> None:
     assert min(told["checks"]) > 300
 
 
-def test_a_dead_rank_breaks_the_collectives_of_the_others() -> None:
-    done = run(*CHECKS, "death", "torch", "3", "cpu")
+@pytest.mark.parametrize("backend", ["torch", "hierarchical"])
+def test_a_dead_rank_breaks_the_collectives_of_the_others(backend: str) -> None:
+    done = run(*CHECKS, "death", backend, "3", "cpu")
     told = json.loads(done.stdout)
     assert told["raised"] == "RuntimeError"
     assert told["after"] < 5

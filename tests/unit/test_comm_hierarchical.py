@@ -21,7 +21,7 @@ from tests.ranks import Memory, run_ranks
 from yalis.comm import hierarchical
 from yalis.comm.hierarchical import HierarchicalBackend, Summing, options
 from yalis.comm.neighbours import Neighbours
-from yalis.comm.schedule import BETWEEN, Nodes, cut
+from yalis.comm.schedule import BETWEEN, MOST_LANES, Nodes, cut
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError
@@ -269,11 +269,20 @@ def test_what_stays_in_a_node_takes_no_message() -> None:
         assert peers == [{2}, {3}, {0}, {1}, set()][rank]
 
 
+def test_many_small_chunks_become_few_lanes() -> None:
+    inputs = [torch.arange(4000.0) + rank for rank in range(4)]
+    totals, transports = reduce(((0, 1), (2, 3)), inputs, "doubling", 4, near=True, times=3)
+    assert all(torch.equal(total, 4 * torch.arange(4000.0) + 6) for total in totals)
+    assert sum(what == "send" for what, _, _ in transports[0].log) == 5 * MOST_LANES
+
+
 def test_a_neighbour_that_is_gone() -> None:
     neighbours = share_memory(((0, 1),), 8)
     neighbours[1].close()
-    with pytest.raises((RuntimeError, OSError)):
+    with pytest.raises(RuntimeError, match="neighbour 1 is closed"):
         neighbours[0].hear(1)
+    with pytest.raises(RuntimeError, match="neighbour 1 is lost"):
+        neighbours[0].tell(1)
 
 
 def test_ranks_beyond_the_smallest_node_only_bring_and_fetch() -> None:
@@ -306,11 +315,12 @@ def test_receives_stand_ready_for_the_next_time() -> None:
     def rank(index: int, comm: Memory) -> list[str]:
         transport = InMemory(wire, comm)
         summing = Summing(transport, ((0,), (1,)), index)
-        for _ in range(2):
+        for _ in range(3):
             assert bool((summing.all_reduce(torch.ones(9), None, "doubling", 64) == 2).all())
         return [what for what, _, _ in transport.log]
 
-    assert run_ranks(2, rank) == [["post", *["send", "got", "gave", "post"] * 2]] * 2
+    once, standing = ["post", "send", "got", "gave"], ["send", "got", "gave", "post"]
+    assert run_ranks(2, rank) == [[*once, "post", *standing, *standing]] * 2
 
 
 def test_receives_stand_for_a_bounded_number_of_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +330,7 @@ def test_receives_stand_for_a_bounded_number_of_kinds(monkeypatch: pytest.Monkey
 
     def rank(index: int, comm: Memory) -> int:
         summing = Summing(InMemory(wire, comm), ((0,), (1,)), index)
-        for elements in (101, 5, 6, 7, 8, 5, 8, 101, 7):
+        for elements in (101, 5, 6, 7, 8, 5, 8, 101, 7, 6, 5, 101):
             assert bool((summing.all_reduce(torch.ones(elements), None, "direct", 64) == 2).all())
         return len(summing._standing)
 

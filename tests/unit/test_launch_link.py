@@ -146,8 +146,8 @@ def test_a_failure_elsewhere_or_an_end_breaks_off_sending(pair: Pair) -> None:
 
 
 def test_waiting_for_any(pair: Pair) -> None:
-    threading.Timer(0.2, lambda: pair[1].send(1)).start()
     begin = time.monotonic()
+    threading.Timer(0.2, lambda: pair[1].send(1)).start()
     wait_any([pair[1], pair[0]])
     assert time.monotonic() - begin >= 0.2
     assert pair[0].receive() == 1

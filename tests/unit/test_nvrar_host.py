@@ -125,7 +125,7 @@ def test_a_wait_that_never_ended_is_told_in_a_sentence(monkeypatch: pytest.Monke
     session.status = Status(reported=1, group=3, phase=2, step=1, peer=0, number=4711)
     name = session.world.name(0)
     assert session.describe() == (
-        f"{name} waited 30 s in the all-reduce of group tp for {name}: phase between nodes, step 1, operation 4711"
+        f"waited 30 s in the all-reduce of group tp for {name}: phase between nodes, step 1, operation 4711"
     )
     monkeypatch.setenv("YALIS_NVRAR_TIMEOUT", "soon")
     with pytest.raises(YalisError, match="YALIS_NVRAR_TIMEOUT is 'soon'; accepted: a number above 0"):

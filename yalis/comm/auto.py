@@ -65,8 +65,8 @@ class AutoBackend(OverTorchBackend):
     def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         nodes = self.topology.by_node(ranks)
         tuned = self.table.of(nodes)
-        # Between CPUs it beats gloo's ring at every size, the more so the more nodes there are; between GPUs NCCL has
-        # to be shown to be slower.
+        # Between CPUs it was faster than gloo's ring at all sizes from 64 KB to 8 MB, and level above (docs/nvrar.md);
+        # between GPUs NCCL has to be shown to be slower.
         default = "hierarchical" if self.device.type == "cpu" and "hierarchical" in self._others else "torch"
         wanted = tuned.backends if tuned.timings else {default}
         groups: dict[str, Communicator] = {"torch": under}
@@ -83,6 +83,10 @@ class AutoBackend(OverTorchBackend):
             return default if choice is None else choice.backend
 
         return AutoGroup(under, groups, pick) if len(groups) > 1 else under
+
+    def check(self) -> None:
+        for other in self._others.values():
+            other.check()
 
     def close(self) -> None:
         for other in self._others.values():

@@ -91,6 +91,8 @@ class CommBackend(ABC):
     """One way of communicating between the ranks of a world on one kind of device."""
 
     name: ClassVar[str]
+    #: whether what was measured of all-reduces matters to it
+    uses_table: ClassVar[bool] = False
 
     def __init__(
         self, world: World, device: torch.device, topology: Topology | None = None, table: Table | None = None
@@ -110,6 +112,9 @@ class CommBackend(ABC):
 
         A group of one is a SingleRank. Names are unique within a world.
         """
+
+    def check(self) -> None:  # noqa: B027 - most backends raise where they fail
+        """Raise if what was computed since may be wrong, because a device gave up waiting for another rank."""
 
     def close(self) -> None:  # noqa: B027 - not every backend holds something
         """Let go of every group."""

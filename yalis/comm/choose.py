@@ -26,7 +26,8 @@ def open_backend(name: str, world: World, device: torch.device, topology: Topolo
         usable = [other for other in BACKENDS.names() if other != name and refusal(other, world, device) is None]
         accepted = f"usable: {', '.join(usable)}" if usable else "no other one is usable"
         raise YalisError(f"communication backend {name!r} cannot be used here: {reason}; {accepted}")
-    return BACKENDS.load(name)(world, device, topology, tuning.agree(world, device))
+    backend = BACKENDS.load(name)
+    return backend(world, device, topology, tuning.agree(world, device) if backend.uses_table else None)
 
 
 def refusal(name: str, world: World, device: torch.device) -> str | None:

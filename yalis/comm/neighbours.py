@@ -10,11 +10,13 @@ all-reduce only after the one before, which took something from every rank, so e
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +32,7 @@ log = get_logger(__name__)
 LIMIT = 4 << 20
 _SHARED = Path("/dev/shm")
 _HEARD = b"\0"
+_STALE_S = 3600.0  # names are needed for a moment only
 
 
 class Neighbours:
@@ -47,11 +50,18 @@ class Neighbours:
 
     def tell(self, peer: int) -> None:
         """What this rank has written is there for `peer`."""
-        self._sockets[peer].sendall(_HEARD)
+        try:
+            self._sockets[peer].sendall(_HEARD)
+        except OSError as error:  # which elsewhere would be taken for that of a file or of our own output
+            raise RuntimeError(f"the connection to neighbour {peer} is lost: {error.strerror}") from error
 
     def hear(self, peer: int) -> None:
         """Wait until `peer` has written what comes next."""
-        if not self._sockets[peer].recv(1):
+        try:
+            heard = self._sockets[peer].recv(1)
+        except OSError as error:
+            raise RuntimeError(f"the connection to neighbour {peer} is lost: {error.strerror}") from error
+        if not heard:
             raise RuntimeError(f"the connection to neighbour {peer} is closed")
 
     def close(self) -> None:
@@ -96,6 +106,7 @@ def open_neighbours(group: TorchGroup, neighbours: Sequence[int], possible: bool
 
 def _make(folder: Path) -> tuple[Tensor, socket.socket]:
     """This rank's window and a socket that its neighbours come to, in a folder that only their user may enter."""
+    _sweep()
     folder.mkdir(mode=0o700)
     handle = os.open(folder / "window", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -106,6 +117,15 @@ def _make(folder: Path) -> tuple[Tensor, socket.socket]:
     door.bind(str(folder / "door"))
     door.listen()
     return _map(folder / "window"), door
+
+
+def _sweep() -> None:
+    """Remove what ranks that were killed while they met have left behind."""
+    for left in _SHARED.glob("yalis-*"):
+        with contextlib.suppress(OSError):
+            about = left.stat()
+            if about.st_uid == os.getuid() and time.time() - about.st_mtime > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _map(path: Path) -> Tensor:
@@ -127,5 +147,8 @@ def _connect(rank: int, others: Sequence[int], door: socket.socket, job: str) ->
             one.sendall(rank.to_bytes(4, "little"))
     for _ in range(sum(peer > rank for peer in others)):
         one, _ = door.accept()
-        sockets[int.from_bytes(one.recv(4, socket.MSG_WAITALL), "little")] = one
+        said = one.recv(4, socket.MSG_WAITALL)
+        if len(said) < 4:
+            raise RuntimeError("a neighbour left while it came")
+        sockets[int.from_bytes(said, "little")] = one
     return sockets

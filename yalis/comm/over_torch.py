@@ -44,6 +44,8 @@ class OverTorch(Communicator):
 class OverTorchBackend(CommBackend):
     """Several of these may share one TorchBackend, which then outlives them."""
 
+    uses_table = True
+
     def __init__(
         self,
         world: World,

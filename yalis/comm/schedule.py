@@ -36,6 +36,9 @@ class Step:
         return {message.peer for message in (*self.sends, *self.receives)}
 
 
+# A lane is worth its messages only while others are on their way; and neighbours' words for it wait in a socket.
+MOST_LANES = 32
+
 Between = Callable[[Sequence[int], int, Span], Iterator[Step]]
 
 
@@ -143,9 +146,9 @@ class Plan:
 
 
 def plan(nodes: Nodes, rank: int, between: str, elements: int, chunk: int) -> Plan:
-    """`chunk`: about how many elements of a lane each owner has."""
+    """`chunk`: about how many elements of a lane each owner has; more, where that would make too many lanes."""
     owners = min(len(node) for node in nodes)
-    lanes = max(1, -(-elements // (max(chunk, 1) * owners)))
+    lanes = min(max(1, -(-elements // (max(chunk, 1) * owners))), MOST_LANES)
     columns = [list(steps(nodes, rank, between, span)) for span in cut((0, elements), lanes)]
     moves = tuple(_without_nothing(step) for row in zip(*columns, strict=True) for step in row)
     added = (message.span for step in moves if step.own is not None for message in step.receives)

@@ -109,10 +109,14 @@ def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuning-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(held, indent=1, allow_nan=False) + "\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps(held, indent=1, allow_nan=False) + "\n")
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise YalisFailure(f"cannot write {path}: {error.strerror}; set YALIS_CACHE to a folder that can be") from error
     return path

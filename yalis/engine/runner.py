@@ -36,14 +36,16 @@ log = get_logger(__name__)
 class PendingStep:
     """A step that was launched; `result()` waits for its tokens."""
 
-    def __init__(self, plan: StepPlan, sampled: Sampled | None) -> None:
-        self._plan = plan
+    def __init__(self, plan: StepPlan, sampled: Sampled | None, check: Callable[[], None] = lambda: None) -> None:
+        """`check` raises if what a device computed is not to be believed."""
+        self._plan, self._check = plan, check
         self._sampled = sampled.begin_copy() if sampled is not None else None
 
     def result(self) -> StepOutput:
         if self._sampled is None:
             return StepOutput(self._plan.number, {})
         tokens, logprobs = self._sampled.to_host()
+        self._check()
         ids = [step.request_id for step in self._plan.sequences if step.samples]
         return StepOutput(
             self._plan.number,
@@ -73,8 +75,11 @@ class Runner:
         grid: Grid | None = None,
         stage: Stage | None = None,
         settle: Callable[[int], int] = lambda blocks: blocks,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle`: from the KV blocks that fit here to those that fit on every rank."""
+        """`settle`: from the KV blocks that fit here to those that fit on every rank; `check`: raises if what the
+        device computed since is not to be believed."""
+        self.check = check
         self.spec, self.eos, self.block_size = spec, eos, config.block_size
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
@@ -175,11 +180,11 @@ class Runner:
     def _sample(self, plan: StepPlan, logits: Tensor) -> PendingStep:
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
-            return PendingStep(plan, None)
+            return PendingStep(plan, None, self.check)
         sampled = self._choose(logits, [self._sampling_row(step) for step in sampling])
         slots = self._to_device(np.array([step.slot for step in sampling], dtype=np.int64))
         self.last_tokens.index_copy_(0, slots, sampled.tokens.clamp(min=0))
-        return PendingStep(plan, sampled)
+        return PendingStep(plan, sampled, self.check)
 
     def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
         batch = SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)

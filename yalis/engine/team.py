@@ -113,7 +113,8 @@ class Team:
             return min(everyone[rank] for rank in ranks)
 
         try:
-            self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, settle)
+            check = self._comm.check if self._comm is not None else lambda: None
+            self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, settle, check)
         except BaseException:
             if self._comm is not None and world.failure is not None:
                 self._comm.close()

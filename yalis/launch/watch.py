@@ -61,8 +61,8 @@ class Watch(ABC):
         self.phase = phase
 
     @abstractmethod
-    def fail(self, sentence: str) -> None:
-        """End the job with this sentence."""
+    def fail(self, sentence: str, aside: bool = False) -> None:
+        """End the job with this sentence; `aside`: the thread that runs the job does not know of it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -127,7 +127,10 @@ class HubWatch(Watch):
         self._turns += 1
         self.phase = phase
 
-    def fail(self, sentence: str) -> None:
+    def fail(self, sentence: str, aside: bool = False) -> None:
+        if aside:
+            self._end_job(f"{self.members[0]}: {sentence}")
+            return
         self.noticed.set()
         self._spread(f"{self.members[0]}: {sentence}", aloud=False)  # whoever calls this has its own words for it
 
@@ -236,7 +239,7 @@ class SpokeWatch(Watch):
             self.phase = phase
             self._send(self._link, {"phase": phase})
 
-    def fail(self, sentence: str) -> None:
+    def fail(self, sentence: str, aside: bool = False) -> None:
         if self.closing or self.over.is_set():
             return
         self._send(self._link, {"fail": sentence})

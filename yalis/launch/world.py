@@ -134,10 +134,11 @@ class World:
                 server.close()
         return {} if leader is None or leader == self.rank else {leader: self._follow(leader, *doors[leader])}
 
-    def fail(self, sentence: str) -> None:
-        """Tell everyone that this rank cannot go on; returns in rank 0 only."""
+    def fail(self, sentence: str, aside: bool = False) -> None:
+        """Tell everyone that this rank cannot go on; returns in rank 0 only. `aside`: said by a thread that looks on,
+        while another one may be stuck in the job."""
         if self._watch:
-            self._watch.fail(sentence)
+            self._watch.fail(sentence, aside)
         else:
             self._own_failure = sentence
 

@@ -58,10 +58,11 @@ def launch_for(choice: Choice | None, size: int, owners: int, most_blocks: int) 
     chunk = chosen.get("chunk", min(max(-(-piece // max(int(blocks), 1)), 1), 32 << 10))
     threads = chosen.get("threads", THREADS)
     numbers = (blocks, chunk, threads)
-    if protocol not in PROTOCOLS or not all(isinstance(number, int) and number > 0 for number in numbers):
+    good = all(isinstance(number, int) and number > 0 for number in numbers)
+    if protocol not in PROTOCOLS or not good or int(threads) % 32 or int(threads) > THREADS:
         raise YalisError(
             f"nvrar is asked for protocol={protocol!r}, blocks={blocks!r}, chunk={chunk!r}, threads={threads!r}; "
-            f"accepted: {' or '.join(PROTOCOLS)}, and numbers above 0; run yalis bench allreduce --tune again"
+            f"accepted: {' or '.join(PROTOCOLS)}, numbers above 0, and threads in 32s up to {THREADS}; run yalis bench allreduce --tune again"
         )
     return Launch(str(protocol), min(int(blocks), most_blocks), int(chunk), int(threads))
 
@@ -107,16 +108,18 @@ class Session:
                 self.status.stop = 1
                 return
             if self.status.reported:
-                self.world.fail(self.describe())
+                self.world.fail(self.describe(), aside=True)
+                return
 
     def describe(self) -> str:
         """What timed out on the device, as a sentence."""
         status = self.status
         peer = int(status.peer)
         whom = f" for {self.world.name(peer)}" if peer < self.world.size else ""
-        group = self.names.get(int(status.group), "of a baseline")
+        name = self.names.get(int(status.group))
+        where = f"of group {name}" if name else "of a baseline"
         return (
-            f"{self.world.name(self.world.rank)} waited {env.nvrar_timeout():g} s in the all-reduce of group {group}"
+            f"waited {env.nvrar_timeout():g} s in the all-reduce {where}"
             f"{whom}: phase {PHASES.get(int(status.phase), '?')}, step {status.step}, operation {status.number}"
         )
 
@@ -292,6 +295,10 @@ class NvrarBackend(OverTorchBackend):
             for count in blocks
             for chunk in chunks
         ]
+
+    def check(self) -> None:
+        if self._session is not None and self._session.status.reported:
+            raise YalisFailure(f"{self.world.name(self.world.rank)}: {self._session.describe()}")
 
     def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         assert self._session is not None  # a world of one has no such groups
