@@ -62,7 +62,8 @@ def launch_for(choice: Choice | None, size: int, owners: int, most_blocks: int) 
     if protocol not in PROTOCOLS or not good or int(threads) % 32 or int(threads) > THREADS:
         raise YalisError(
             f"nvrar is asked for protocol={protocol!r}, blocks={blocks!r}, chunk={chunk!r}, threads={threads!r}; "
-            f"accepted: {' or '.join(PROTOCOLS)}, numbers above 0, and threads in 32s up to {THREADS}; run yalis bench allreduce --tune again"
+            f"accepted: {' or '.join(PROTOCOLS)}, numbers above 0, and threads in 32s up to {THREADS}; "
+            "run yalis bench allreduce --tune again"
         )
     return Launch(str(protocol), min(int(blocks), most_blocks), int(chunk), int(threads))
 
