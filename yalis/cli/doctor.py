@@ -24,6 +24,7 @@ _OPTIONAL = {
     "accelerate": "only `yalis bench --peer transformers` of a GGUF file needs it",
     "triton": "only the triton attention backend needs it",
     "mpi4py": "only --allreduce mpi needs it",
+    "matplotlib": "only plots need it",
 }
 
 
@@ -73,6 +74,7 @@ def examine() -> Iterator[Finding]:
     for device in devices[:2]:  # GPUs of one machine are alike
         yield from _attention(device)
     yield _launcher()
+    yield _lab()
     for device in devices[:2]:
         yield from _communication(device)
 
@@ -157,6 +159,13 @@ def _launcher() -> Finding:
     if not place.launcher:
         return Finding("ranks", "launcher", True, "none here: yalis starts the ranks that --tp, --pp and --dp ask for")
     return Finding("ranks", "launcher", True, f"{place.launcher}, this is rank {place.rank} of {place.size}")
+
+
+def _lab() -> Finding:
+    from yalis.study.lab.hosts import missing
+
+    reason = missing()
+    return Finding("ranks", "lab", reason is None, reason or "hosts as network namespaces can be made: yalis lab")
 
 
 def _communication(device: torch.device) -> Iterator[Finding]:

@@ -3,7 +3,7 @@ delay and a rate. The command finds its ranks as under torchrun, or as under mpi
 
     yalis lab --hosts 2 --ranks-per-host 2 --delay 1ms -- yalis generate --tp 4 "The capital of France is"
 
-Needs root. On the hosts the command has the files of this machine, and no network but the lab's.
+Needs root. On the hosts the command has the files of this machine, no network but the lab's, and no input.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-host", type=whole, metavar="N", default=2, help="ranks on each (default: 2)")
     parser.add_argument("--delay", metavar="1ms", default="0", help="of a link, one way (default: 0)")
     parser.add_argument("--rate", metavar="10gbit", help="of a host's link (default: no limit)")
+    parser.add_argument("--realtime", action="store_true", help="ranks come before all other processes, to measure")
     parser.add_argument("--mpirun", action="store_true", help="let Open MPI's mpirun start the ranks")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
 
@@ -38,4 +39,4 @@ def run(args: argparse.Namespace) -> int:
     if command[0] == "yalis":  # this one, wherever the hosts would find another
         command = [sys.executable, "-m", *command]
     with Lab(args.hosts, args.delay, args.rate) as lab:
-        return run_ranks(lab, args.ranks_per_host, command, () if args.mpirun else None)
+        return run_ranks(lab, args.ranks_per_host, command, () if args.mpirun else None, args.realtime)

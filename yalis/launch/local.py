@@ -80,13 +80,18 @@ class LocalRanks:
         return True
 
 
-def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's, for a rank that it starts: with this package, and without another launcher's words."""
-    kept = {
+def plain_environment() -> dict[str, str]:
+    """This process's, without a launcher's words."""
+    return {
         name: value
         for name, value in env.variables().items()
         if name not in _TORCHRUN and not name.startswith(_LAUNCHERS)
     }
+
+
+def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's, for a rank that it starts: with this package, and without another launcher's words."""
+    kept = plain_environment()
     # The package as this process found it, and not whatever lies in the current directory.
     home = str(Path(__file__).resolve().parents[2])
     if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -32,6 +32,7 @@ PLAIN = "gloo"
 #: What nvrar is measured against: other algorithms on its own words, and NVSHMEM's own.
 BESIDE_NVRAR = ("ring", "oneshot", "nvshmem")
 #: No backends of an engine, but what those are compared with.
+MOST_BYTES = 1 << 30
 PEERS = (PLAIN, *BESIDE_NVRAR)
 RIVALS = {"hierarchical": (PLAIN, "mpi"), "nvrar": (*BESIDE_NVRAR, "torch")}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -61,16 +62,25 @@ class AllReducePlan:
         for name, low in (("warmup", 1), ("repeats", 1)):
             if getattr(self, name) < low:
                 raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least {low}")
+        if self.join_timeout <= 0:
+            raise YalisError(f"join_timeout is {self.join_timeout:g}; give a number of seconds above 0")
+        if not self.dtypes or not self.sizes:
+            raise YalisError(f"no {'sizes' if self.dtypes else 'dtypes'} given; give for example --sizes 64K,1M")
         for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise YalisError(f"unknown dtype {dtype!r}; accepted: {', '.join(DTYPES)}")
         widest = 4 if "float32" in self.dtypes else 2
         for size in self.sizes:
-            if size < widest or size % widest:
-                raise YalisError(f"a message of {size} bytes holds no whole number of elements of {widest} bytes each")
+            if size < widest or size % widest or size > MOST_BYTES:
+                most = f"multiples of {widest} up to {MOST_BYTES >> 20}M"
+                raise YalisError(f"a message of {size} bytes cannot be measured; accepted: {most}, such as 64K or 1M")
         for name in (*self.backends, *filter(None, [self.baseline])):
             if name not in PEERS:
                 check_name(name)
+        if self.baseline and self.backends and self.baseline not in self.backends:
+            raise YalisError(f"the baseline {self.baseline} is not among the backends; add it to --backends")
+        if self.tune and self.backends and not set(self.backends) - set(PEERS):
+            raise YalisError(f"--tune measures what auto can choose from, and {self.backends[0]} is only a peer")
         if self.tune and "auto" in self.backends:
             raise YalisError("--tune measures what auto can choose from, which is not auto; leave it out")
 

@@ -46,6 +46,8 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
         raise YalisError("--ranks-per-node cuts one machine into nodes, and --hosts makes hosts; give one of them")
     if reason := missing():
         raise YalisError(reason)
+    if plan.device not in ("auto", "cpu"):
+        raise YalisError(f"--device is {plan.device}, and the hosts of a lab have CPUs; leave it out")
     plan = replace(plan, device="cpu", backends=_backends(plan))
     rows: list[Row] = []
     networks, notes, links, first = [], [], [], None

@@ -16,6 +16,8 @@ def check_plot(file: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise YalisError("drawing needs matplotlib, which is not installed; type pip install matplotlib") from None
+    if not file.name or file.is_dir():
+        raise YalisError(f"--plot is {str(file)!r}, which is no file; give one, such as --plot latency")
     if not file.parent.is_dir():
         raise YalisError(f"--plot is {file}, but there is no folder {file.parent}; make it, or give another")
 

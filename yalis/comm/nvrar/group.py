@@ -279,7 +279,8 @@ class NvrarBackend(OverTorchBackend):
     @classmethod
     def unusable(cls, world: World, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.version.cuda is None:
-            return "nvrar joins NVIDIA GPUs, and there is none here"
+            lacking = missing()
+            return "it joins NVIDIA GPUs, and torch sees none here" + (f"; besides, {lacking}" if lacking else "")
         if torch.cuda.get_device_capability(device) < OLDEST_GPU:
             return "nvrar needs a GPU of compute capability 7.0 or newer"
         return missing() or super().unusable(world, device)

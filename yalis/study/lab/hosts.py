@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -22,12 +23,16 @@ from typing import Any, NoReturn
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.compiler import Unavailable
 from yalis.launch.local import rank_environment
+from yalis.log import get_logger
 from yalis.study.lab.switch import Switch
+
+log = get_logger(__name__)
 
 MOST_HOSTS = 200
 _SWITCH = "yalis-switch"  # a namespace too: its end takes the bridge, or the switch and its devices, with it
 _HOST = "yalis-host"
-_LOCK, _NAMES = (Path(tempfile.gettempdir()) / f"yalis-hosts.{kind}" for kind in ("lock", "names"))
+# Where only root writes, and the same for all: namespaces are, too.
+_LOCK, _NAMES = (Path("/run") / f"yalis-hosts.{kind}" for kind in ("lock", "names"))
 # Debian keeps `ip` and `tc` where a plain user's PATH does not look.
 _ELSEWHERE = os.pathsep.join(["/usr/sbin", "/sbin"])
 _BECOME = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
@@ -57,7 +62,8 @@ def missing() -> str | None:
     """Why there can be no lab here: what is missing and what to do about it; None where there can be one."""
     if os.geteuid() != 0:
         return "hosts are network namespaces, which only root can make; type sudo before the same command"
-    for program, package in (("ip", "iproute2"), ("unshare", "util-linux")):
+    needed = {"ip": "iproute2", "unshare": "util-linux", "mount": "mount", "hostname": "hostname"}
+    for program, package in needed.items():
         if find_program(program) is None:
             return f"hosts are made with `{program}`, which is not installed; on Debian type apt install {package}"
     tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
@@ -101,7 +107,14 @@ class Lab:
     def __enter__(self) -> Lab:
         # The kernel lets go of it when this process ends, however it ends; programs started here do not inherit it.
         self._lock = _LOCK.open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if socket.gethostname().startswith(_HOST):
+                self._lock.close()
+                raise YalisError("this is a host of a lab, and there is one lab at a time; run it outside") from None
+            log.warning("waiting for another lab on this machine to end")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             if threading.current_thread() is threading.main_thread():
                 self._on_term = signal.signal(signal.SIGTERM, _leave)
@@ -188,6 +201,8 @@ class Lab:
         """Every packet passes one port on its way out of the bridge: that is its delay."""
         tc = str(find_program("tc"))
         rate = ["rate", f"{self.rate:.0f}bit"] if self.rate else []
+        for name in self.names if rate else ():  # and on its way into it, at the sender
+            self._do([tc, "-n", name, "qdisc", "add", "dev", "eth0", "root", "netem", *rate, "limit", "100000"])
         for port in range(len(self.names)):
             netem = ["netem", "delay", f"{self.delay * 1e6:.0f}us", *rate, "limit", "100000"]
             self._do([tc, "-n", _SWITCH, "qdisc", "add", "dev", f"port{port}", "root", *netem])
@@ -225,6 +240,8 @@ class Lab:
                     process.poll()  # one that has ended counts until it is waited for
                 time.sleep(0.05)
             self._ip("netns", "delete", name)
+        for left in (*Path("/dev/shm").glob(f"*{_HOST}*"), *Path(tempfile.gettempdir()).glob(f"ompi.{_HOST}*")):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)  # Open MPI's
 
     def _ip(self, *arguments: str) -> str:
         return self._do([self._ip_program, *arguments])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,9 +14,11 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from yalis.errors import YalisError
-from yalis.launch.local import rank_environment
+from yalis.launch.local import plain_environment, rank_environment
 from yalis.study.lab.hosts import Lab, find_program
 
+_GRACE_S = 2.0  # for ranks to end when asked to
+_LEAVE_S = 20.0  # for ranks to end when their work is done
 PORT = 29600  # of rank 0; hosts of a lab have all ports to themselves
 
 # As root, on fewer cores than ranks, where a rank that waits must let the others work; over the lab's links alone.
@@ -62,48 +65,68 @@ def started(
     with (
         TemporaryDirectory(prefix="yalis-lab-") as folder,
         (Path(folder) / "errors").open("w+") as errors,
-        _running(lab, per_host, command, mpi, Path(folder), subprocess.PIPE, errors) as first,
+        _running(
+            lab, per_host, command, mpi, Path(folder), subprocess.PIPE, errors, first_in_line=True, own=True
+        ) as ranks,
     ):
-        yield first, errors
+        yield ranks[0], errors
+        deadline = time.monotonic() + _LEAVE_S
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
-def run(lab: Lab, per_host: int, command: Sequence[str], mpi: Sequence[str] | None = None) -> int:
-    """`command` on every host, `per_host` times, as if it had been typed here: rank 0 writes to our output, the others
-    to the error output. Returns the status of the first rank, or of mpirun."""
+def run(
+    lab: Lab, per_host: int, command: Sequence[str], mpi: Sequence[str] | None = None, first_in_line: bool = False
+) -> int:
+    """`command` on every host, `per_host` times: rank 0 writes to our output, the others to the error output, and
+    nobody reads input. The first rank that fails ends the others; returns its status, as a shell would say it.
+
+    `first_in_line`: ranks come before ordinary processes, for measuring.
+    """
     with (
         TemporaryDirectory(prefix="yalis-lab-") as folder,
-        _running(lab, per_host, command, mpi, Path(folder), None, sys.stderr) as first,
+        _running(lab, per_host, command, mpi, Path(folder), None, sys.stderr, first_in_line, own=False) as ranks,
     ):
-        return first.wait()
+        running = list(ranks)
+        while running:
+            for rank in list(running):
+                status = rank.poll()
+                if status:
+                    time.sleep(_GRACE_S)  # in which the others may come to the same end, and say why
+                    return status if status > 0 else 128 - status
+                if status == 0:
+                    running.remove(rank)
+            time.sleep(0.05)
+        return 0
 
 
 @contextmanager
 def _running(
-    lab: Lab,
-    per_host: int,
-    command: Sequence[str],
-    mpi: Sequence[str] | None,
-    folder: Path,
-    out: int | None,
-    errors: IO[str],
-) -> Iterator[subprocess.Popen[str]]:
-    words = [*realtime(), *command]
+    lab: Lab, per_host: int, command: Sequence[str], mpi: Sequence[str] | None, folder: Path, out: int | None,
+    errors: IO[str], first_in_line: bool, own: bool,
+) -> Iterator[list[subprocess.Popen[str]]]:  # fmt: skip
+    """`own`: the command is a part of this package, which the ranks must find."""
+    words = [*(realtime() if first_in_line else []), *command]
+    base = rank_environment({}) if own else plain_environment()
     if mpi is None:
-        ranks = _plain(lab, per_host, words, out, errors)
+        ranks = _plain(lab, per_host, words, base, out, errors)
     else:
-        ranks = [_mpirun(lab, per_host, words, mpi, folder, out, errors)]
+        ranks = [_mpirun(lab, per_host, words, base, mpi, folder, out, errors)]
     try:
-        yield ranks[0]
-        for rank in ranks:
-            rank.wait()
+        yield ranks
     finally:
+        for rank in ranks:
+            rank.terminate()  # mpirun takes its ranks and files with it
+        deadline = time.monotonic() + _GRACE_S
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
         for rank in ranks:
             rank.kill()
             rank.wait()
 
 
 def _plain(
-    lab: Lab, per_host: int, command: list[str], out: int | None, errors: IO[str]
+    lab: Lab, per_host: int, command: list[str], base: dict[str, str], out: int | None, errors: IO[str]
 ) -> list[subprocess.Popen[str]]:
     ranks = []
     for rank in range(len(lab.names) * per_host):
@@ -112,21 +135,16 @@ def _plain(
             "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host,
             "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": PORT,
         }  # fmt: skip
-        environment = rank_environment({name: str(value) for name, value in place.items()})
+        environment = {**base, **{name: str(value) for name, value in place.items()}}
         said = errors if rank else out
         ranks.append(lab.run(rank // per_host, command, environment, stdout=said, stderr=errors, text=True))
     return ranks
 
 
 def _mpirun(
-    lab: Lab,
-    per_host: int,
-    command: list[str],
-    parameters: Sequence[str],
-    folder: Path,
-    out: int | None,
-    errors: IO[str],
-) -> subprocess.Popen[str]:
+    lab: Lab, per_host: int, command: list[str], base: dict[str, str], parameters: Sequence[str], folder: Path,
+    out: int | None, errors: IO[str],
+) -> subprocess.Popen[str]:  # fmt: skip
     if reason := mpi_missing():
         raise YalisError(f"mpirun cannot start ranks here: {reason}, or leave mpi out")
     agent = folder / "agent.sh"  # in place of ssh: agent.sh HOST COMMAND...
@@ -135,4 +153,4 @@ def _mpirun(
     agent.chmod(0o755)
     hosts = ",".join(f"{name}:{per_host}" for name in lab.names)
     mpirun = ["mpirun", *_MPIRUN, "--mca", "plm_rsh_agent", str(agent), *parameters, "--host", hosts, *command]
-    return lab.run(0, mpirun, stdout=out, stderr=errors, text=True)
+    return lab.run(0, mpirun, base, stdout=out, stderr=errors, text=True)
