@@ -19,10 +19,11 @@ from yalis.launch.world import World
 SOURCES = Path(__file__).parents[2] / "csrc" / "nvrar"
 
 
-def test_without_a_gpu_that_is_what_is_missing() -> None:
-    assert (
-        NvrarBackend.unusable(World.alone(), torch.device("cpu")) == "nvrar joins NVIDIA GPUs, and there is none here"
-    )
+def test_without_a_gpu_that_is_what_is_missing_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = "it joins NVIDIA GPUs, and torch sees none here"
+    for lacking, told in ((None, none), ("there is no nvcc", f"{none}; besides, there is no nvcc")):
+        monkeypatch.setattr("yalis.comm.nvrar.group.missing", lambda lacking=lacking: lacking)
+        assert NvrarBackend.unusable(World.alone(), torch.device("cpu")) == told
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
