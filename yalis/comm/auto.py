@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from yalis.comm.base import BACKENDS, CommBackend, Communicator
+from yalis.comm.choose import refusal
 from yalis.comm.over_torch import OverTorch, OverTorchBackend
-from yalis.comm.topology import Topology
-from yalis.comm.torch_dist import TorchBackend, TorchGroup
-from yalis.comm.tuning import Table
-from yalis.launch.world import World
+from yalis.comm.torch_dist import TorchGroup
 from yalis.log import get_logger
 
 log = get_logger(__name__)
@@ -34,26 +31,16 @@ class AutoGroup(OverTorch):
 class AutoBackend(OverTorchBackend):
     name = "auto"
 
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        topology: Topology | None = None,
-        table: Table | None = None,
-        under: TorchBackend | None = None,
-    ) -> None:
-        super().__init__(world, device, topology, table, under)
+    def _start(self) -> None:
         self._others: dict[str, CommBackend] = {}
         for name in self._wanted():
             backend = BACKENDS.load(name)
-            # One rank that lacks it speaks for all.
-            refusals = [reason for reason in world.exchange(backend.unusable(world, device)) if reason is not None]
-            if refusals:
-                log.info("auto goes without %s: %s", name, refusals[0])
+            if (reason := refusal(name, self.world, self.device)) is not None:
+                log.info("auto goes without %s: %s", name, reason)
             elif issubclass(backend, OverTorchBackend):
-                self._others[name] = backend(world, device, self.topology, self.table, self.under)
+                self._others[name] = backend(self.world, self.device, self.topology, self.table, self.under)
             else:
-                self._others[name] = backend(world, device, self.topology, self.table)
+                self._others[name] = backend(self.world, self.device, self.topology, self.table)
 
     def _wanted(self) -> list[str]:
         """The backends worth asking for: those a measured shape is fastest with, else those of the defaults."""

@@ -15,11 +15,9 @@ from yalis.comm.contiguous import LOW_PRECISION
 from yalis.comm.neighbours import LIMIT, Neighbours, open_neighbours
 from yalis.comm.over_torch import OverTorch, OverTorchBackend
 from yalis.comm.schedule import BETWEEN, Nodes, Plan, Span, Step, plan
-from yalis.comm.topology import Topology
-from yalis.comm.torch_dist import TorchBackend, TorchGroup
-from yalis.comm.tuning import Choice, Table, Tuned
+from yalis.comm.torch_dist import TorchGroup
+from yalis.comm.tuning import Choice, Tuned
 from yalis.errors import YalisError
-from yalis.launch.world import World
 
 # Unless a table says otherwise: up to how many bytes of a message the fewest exchanges win over the fewest bytes.
 DOUBLING_BYTES = 256 << 10
@@ -251,15 +249,7 @@ class HierarchicalGroup(OverTorch):
 class HierarchicalBackend(OverTorchBackend):
     name = "hierarchical"
 
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        topology: Topology | None = None,
-        table: Table | None = None,
-        under: TorchBackend | None = None,
-    ) -> None:
-        super().__init__(world, device, topology, table, under)
+    def _start(self) -> None:
         self._neighbours: list[Neighbours] = []
 
     @staticmethod

@@ -57,6 +57,10 @@ class OverTorchBackend(CommBackend):
         super().__init__(world, device, topology, table)
         self._owns = under is None
         self.under = under or TorchBackend(world, device, topology, table)
+        self._start()
+
+    def _start(self) -> None:
+        """What a backend needs before its first group; every rank of the world does it."""
 
     @classmethod
     def unusable(cls, world: World, device: torch.device) -> str | None:

@@ -16,9 +16,8 @@ from yalis.comm.base import Communicator
 from yalis.comm.nvrar.build import build, missing
 from yalis.comm.nvrar.library import PHASES, Library, Status, int32s, uint64s
 from yalis.comm.over_torch import OverTorch, OverTorchBackend
-from yalis.comm.topology import Topology
-from yalis.comm.torch_dist import TorchBackend, TorchGroup
-from yalis.comm.tuning import Choice, Table
+from yalis.comm.torch_dist import TorchGroup
+from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels import ops
 from yalis.launch.world import World
@@ -264,16 +263,8 @@ class NvrarGroup(OverTorch):
 class NvrarBackend(OverTorchBackend):
     name = "nvrar"
 
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        topology: Topology | None = None,
-        table: Table | None = None,
-        under: TorchBackend | None = None,
-    ) -> None:
-        super().__init__(world, device, topology, table, under)
-        self._session = Session(world, device) if world.size > 1 else None
+    def _start(self) -> None:
+        self._session = Session(self.world, self.device) if self.world.size > 1 else None
         self._made: list[NvrarGroup] = []
 
     @classmethod
