@@ -1,7 +1,7 @@
 #!/bin/bash
 # nvrar between ranks that share one GPU: builds it, checks it, measures it. usage: nvrar_on_one_gpu.sh FOLDER [STEP ...]
 # Steps: build, smoke, contract, storm, bench, tests; all but the last if none is named. Results go into FOLDER.
-# With the Python that holds the GPU's torch as $PYTHON; MPS is started here, and stopped.
+# LIMIT is what a step may take, in seconds. With the Python that holds the GPU's torch as $PYTHON; MPS is started here, and stopped.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -15,7 +15,7 @@ failures=0
 step() {
   local name=$1 began=$SECONDS
   shift
-  if timeout 300 "$@" >"$folder/$name.txt" 2>&1; then
+  if timeout "${LIMIT:-300}" "$@" >"$folder/$name.txt" 2>&1; then
     echo "ok    $name ($((SECONDS - began)) s): $(tail -n 1 "$folder/$name.txt" | cut -c 1-160)"
   else
     failures=$((failures + 1))
