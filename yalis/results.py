@@ -12,6 +12,8 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
@@ -22,7 +24,7 @@ from yalis.errors import YalisError, YalisFailure
 from yalis.version import __version__
 
 SCHEMA = "yalis-result"
-VERSION = 1
+VERSION = 2
 
 #: What a row of each kind must carry. A number may be null where it could not be measured; `status` then says why.
 _ROWS: dict[str, dict[str, type]] = {
@@ -44,6 +46,54 @@ _ROWS: dict[str, dict[str, type]] = {
         "share_of_floor": float,
         "ratio": float,  # this engine's decode step over ours
         "same_tokens": float,  # the share of its sequences whose tokens equal ours
+    },
+    "throughput": {
+        "engine": str,
+        "version": str,
+        "status": str,  # "ok", or why there are no numbers
+        "requests": int,
+        "prompt_tokens": int,  # of all requests together
+        "output_tokens": int,
+        "rate": float,  # requests a second that arrive; null: all at once
+        "seconds": float,  # from the first arrival to the last token: the median of the repeats
+        "seconds_low": float,
+        "seconds_high": float,
+        "tokens_per_s": float,  # generated
+        "tokens_per_s_low": float,
+        "tokens_per_s_high": float,
+        "requests_per_s": float,
+        "first_token_ms": float,  # after the arrival: the median over the requests of all repeats
+        "first_token_ms_p90": float,
+        "first_token_ms_p99": float,
+        "token_ms": float,  # a request's mean time between tokens: the median over requests
+        "token_ms_p90": float,
+        "token_ms_p99": float,
+        "cached_tokens": int,  # of the prompts, found in the cache; in the last repeat
+        "preemptions": int,  # in all repeats
+        "floor_s": float,
+        "share_of_floor": float,
+        "ratio": float,  # this engine's seconds over ours
+        "same_tokens": float,  # the share of its answers whose tokens equal ours
+    },
+    "scaling": {
+        "ranks": int,
+        "scheme": str,  # one rank, tp, grid, pp, hybrid or dp
+        "split": str,  # "tp2x2-pp2"
+        "allreduce": str,  # empty with one rank
+        "status": str,  # "ok", or what went wrong
+        "machine": int,  # which of the machines in the parameters, from 1 on
+        "hosts": int,
+        "seconds": float,  # of the whole job, as in throughput
+        "seconds_low": float,
+        "seconds_high": float,
+        "tokens_per_s": float,
+        "first_token_ms": float,
+        "token_ms": float,
+        "speedup": float,  # over the baseline of its machine
+        "efficiency": float,  # the speed-up over how many times as many ranks there are
+        "same_tokens": float,  # the share of answers whose tokens equal the baseline's
+        "crowded": str,  # where ranks share cores or GPUs and a speed-up says nothing: how; else empty
+        "file": str,  # the setting's own result, beside this one; empty without one
     },
     "pipeline": {
         "stages": int,
@@ -88,6 +138,8 @@ _ALWAYS_THERE = {
     *("engine", "version", "status", "batch", "prompt_len", "output_len", "stages", "micro_batches"),
     *("backend", "options", "dtype", "bytes", "mode", "checked"),
     *("kernel", "shape", "rows"),
+    *("requests", "prompt_tokens", "output_tokens"),
+    *("ranks", "scheme", "split", "allreduce", "crowded", "file"),
 }
 
 
@@ -98,6 +150,7 @@ class Result:
     rows: list[dict[str, Any]]
     command: str
     devices: list[dict[str, Any]]
+    topology: dict[str, Any] | None  # ranks, and how many of them each host has; None: not told
     created: str
     versions: dict[str, str | None]
     host: dict[str, Any]
@@ -114,6 +167,7 @@ def new(
     command: str,
     devices: list[dict[str, Any]],
     notes: list[str] | None = None,
+    topology: dict[str, Any] | None = None,
 ) -> Result:
     """A result of this process, now, with everything around the rows filled in."""
     result = Result(
@@ -122,6 +176,7 @@ def new(
         rows=rows,
         command=command,
         devices=devices,
+        topology=topology,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions=versions(),
         host=host(),
@@ -172,8 +227,16 @@ def read(path: Path) -> Result:
         raise YalisError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise YalisError(f"{path} is not JSON ({error}); give a file that a yalis benchmark wrote") from error
+    data = _upgrade(data)
     check(data, str(path))
     return Result(**data)
+
+
+def _upgrade(data: Any) -> Any:
+    """Version 1 did not tell the topology, and was otherwise the same."""
+    if isinstance(data, dict) and data.get("schema_version") == 1:
+        return {**data, "schema_version": VERSION, "topology": None}
+    return data
 
 
 def check(data: Any, label: str) -> None:
@@ -182,13 +245,13 @@ def check(data: Any, label: str) -> None:
         raise YalisError(f"{label} is not a yalis result; give a file that a yalis benchmark wrote")
     if data.get("schema_version") != VERSION:
         raise YalisError(
-            f"{label} has schema version {data.get('schema_version')!r}, and this yalis reads version {VERSION}; "
+            f"{label} has schema version {data.get('schema_version')!r}, and this yalis reads versions 1 to {VERSION}; "
             "run the benchmark again, or read it with the yalis that wrote it"
         )
     kinds: dict[str, tuple[type, ...]] = {
-        "kind": (str,), "parameters": (dict,), "rows": (list,), "command": (str,), "devices": (list,), 
-        "created": (str,), "versions": (dict,), "host": (dict,), "revision": (str, type(None)),
-        "schema": (str,), "schema_version": (int,), "notes": (list,),
+        "kind": (str,), "parameters": (dict,), "rows": (list,), "command": (str,), "devices": (list,),
+        "topology": (dict, type(None)), "created": (str,), "versions": (dict,), "host": (dict,),
+        "revision": (str, type(None)), "schema": (str,), "schema_version": (int,), "notes": (list,),
     }  # fmt: skip
     assert set(kinds) == {f.name for f in fields(Result)}
     for name, accepted in kinds.items():
@@ -204,6 +267,8 @@ def check(data: Any, label: str) -> None:
 def _check_rows(kind: str, rows: list[Any], label: str) -> None:
     if kind not in _ROWS:
         raise YalisError(f"{label} is of kind {kind!r}; this yalis knows {', '.join(_ROWS)}")
+    if not rows:
+        raise YalisError(f"{label} has no rows: nothing was measured; run the benchmark again")
     columns = _ROWS[kind]
     for number, row in enumerate(rows, 1):
         where = f"row {number} of {label}"
@@ -227,6 +292,21 @@ def _check_rows(kind: str, rows: list[Any], label: str) -> None:
 def columns(kind: str) -> list[str]:
     """What a row of this kind carries."""
     return list(_ROWS[kind])
+
+
+def topology(hosts: Sequence[str]) -> dict[str, Any]:
+    """The ranks' hosts, in order of rank, without their names."""
+    return {"ranks": len(hosts), "ranks_per_host": list(Counter(hosts).values())}
+
+
+def machine(result: Result) -> dict[str, Any]:
+    """What kind of machine a result is from. Results of different ones are never joined into one ratio."""
+    named = ("type", "name", "memory_gib", "capability")
+    devices = [{name: device[name] for name in named if name in device} for device in result.devices]
+    facts = {"cpu": result.host.get("cpu"), "machine": result.host.get("machine"), "devices": devices}
+    if any(device.get("type") == "cpu" for device in devices):  # a GPU's job may have any share of the cores
+        facts["cores"] = result.host.get("cores")
+    return facts
 
 
 def versions() -> dict[str, str | None]:

@@ -38,9 +38,11 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda d: d.update(schema="other"), "not a yalis result"),
-        (lambda d: d.update(schema_version=0), "schema version 0, and this yalis reads version 1"),
+        (lambda d: d.update(schema_version=0), "schema version 0, and this yalis reads versions 1 to 2"),
         (lambda d: d.pop("host"), "has no 'host'"),
+        (lambda d: d.update(schema_version=3), "schema version 3, and this yalis reads versions 1 to 2"),
         (lambda d: d.update(rows={}), "'rows' of type dict"),
+        (lambda d: d.update(rows=[]), "no rows: nothing was measured"),
         (lambda d: d.update(extra=1), "field 'extra'"),
         (lambda d: d.update(kind="speed"), "kind 'speed'"),
         (lambda d: d["rows"][0].pop("decode_ms"), "row 1 .* lacks the column 'decode_ms'"),
@@ -56,6 +58,22 @@ def test_a_changed_file_is_refused(tmp_path: Path, change: Any, words: str) -> N
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(YalisError, match=words):
+        results.read(path)
+
+
+def test_version_1_had_no_topology(tmp_path: Path) -> None:
+    result = make()
+    path = results.write(result, tmp_path)
+    data = json.loads(path.read_text())
+    del data["topology"]
+    path.write_text(json.dumps({**data, "schema_version": 1}))
+    assert results.read(path) == result
+
+
+def test_committed_results_can_be_read() -> None:
+    found = sorted((Path(__file__).parents[2] / "benchmarks" / "results").rglob("*.json"))
+    assert found
+    for path in found:
         results.read(path)
 
 
