@@ -57,18 +57,21 @@ test-full: lint fetch system
 	$(PYTEST) -rs $(JOBS)
 
 # On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
-# backend and one for the rest, side by side, with few threads each: the references of tiny models run on the CPU.
-GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest ranks)
+# backend, for kernels and for the rest, side by side, with few threads each: references of tiny models run on the CPU.
+GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest kernels ranks nvrar)
 .PHONY: $(GPU_PARTS)
 gpu-test:
-	$(MAKE) --keep-going --output-sync=target -j 5 $(filter-out %-ranks,$(GPU_PARTS))
+	$(MAKE) --keep-going --output-sync=target -j 6 $(filter-out %-ranks %-nvrar,$(GPU_PARTS))
 	$(MAKE) gpu-test-ranks
+	$(MAKE) gpu-test-nvrar
 
 # Several ranks on the one GPU, which they have to themselves.
-gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py test_gpu_nvrar.py
+gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py
+gpu-test-nvrar: FILES = test_gpu_nvrar.py
+gpu-test-kernels: FILES = test_gpu_kernels.py
 gpu-test-rest: CHOSEN = -k 'not (sdpa or flex or triton or flash)'
-$(GPU_PARTS): FILES ?= $(addsuffix .py,$(addprefix test_gpu_,attention checkpoint kernels parity sampling))
-$(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks,$@),,-k $(@:gpu-test-%=%))
+$(GPU_PARTS): FILES ?= $(addsuffix .py,$(addprefix test_gpu_,attention checkpoint parity sampling))
+$(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks %-nvrar %-kernels,$@),,-k $(@:gpu-test-%=%))
 $(GPU_PARTS):
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(addprefix tests/gpu/,$(FILES)) $(CHOSEN) -p no:cacheprovider \
 	  --show-capture=stdout -rfEsP --durations=3

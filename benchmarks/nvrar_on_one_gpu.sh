@@ -1,7 +1,8 @@
 #!/bin/bash
 # nvrar between ranks that share one GPU: builds it, checks it, measures it. usage: nvrar_on_one_gpu.sh FOLDER [STEP ...]
 # Steps: build, smoke, contract, storm, bench, tests; all but the last if none is named. Results go into FOLDER.
-# LIMIT is what a step may take, in seconds. With the Python that holds the GPU's torch as $PYTHON; MPS is started here, and stopped.
+# LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES of the benchmark. With the Python that holds the
+# GPU's torch as $PYTHON; MPS is started here, and stopped.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -39,6 +40,7 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
     ;;
   smoke)
     for nodes in 1+1 2 2+2 1+1+1; do step "smoke-$nodes" "$python" -m tests.gpu.nvrar_job small $nodes ops=100; done
+    step smoke-again "$python" -m tests.gpu.nvrar_job small 2+1 ops=50 times=3
     step smoke-norm "$python" -m tests.gpu.nvrar_job norm 2+2
     step smoke-compiled "$python" -m tests.gpu.nvrar_job compiled 1+1
     ;;
@@ -46,10 +48,9 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
     step contract "$python" -m tests.multiprocess.comm_checks all nvrar 4 cuda:0 2+2
     ;;
   storm)
-    for nodes in 2+2 2+2+2+2 1+1+1; do
-      for job in storm replay; do
-        YALIS_NVRAR_ARENA=400 step "$job-$nodes" "$python" -m tests.gpu.nvrar_job $job $nodes ops="${OPS:-2000}"
-      done
+    for nodes in ${SHAPES:-1+1 2+2 1+1+1+1 2+2+2+2 4+4 1+1+1+1+1+1+1+1 1+1+1 2+2+2}; do
+      YALIS_NVRAR_FLAGS=-DNVRAR_JITTER YALIS_NVRAR_ARENA=400 step "storm-$nodes" \
+        "$python" -m tests.gpu.nvrar_job storms "$nodes" ops="${OPS:-20000}"
     done
     ;;
   bench)

@@ -44,6 +44,11 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def pdl() -> bool:
+    """$YALIS_PDL: with 0 no launch on a GPU begins before the one before it ends."""
+    return _switch("YALIS_PDL", True)
+
+
 def c_compiler() -> str | None:
     """The command of the C compiler to build native kernels with: $CC, with any flags of its own."""
     return os.environ.get("CC") or None
@@ -78,6 +83,11 @@ def nvrar_arena() -> int:
     return int(_positive("YALIS_NVRAR_ARENA", 256.0) * 2**20)
 
 
+def nvrar_flags() -> list[str]:
+    """$YALIS_NVRAR_FLAGS: more options for the compiler of nvrar, like -lineinfo, or -DNVRAR_JITTER to test it."""
+    return os.environ.get("YALIS_NVRAR_FLAGS", "").split()
+
+
 def prepare_nvshmem(heap: int, one_host: bool) -> None:
     """What NVSHMEM reads when it starts, where the user has not said otherwise. Before its first use."""
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(heap))
@@ -86,6 +96,13 @@ def prepare_nvshmem(heap: int, one_host: bool) -> None:
     os.environ.setdefault("NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "1")
     if one_host:
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+
+
+def _switch(name: str, otherwise: bool) -> bool:
+    given = os.environ.get(name) or str(int(otherwise))
+    if given not in ("0", "1"):
+        raise YalisError(f"{name} is {given!r}; accepted: 0 or 1")
+    return given == "1"
 
 
 def _positive(name: str, otherwise: float) -> float:

@@ -16,6 +16,17 @@ struct GpuWire {
   __device__ __forceinline__ int blocks() const { return gridDim.x; }
   __device__ __forceinline__ void sync() { __syncthreads(); }
 
+  // With -DNVRAR_JITTER, for tests: one thread of so many stands still for up to 16 us, where others might overtake it.
+  __device__ __forceinline__ void linger(uint32_t one_of) {
+#ifdef NVRAR_JITTER
+    uint32_t draw = (uint32_t(clock64()) ^ (threadIdx.x << 16) ^ (blockIdx.x << 8)) * 2654435761u;
+    draw ^= draw >> 15;
+    if (draw % one_of) return;
+    for (uint64_t until = now() + (draw >> 18); now() < until;) {
+    }
+#endif
+  }
+
   __device__ __forceinline__ Line load_line(const Line* from) {
     Line line;
     asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -25,6 +36,7 @@ struct GpuWire {
     return line;
   }
   __device__ __forceinline__ void store_line(Line* to, Line line) {
+    linger(8192);
     asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(line.data0), "r"(line.flag0),
                  "r"(line.data1), "r"(line.flag1)
                  : "memory");
@@ -38,6 +50,7 @@ struct GpuWire {
     return unit;
   }
   __device__ __forceinline__ void store_data(Unit* to, Unit unit) {
+    linger(8192);
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(unit.word[0]), "r"(unit.word[1]),
                  "r"(unit.word[2]), "r"(unit.word[3])
                  : "memory");
@@ -49,15 +62,18 @@ struct GpuWire {
   }
   // The barrier before it orders the other threads' stores; the fence makes them, too, seen by whoever sees the signal.
   __device__ __forceinline__ void store_signal(uint64_t* to, uint64_t value) {
+    linger(8);
     __threadfence_system();
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
   }
 
   __device__ __forceinline__ void put(char* to, const char* from, uint64_t bytes, int rank) {
+    linger(1024);
     nvshmemx_putmem_nbi_block(to, from, bytes, rank);
   }
   __device__ __forceinline__ void put_signal(char* to, const char* from, uint64_t bytes, uint64_t* signal,
                                              uint64_t value, int rank) {
+    linger(1024);
     nvshmemx_putmem_signal_nbi_block(to, from, bytes, signal, value, NVSHMEM_SIGNAL_SET, rank);
   }
 
@@ -67,6 +83,7 @@ struct GpuWire {
   }
 
   __device__ __forceinline__ uint32_t count(uint32_t* counter) {
+    linger(8);
     __threadfence();
     uint32_t before = atomicAdd(counter, 1);
     __threadfence();

@@ -76,11 +76,17 @@ def test_the_whole_contract(mps: Mps, nodes: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", SHAPES)
-@pytest.mark.parametrize("job", ["storm", "replay"])
-def test_operations_back_to_back(mps: Mps, job: str, nodes: str) -> None:
-    """Random sizes, types, launches and delays, two groups, a matmul beside: no wrong bit, no hang."""
-    answer = told(run(mps, *JOB, job, nodes, f"ops={OPS}", YALIS_NVRAR_TIMEOUT="60", YALIS_NVRAR_ARENA="400"))
-    assert answer == {"ops": OPS, "wrong": 0, "alike": True}
+def test_operations_back_to_back(mps: Mps, nodes: str) -> None:
+    """Random sizes, types, launches, delays before and inside operations, two groups, a matmul beside: no wrong bit."""
+    storms = (*JOB, "storms", nodes, f"ops={OPS}")
+    flags = "-DNVRAR_JITTER"
+    answer = told(run(mps, *storms, YALIS_NVRAR_FLAGS=flags, YALIS_NVRAR_TIMEOUT="60", YALIS_NVRAR_ARENA="400"))
+    right = {"ops": OPS, "wrong": 0, "alike": True}
+    assert answer == {"eager": right, "graphs": right}
+
+
+def test_one_engine_after_another(mps: Mps) -> None:
+    assert told(run(mps, *JOB, "small", "2+1", "ops=50", "times=3")) == {"wrong": 0, "alike": True}
 
 
 @pytest.mark.parametrize("nodes", ["2+2", "1+1+1"])

@@ -12,6 +12,7 @@ import torch
 
 from tests.multiprocess.splits import PRESSED, SPLITS, Trial
 from tests.multiprocess.test_splits import Models, check, check_pressure, check_ranks, launch
+from yalis.comm.nvrar.build import missing
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -40,8 +41,21 @@ def mps(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_splits_on_one_gpu(models, mps, ranks, tmp_path):
-    """fp32 exactly; bf16 within twice transformers' own error, and another token only at a near-tie."""
     splits = [split for split in SPLITS[ranks] if ("dp" not in split and split.get("pp") != ranks) or ranks == 2]
+    compare(models, mps, tmp_path, ranks, splits, {})
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"nvrar cannot be built here: {missing()}")
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_node", "splits"), [(2, 1, [2, "1x2"]), (4, 2, [4, "2x2"]), (8, 2, [8]), (8, 1, [8])]
+)
+def test_tokens_with_nvrar(models, mps, ranks, ranks_per_node, splits, tmp_path):
+    fields = {"allreduce": "nvrar", "ranks_per_node": ranks_per_node}
+    compare(models, mps, tmp_path, ranks, [{"tp": tp} for tp in splits], fields)
+
+
+def compare(models, mps, tmp_path, ranks, splits, more):
+    """fp32 exactly; bf16 within twice transformers' own error, and another token only at a near-tie."""
     exact, close = [], []
     for number, case in enumerate(FEW):
         reference, _ = models.find(case)
@@ -50,7 +64,7 @@ def test_splits_on_one_gpu(models, mps, ranks, tmp_path):
         forced.write_text(json.dumps([{"prompt": prompt, "answer": answer} for prompt, answer in pairs]))
         model = str(reference.path)
         for place, split in enumerate(splits):
-            fields = {**ON_GPU, "ranks_per_gpu": ranks, **({"kv_blocks": 15} if "dp" in split else {})}
+            fields = {**ON_GPU, **more, "ranks_per_gpu": ranks, **({"kv_blocks": 15} if "dp" in split else {})}
             if (number + place) % 2 == 0:
                 exact.append(Trial(case, model, split, fields))
             else:

@@ -2,7 +2,8 @@
 
 Ranks start every operation together. Where one clock serves them all (one machine, whatever hosts it poses as) they
 wait for the same moment of it; between machines they leave a barrier. An operation's time is the longest that any rank
-took from its own start to its own end, on a GPU until the stream is empty again.
+took from its own start to its own end, on a GPU until the stream is empty again. A graph holds several operations, as
+that of a decode step does, and its time is divided by them.
 
 Before every operation the input is written anew, and the checked one has an output full of NaN: a sum that was never
 taken cannot pass for one of an earlier operation.
@@ -47,6 +48,9 @@ _SPIN_S = 3e-4  # sleeping ends late by up to this
 _LEAD_S = 0.02  # for all ranks to hear of the first moment
 PINGS, _PINGS_EACH = (1 << 10, 32 << 10, 256 << 10, 1 << 20), 9
 TURNS = 3  # in which the repeats of all backends alternate
+IN_GRAPH = 20  # operations that a graph holds
+# A search goes on after its first turn with so many of the ways that a backend offers.
+FINALISTS = 6
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -171,13 +175,13 @@ class Entry:
         self._world, self._start, self._group, self._wanted, self._device = world, start, group, wanted, device
         self._mine = wanted.mine.to(device)
         self._x, self._out = (group.workspace(tuple(self._mine.shape), self._mine.dtype, device) for _ in range(2))
-        self._act = self._reduce
+        self._act, self._result, self._each = self._reduce, self._x, 1
         self.seconds: list[float] = []
         self.checked = 0
         self.wrong: str | None = None  # the same on all ranks
         self._check_poisoned()
         if mode == "graph" and not self.wrong:
-            self._act = self._record()
+            self._act, self._result, self._each = self._record(), self._out, IN_GRAPH
 
     def take_turn(self, warmup: int, count: int) -> None:
         """A wrong result ends an entry's part."""
@@ -186,18 +190,19 @@ class Entry:
         warm = self._start.times(self._prepare, self._act, warmup, 0.0)
         # Long enough for all ranks to be done with one operation before the next moment comes.
         period = 1.5 * max(warm[1:] or warm) + 5e-4
-        self.seconds += self._start.times(self._prepare, self._act, count, period)
-        self._check(self._x)
+        taken = self._start.times(self._prepare, self._act, count, period)
+        self.seconds += [seconds / self._each for seconds in taken]
+        self._check(self._result)
 
     def _check_poisoned(self) -> None:
         self._prepare()
-        self._out.fill_(float("nan"))
         self._group.all_reduce(self._x, self._out)
         bandwidth.synchronize(self._device)
         self._check(self._out)
 
     def _prepare(self) -> None:
         self._x.copy_(self._mine)
+        self._out.fill_(float("nan"))
         bandwidth.synchronize(self._device)
 
     def _reduce(self) -> None:
@@ -208,7 +213,8 @@ class Entry:
         graph = torch.cuda.CUDAGraph()
         self._prepare()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._group.all_reduce(self._x)
+            for _ in range(IN_GRAPH):
+                self._group.all_reduce(self._x, self._out)
 
         def replay() -> None:
             graph.replay()
@@ -225,6 +231,16 @@ class Entry:
             if fault or other != told[0][1]:
                 self.wrong = f"wrong: {fault or 'not the bits of rank 0'} on rank {rank}"
                 return
+
+
+Ways = list[tuple[Choice, str, Entry]]
+
+
+def _finalists(ways: Ways) -> Iterator[tuple[Choice, str, Entry]]:
+    """The fastest of each backend and mode so far; the times, and so the choice, are the same on all ranks."""
+    for kind in dict.fromkeys((choice.backend, mode) for choice, mode, _ in ways):
+        own = [way for way in ways if (way[0].backend, way[1]) == kind and not way[2].wrong]
+        yield from sorted(own, key=lambda way: median(way[2].seconds or [0.0]))[:FINALISTS]
 
 
 class Field:
@@ -259,17 +275,25 @@ class Field:
             for name in names
             for options in (self._options(name, size) if plan.tune else [{}])
             for group in [self._group(name, options)]
-            for mode in (("eager", "graph") if self.device.type == "cuda" and group.capturable else ("eager",))
+            for mode in self._modes(group, plan.tune)
         ]
+        going = entries
         for turn in range(TURNS):
             count = plan.repeats * (turn + 1) // TURNS - plan.repeats * turn // TURNS
-            for choice, mode, entry in entries:
+            for choice, mode, entry in going:
                 report(f"{size / 1024:g} KB of {dtype}: {choice}, {mode}, turn {turn + 1} of {TURNS}")
                 entry.take_turn(plan.warmup, count)
+            going = list(_finalists(going))
         for choice, mode, entry in entries:
             options = dict(choice.options)
             found = (entry.wrong, entry.checked, entry.seconds)
             yield make_row(choice.backend, options, dtype, size, mode, self.world.size, *found)
+
+    def _modes(self, group: Communicator, tune: bool) -> tuple[str, ...]:
+        """A search is for what a decode step runs, which is a graph where there can be one."""
+        if self.device.type == "cpu" or not group.capturable:
+            return ("eager",)
+        return ("graph",) if tune else ("eager", "graph")
 
     def links(self) -> dict[str, dict[str, float]]:
         """What a message takes inside a node and between nodes, by the clock of who sends it and has it sent back.

@@ -78,11 +78,12 @@ def build(architecture: str) -> Path:
     host = next((nvshmem / "lib").glob("libnvshmem_host.so*"), None)
     if host is None:
         raise YalisFailure(f"nvrar cannot be built: {nvshmem / 'lib'} has no libnvshmem_host.so")
+    flags = [*FLAGS, *env.nvrar_flags()]
     key = hashlib.sha256(architecture.encode())
     for part in (*sorted(sources.iterdir()), *(nvshmem / "include").rglob("nvshmem_version.h")):
         if part.is_file():
             key.update(part.name.encode() + b"\0" + part.read_bytes())
-    key.update(_run([str(nvcc), "--version"], 60).encode() + str(nvshmem).encode() + " ".join(FLAGS).encode())
+    key.update(_run([str(nvcc), "--version"], 60).encode() + str(nvshmem).encode() + " ".join(flags).encode())
     folder = env.cache_dir() / "nvrar"
     built = folder / f"{key.hexdigest()[:16]}.so"
     if built.exists():
@@ -95,7 +96,7 @@ def build(architecture: str) -> Path:
         target = ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
         # The wheel has no link without a version, which -lnvshmem_host would look for.
         libraries = ["-lnvshmem_device", "-Xlinker", f"-l:{host.name}", "-Xlinker", f"-rpath={nvshmem / 'lib'}"]
-        _run([str(nvcc), *FLAGS, *target, *places, str(sources / MAIN), "-o", str(out), *libraries], 600)
+        _run([str(nvcc), *flags, *target, *places, str(sources / MAIN), "-o", str(out), *libraries], 600)
         os.replace(out, built)  # whole or not at all, whoever else builds it now
     return built
 
