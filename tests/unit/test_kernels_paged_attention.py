@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
@@ -14,31 +15,48 @@ from tests.attention_cases import Case, expect, make_step, relative_error
 kernels = pytest.importorskip("yalis.kernels.paged_attention", reason="triton is not installed")
 
 
-def run(case: Case, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor, object]:
+def run(
+    case: Case, splits: int | None = None, programs: int = 16, transposed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, object]:
     """The kernels' output and the reference's, and how the kernels were launched."""
     step, params, needs = make_step(case), case.params, case.needs
     batch, (k, v) = step.batch, step.cache
     k.flatten(0, 1)[batch.slots], v.flatten(0, 1)[batch.slots] = step.k, step.v
     launch = kernels.plan_launch(
-        batch.query_start, batch.query_lens, batch.context_lens, needs.num_heads, needs.num_kv_heads,
-        needs.head_dim, needs.dtype, programs=16,
-    )  # fmt: skip
+        batch.query_start, batch.query_lens, needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.dtype, programs
+    )
     if splits is not None:
         launch = launch._replace(splits=splits)
-    where = (k, v, batch.query_start, batch.context_len, batch.block_tables)
+    contexts, tables = batch.context_len, batch.block_tables
+    if transposed:
+        contexts, tables = contexts.long(), tables.long().t().contiguous().t()
     settings = (params.scale, params.window, params.softcap)
-    out = kernels.paged_attention(step.q, *where, launch, *settings)
+    out = kernels.paged_attention(step.q, k, v, batch.query_start, contexts, tables, launch, *settings)
     expected = expect(step, params)
     # The reference is itself checked, against attention written token by token.
     assert relative_error(expected, step.expected) < 1e-12
+    assert kernels._counters(torch.device("cpu")).count_nonzero() == 0, "a launch left counts behind"
     return out, expected, launch
 
 
-@pytest.mark.parametrize("window", [None, 1, 40, 100, 1000])
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 40, 150, 1000])
+@pytest.mark.parametrize("splits", [1, 2, 5])
 def test_decode_splits(window: int | None, splits: int) -> None:
-    # One context fills every split, one leaves most of them empty.
-    out, expected, _ = run(Case(((299, 1), (10, 1)), kv_heads=1, group=3, window=window), splits)
+    # One context has more tiles than there are splits, one is read whole, one fills up a batch.
+    out, expected, _ = run(Case(((299, 1), (10, 1), (0, 1)), kv_heads=1, group=3, window=window), splits)
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_decode_steps(seed: int) -> None:
+    """Ragged contexts, as a captured launch sees them: 64-bit lengths, tables lying across."""
+    rng = random.Random(seed)
+    contexts = tuple((rng.choice((0, 1, 31, 127, 128, 129, 200, 500)), 1) for _ in range(rng.randint(1, 5)))
+    kv_heads, group, dim = rng.choice(((1, 4, 16), (2, 1, 20), (1, 9, 16)))
+    case = Case(
+        contexts, kv_heads, group, dim, rng.choice((4, 16)), rng.choice((None, 90)), rng.choice((None, 5.0)), seed
+    )
+    out, expected, _ = run(case, programs=rng.choice((1, 4, 40)), splits=rng.choice((None, 3, 7)), transposed=True)
     assert relative_error(out, expected) < 1e-5
 
 
@@ -56,23 +74,25 @@ def test_groups_that_do_not_divide_a_tile(group: int) -> None:
 
 
 def test_long_context_is_split_and_a_mixed_step_uses_both_kernels() -> None:
-    out, expected, launch = run(Case(((200, 1), (2, 5), (7, 1)), kv_heads=1, group=2, head_dim=20))
+    out, expected, launch = run(Case(((200, 1), (2, 5), (7, 1)), kv_heads=1, group=2, head_dim=20), programs=2)
     assert launch.splits > 1  # type: ignore[attr-defined]
     assert launch.tiles > 0  # type: ignore[attr-defined]
     assert relative_error(out, expected) < 1e-5
 
 
 def test_launch_fits_the_step() -> None:
-    def plan(query_lens: tuple[int, ...], context_lens: tuple[int, ...], programs: int = 528) -> object:
+    def plan(query_lens: tuple[int, ...], programs: int = 528, prompts: bool = True) -> object:
         start = torch.tensor([0, *query_lens]).cumsum(0).int()
-        return kernels.plan_launch(start, query_lens, context_lens, 32, 8, 128, torch.bfloat16, programs)
+        return kernels.plan_launch(start, query_lens, 32, 8, 128, torch.bfloat16, programs, prompts)
 
-    alone = plan((1,), (8192,))
-    crowd = plan((1,) * 256, (8192,) * 256)
+    alone = plan((1,))
+    crowd = plan((1,) * 1024)
     assert (alone.tiles, crowd.tiles) == (0, 0)  # type: ignore[attr-defined]
     assert alone.splits > 8  # type: ignore[attr-defined]
     assert crowd.splits == 1  # type: ignore[attr-defined]
-    mixed = plan((1, 33, 1, 10), (9, 33, 9, 30))  # 64 rows hold 16 queries of 4 heads
+    mixed = plan((1, 33, 1, 10))  # 64 rows hold 16 queries of 4 heads
     assert mixed.tile_sequence.tolist() == [1, 1, 1, 3]  # type: ignore[attr-defined]
     assert mixed.tile_start[[1, 3]].tolist() == [0, 3]  # type: ignore[attr-defined]
-    assert plan((7,), (7,)).splits == 0  # type: ignore[attr-defined]
+    assert plan((7,)).splits == 0  # type: ignore[attr-defined]
+    decoding = plan((1, 33), prompts=False)
+    assert (decoding.tiles, decoding.splits > 1) == (0, True)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ A flag that was not given is absent, and the dataclass's own default holds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -31,6 +31,7 @@ HELP = {
     "kv_memory": "GiB for the KV cache",
     "memory_fraction": "share of a GPU's memory for weights and KV cache together",
     "prefix_reuse": "keep the KV blocks of shared prefixes",
+    "eager": "run every step op by op, without recording or compiling any",
     "threads": "CPU threads of each rank",
     "tp": "tensor parallelism: a number of ranks, or rows x columns of a grid, such as 2x2",
     "pp": "pipeline stages",
@@ -69,11 +70,12 @@ class Parser(argparse.ArgumentParser):
         raise YalisError(f"{message}; type `{self.prog} --help` for what is accepted")
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     parser.set_defaults(serves_ranks=True)
     group = parser.add_argument_group("engine")
     for one in fields(EngineConfig):
-        _add(group, one)
+        if one.name not in without:
+            _add(group, one)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, **shown_defaults: Any) -> None:

@@ -114,8 +114,11 @@ def longest_context(config: EngineConfig, spec: ModelSpec, label: str) -> int:
     return wanted
 
 
-def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, most_useful: int) -> int:
-    """How many KV blocks fit the budget; never more than every sequence at full length could use."""
+def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, most_useful: int, taken: int = 0) -> int:
+    """How many KV blocks fit the budget; never more than every sequence at full length could use.
+
+    `taken`: bytes of a GPU that something else will need.
+    """
     if config.kv_blocks is not None:
         return config.kv_blocks
     if config.kv_memory is not None:
@@ -126,10 +129,10 @@ def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, m
         free, total = torch.cuda.mem_get_info(device)
         if config.ranks_per_gpu == 1:
             # What the allocator keeps cached for activations is already outside `free`.
-            budget = int(free - (1 - config.memory_fraction) * total)
+            budget = int(free - (1 - config.memory_fraction) * total) - taken
         else:  # `free` changes while the others load: count down from an even part instead
             used = torch.cuda.memory_reserved(device) + SHARED_GPU_CONTEXT
-            budget = int(config.memory_fraction * total / config.ranks_per_gpu - used)
+            budget = int(config.memory_fraction * total / config.ranks_per_gpu - used) - taken
     blocks = min(budget // block_bytes, most_useful)
     if blocks < 1:
         raise YalisError(

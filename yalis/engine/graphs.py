@@ -1,12 +1,16 @@
 """Decode steps recorded once for a number of sequences, and replayed without the host's work in between.
 
-On a CPU a step of few sequences is a tape of native calls. A step that needs more than those runs op by op, as ever.
+On a CPU a step of few sequences is a tape of native calls, made when a size is met again. On a GPU it is a CUDA graph,
+made before the first request for each of a few sizes; a step is filled up to the next of them. A step that cannot be
+replayed runs op by op, as ever.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,45 +18,78 @@ import torch
 from torch import Tensor
 
 from yalis.attention.base import ForwardBatch
+from yalis.engine.device import is_out_of_memory
+from yalis.engine.packing import COLUMNS, PackedStep
+from yalis.errors import YalisFailure
 from yalis.kernels import ops
+from yalis.kernels.dependent import dependent_launches
 from yalis.kernels.tape import Tape, record
+from yalis.log import get_logger
+
+log = get_logger(__name__)
 
 # Tapes kept: each holds its own activations.
 MOST_TAPES = 16
+# Host buffers in rotation: one is written while the copies of those before may not have begun.
+BUFFERS = 4
+
+Forward = Callable[[ForwardBatch], Tensor]
+#: From logits [R, W] and rows of last_tokens [R] to the tokens [R], which it also writes there.
+Choose = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Forwarded:
+    """What a step gave, until the next one overwrites it."""
+
+    out: Tensor  # logits [R, vocabulary share]; before the last stage hidden states [T, hidden]
+    owners: Tensor  # [R], the rows of last_tokens that the choices belong to
+    tokens: Tensor | None = None  # [R], each row's best token where that was recorded too; last_tokens has it then
+
+
+class DecodeGraphs:
+    """Runs steps, op by op; the classes below replay what they have recorded."""
+
+    def __init__(self, forward: Forward, last_tokens: Tensor) -> None:
+        self._forward, self._last_tokens = forward, last_tokens
+        self.replays = 0
+
+    def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
+        """`hidden`: what the pipeline stage before gave."""
+        batch, owners = step.unpack(self._last_tokens.device, self._last_tokens, hidden)
+        return Forwarded(self._forward(batch), owners)
+
+
+@dataclass(frozen=True)
+class _Taped:
     tape: Tape
     batch: ForwardBatch  # whose tensors the tape reads
 
 
-class DecodeGraphs:
-    """Runs `forward` for a batch, from a recording where it may and has one."""
+class Tapes(DecodeGraphs):
+    """On a CPU."""
 
-    def __init__(self, forward: Callable[[ForwardBatch], Tensor], capturable: bool, most_blocks: int) -> None:
-        self._forward, self._usable, self._most_blocks = forward, capturable, most_blocks
-        self._recorded: OrderedDict[tuple[int, int], Recorded] = OrderedDict()  # by sequences and threads
+    def __init__(self, forward: Forward, last_tokens: Tensor, most_blocks: int) -> None:
+        super().__init__(forward, last_tokens)
+        self._usable, self._most_blocks = True, most_blocks
+        self._recorded: OrderedDict[tuple[int, int], _Taped] = OrderedDict()  # by sequences and threads
         self._seen: set[tuple[int, int]] = set()
-        self.replays = 0
 
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits; those of a replay are overwritten by the next step."""
-        sequences = len(batch.query_lens)
-        wanted = batch.logit_rows.shape[0]
-        if not (self._usable and batch.decode_only and sequences == wanted <= ops.MOST_ROWS):
-            return self._forward(batch)
-        key = sequences, torch.get_num_threads()
+    def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
+        if not (self._usable and step.decode_only and step.sequences <= ops.MOST_ROWS):
+            return super().run(step, hidden)
+        batch, owners = step.unpack(self._last_tokens.device, self._last_tokens, hidden)
+        key = step.sequences, torch.get_num_threads()
         found = self._recorded.get(key)
         if found is not None:
             self._recorded.move_to_end(key)
             _fill(found.batch, batch)
             self.replays += 1
-            return found.tape.replay()
+            return Forwarded(found.tape.replay(), owners)
         if key in self._seen:
-            return self._record(key, batch)
+            return Forwarded(self._record(key, batch), owners)
         self._seen.add(key)  # a size met once may not come again
-        return self._forward(batch)
+        return Forwarded(self._forward(batch), owners)
 
     def _record(self, key: tuple[int, int], batch: ForwardBatch) -> Tensor:
         static = self._make_static(batch)
@@ -60,7 +97,7 @@ class DecodeGraphs:
         if tape is None:
             self._usable = False
             return logits
-        self._recorded[key] = Recorded(tape, static)
+        self._recorded[key] = _Taped(tape, static)
         if len(self._recorded) > MOST_TAPES:
             self._recorded.popitem(last=False)
         return logits
@@ -84,3 +121,172 @@ def _fill(static: ForwardBatch, batch: ForwardBatch) -> None:
     static.block_tables[:, : batch.block_tables.shape[1]].copy_(batch.block_tables)
     if static.hidden is not None and batch.hidden is not None:
         static.hidden.copy_(batch.hidden)
+
+
+def sizes_for(max_num_seqs: int) -> list[int]:
+    """The numbers of sequences that steps are filled up to: close together where a row more costs little else."""
+    few, some, many = (1, 2, 4), range(8, 65, 8), range(96, max_num_seqs + 1, 32)
+    return [*(size for size in (*few, *some, *many) if size < max_num_seqs), max_num_seqs]
+
+
+class Inbox:
+    """A packed step on its way to the device: written into one of a few pinned buffers, then one copy.
+
+    The device has one buffer, which the graphs of all sizes read: they follow each other in one stream.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.packed = torch.zeros(size, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._buffers = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(BUFFERS)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._copied = [torch.cuda.Event() if pinned else None for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
+        self._turns = itertools.cycle(range(BUFFERS))
+
+    def send(self, step: PackedStep, rows: int, nobody: int) -> None:
+        turn = next(self._turns)
+        copied = self._copied[turn]
+        if copied is not None:
+            copied.synchronize()  # done long ago, unless the host is this many steps ahead
+        used = step.fill(self._arrays[turn], rows, nobody)
+        self.packed[:used].copy_(self._buffers[turn][:used], non_blocking=True)
+        if copied is not None:
+            copied.record()
+
+
+class CudaRecording:
+    """What a function did on the device, as a CUDA graph."""
+
+    def __init__(self, function: Callable[[], Any], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Threads of NCCL and others may ask the device things meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.result = function()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    recording: CudaRecording
+    hidden: Tensor | None  # where the stage before leaves its result
+    out: Tensor
+    owners: Tensor
+    tokens: Tensor | None
+
+
+class CudaGraphs(DecodeGraphs):
+    """On a GPU: one graph for each size, all in one memory pool, since they never run at the same time."""
+
+    recording = CudaRecording
+
+    def __init__(
+        self,
+        forward: Forward,
+        last_tokens: Tensor,
+        most_blocks: int,
+        choose: Choose | None,
+        make_hidden: Callable[[int], Tensor | None],
+        dependent: bool,
+    ) -> None:
+        """The last row of last_tokens is nobody's. `choose` where rows can be decided without asking other ranks;
+        `make_hidden`: room for what the stage before gives; `dependent`: launches may overlap the ones before."""
+        super().__init__(forward, last_tokens)
+        self._choose, self._make_hidden, self._dependent = choose, make_hidden, dependent
+        self._nobody = last_tokens.shape[0] - 1
+        self._most_blocks = most_blocks
+        self.sizes = sizes_for(self._nobody)
+        self._inbox = Inbox((len(COLUMNS) + most_blocks) * self.sizes[-1], last_tokens.device)
+        self._recorded: dict[int, _Recorded] = {}
+        self._pool: Any = None
+        #: whether steps that need nothing more take the tokens that a graph chose
+        self.choosing = choose is not None
+
+    def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
+        if not step.decode_only or not self._recorded:
+            return super().run(step, hidden)
+        count = step.sequences
+        rows = next(size for size in self.sizes if size >= count)
+        found = self._recorded[rows]
+        self._inbox.send(step, rows, self._nobody)
+        if found.hidden is not None and hidden is not None:
+            found.hidden[:count].copy_(hidden)
+        found.recording.replay()
+        self.replays += 1
+        tokens = found.tokens[:count] if found.tokens is not None and self.choosing else None
+        return Forwarded(found.out[:count], found.owners[:count], tokens)
+
+    def record(self) -> None:
+        """Make all graphs, the largest first, so that the others find room in what it leaves."""
+        before = _free_memory(self._last_tokens.device)
+        for size in reversed(self.sizes):
+            self._record(size)
+        used = (before - _free_memory(self._last_tokens.device)) / 2**20
+        log.info("recorded decode steps of %s sequences in %.0f MiB", self._told(), used)
+
+    def rehearse(self) -> int:
+        """Bytes that all graphs will take, found by making the two largest, which are dropped again."""
+        device, free = self._last_tokens.device, []
+        for size in self.sizes[:-3:-1]:
+            free.append(_free_memory(device))
+            self._record(size)
+        free.append(_free_memory(device))
+        self._recorded.clear()
+        self._pool = None
+        torch.cuda.empty_cache()
+        first, *second = (max(0, before - after) for before, after in itertools.pairwise(free))
+        return first + sum(second) * (len(self.sizes) - 1)
+
+    def _record(self, rows: int) -> None:
+        head = len(COLUMNS) * rows
+        ids, positions, rope_rows, slots, owners, contexts = self._inbox.packed[:head].view(-1, rows)
+        # Idle throughout: the runs that are recorded, and the one before, must not touch the cache.
+        for column, idle in zip((ids, slots, owners, contexts), (0, -1, self._nobody, 1), strict=True):
+            column.fill_(idle)
+        tables = self._inbox.packed[head : head + self._most_blocks * rows].view(-1, rows).zero_()
+        device = ids.device
+        hidden = self._make_hidden(rows)
+        batch = ForwardBatch(
+            token_ids=ids,
+            positions=positions.zero_(),
+            rope_rows=rope_rows.zero_(),
+            slots=slots,
+            query_start=torch.arange(rows + 1, device=device, dtype=torch.int32),
+            context_len=contexts,
+            block_tables=tables.t(),
+            logit_rows=torch.arange(rows, device=device),
+            query_lens=(1,) * rows,
+            context_lens=(1,) * rows,
+            hidden=hidden,
+        )
+
+        def step() -> tuple[Tensor, Tensor | None]:
+            fed = torch.where(ids < 0, self._last_tokens.index_select(0, owners), ids)
+            out = self._forward(replace(batch, token_ids=fed))
+            return out, None if self._choose is None else self._choose(out, owners)
+
+        try:
+            if self._pool is None and device.type == "cuda":
+                self._pool = torch.cuda.graph_pool_handle()
+            with dependent_launches(device) if self._dependent else nullcontext():
+                step()  # whatever is compiled, loaded or reserved by the first run
+                recording = self.recording(step, self._pool)
+        except (RuntimeError, MemoryError) as error:
+            if not any(is_out_of_memory(each) for each in (error, error.__context__) if each is not None):
+                raise
+            raise YalisFailure(
+                f"{device} ran out of memory while recording a decode step of {rows} sequences; give a smaller "
+                "--memory-fraction, --kv-memory, --kv-blocks or --max-num-seqs, or --eager"
+            ) from error
+        self._recorded[rows] = _Recorded(recording, hidden, recording.result[0], owners, recording.result[1])
+
+    def _told(self) -> str:
+        return ", ".join(map(str, self.sizes))
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]

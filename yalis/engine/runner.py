@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,8 @@ from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import count_blocks, is_out_of_memory, longest_context, resolve_dtype
-from yalis.engine.graphs import DecodeGraphs
+from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes
+from yalis.engine.packing import Packer
 from yalis.errors import YalisFailure
 from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
@@ -84,6 +84,7 @@ class Runner:
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
         self.times = StageTimes()
+        self.caches: list[LayerCache] = []
         grid = self.grid
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
         edges = uneven_edges(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
@@ -93,13 +94,20 @@ class Runner:
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
         wanted_len = longest_context(config, spec, checkpoint.label)
+        most_blocks = -(-wanted_len // config.block_size)
         try:
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
             self.vocabulary = grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.everyone, device)
-            self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+            # A row for each slot, and one for what fills up a recorded step.
+            self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
+            self.packer = Packer(config.max_num_seqs, most_blocks, config.block_size, self.model.rotary.length)
+            self.graphs = self._open_graphs(config.eager, most_blocks)
             self.pool = self._make_pool(config, needs, wanted_len, settle)
+            self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
+            if isinstance(self.graphs, CudaGraphs):
+                self.graphs.record()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -107,12 +115,6 @@ class Runner:
                 f"{checkpoint.label} in {self.dtype} with these settings does not fit the memory of {self.device}; "
                 "give a smaller --kv-blocks, --kv-memory or --max-num-seqs, --dtype bfloat16, or a smaller model"
             ) from error
-        self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
-        self.graphs = DecodeGraphs(
-            lambda batch: self.model(batch, self.caches, self.backend),
-            self.backend.capturable and grid.capturable,
-            -(-wanted_len // config.block_size),
-        )
         capacity = self.pool.num_blocks * config.block_size
         # A length the user did not ask for shrinks to what the cache holds; one that was asked for is refused later.
         self.max_model_len = wanted_len if config.max_model_len else min(wanted_len, capacity)
@@ -127,68 +129,98 @@ class Runner:
         """What this rank holds of the model."""
         return sum(x.nbytes for x in self.model.parameters())
 
+    def _open_graphs(self, eager: bool, most_blocks: int) -> DecodeGraphs:
+        def forward(batch: ForwardBatch) -> Tensor:
+            out: Tensor = self.model(batch, self.caches, self.backend)
+            return out
+
+        if eager or not (self.backend.capturable and self.grid.capturable):
+            return DecodeGraphs(forward, self.last_tokens)
+        if self.device.type == "cpu":
+            return Tapes(forward, self.last_tokens, most_blocks)
+
+        def make_hidden(rows: int) -> Tensor | None:
+            if self.stage.first:
+                return None
+            return torch.zeros(rows, self.model.hidden, dtype=self.dtype, device=self.device)
+
+        alone = self.grid.everyone.size == 1
+        choose = self._choose_best if alone and self.stage.last else None
+        return CudaGraphs(forward, self.last_tokens, most_blocks, choose, make_hidden, dependent=alone)
+
     def _make_pool(
         self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
     ) -> KVPool:
         shape = (len(self.model.layers), config.block_size, needs.num_kv_heads, needs.head_dim)
         per_sequence = -(-max_len // config.block_size)
+        taken = 0
         if self.device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None:
-            self._rehearse(config, needs, min(max_len, config.max_batch_tokens))
+            taken = self._rehearse(config, needs, min(max_len, config.max_batch_tokens))
         block_bytes = KVPool.block_bytes(*shape, self.dtype)
-        blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs))
+        blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs, taken))
         layers, block_size, kv_heads, head_dim = shape
         return KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
 
-    def _rehearse(self, config: EngineConfig, needs: AttentionNeeds, tokens: int) -> None:
-        """Run the largest step once, so that the allocator holds its activations before the rest becomes KV blocks."""
+    def _rehearse(self, config: EngineConfig, needs: AttentionNeeds, tokens: int) -> int:
+        """Run the largest step once, so that the allocator holds its activations before the rest becomes KV blocks.
+
+        Returns the bytes that recorded steps will take.
+        """
         blocks = -(-tokens // config.block_size)
         pool = KVPool(1, blocks, config.block_size, needs.num_kv_heads, needs.head_dim, self.dtype, self.device)
+        self.caches = [LayerCache(*pool.layer(0))] * len(self.model.layers)
         step = SequenceStep(
             request_id=-1, slot=0, start=0, tokens=(0,) * tokens, blocks=tuple(range(blocks)), samples=False,
             output_len=0, long_rope=False, params=SamplingParams(), history=None,
         )  # fmt: skip
         rows = min(tokens, config.max_num_seqs)
-        batch = self.build([step], logit_rows=range(tokens - rows, tokens))
+        hidden = None
         if not self.stage.first:
-            batch = replace(batch, hidden=torch.zeros(tokens, self.model.hidden, dtype=self.dtype, device=self.device))
-        logits = self.model(batch, [LayerCache(*pool.layer(0))] * len(self.model.layers), self.backend)
-        if not self.stage.last:
-            return
-        hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
-        sampling = [SamplingRow(hungriest, seed=0, position=0)] * rows
-        self._choose(logits, sampling)
+            hidden = torch.zeros(tokens, self.model.hidden, dtype=self.dtype, device=self.device)
+        packed = self.packer.pack([step], logit_rows=range(tokens - rows, tokens))
+        logits = DecodeGraphs.run(self.graphs, packed, hidden).out
+        if self.stage.last:
+            hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
+            self._choose(logits, [SamplingRow(hungriest, seed=0, position=0)] * rows)
+        del logits
+        return self.graphs.rehearse() if isinstance(self.graphs, CudaGraphs) else 0
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
         begin = time.perf_counter()
-        batch = self.build(plan.sequences)
+        step = self.packer.pack(plan.sequences)
         ready = time.perf_counter()
         hidden = self.stage.receive((plan.num_tokens, self.model.hidden), self.dtype, self.device)
         arrived = time.perf_counter()
-        if hidden is not None:
-            batch = replace(batch, hidden=hidden)
-        out = self.graphs.run(batch)
+        done = self.graphs.run(step, hidden)
         pending = None
         if self.stage.last:
-            pending = self._sample(plan, out)
+            pending = self._sample(plan, done)
         else:
-            self.stage.pass_on(out.clone())  # a replay's result is overwritten by the next
+            self.stage.pass_on(done.out.clone())  # a replay's result is overwritten by the next
         self.times.busy += time.perf_counter() - begin - (arrived - ready)
         self.times.waiting += arrived - ready
         return pending
 
-    def _sample(self, plan: StepPlan, logits: Tensor) -> PendingStep:
+    def _sample(self, plan: StepPlan, done: Forwarded) -> PendingStep:
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
             return PendingStep(plan, None, self.check)
-        sampled = self._choose(logits, [self._sampling_row(step) for step in sampling])
-        slots = self._to_device(np.array([step.slot for step in sampling], dtype=np.int64))
-        self.last_tokens.index_copy_(0, slots, sampled.tokens.clamp(min=0))
+        if done.tokens is not None and all(_takes_the_best(step) for step in sampling):
+            return PendingStep(plan, Sampled(done.tokens, None), self.check)
+        sampled = self._choose(done.out, [self._sampling_row(step) for step in sampling])
+        self.last_tokens.index_copy_(0, done.owners, sampled.tokens.clamp(min=0))
         return PendingStep(plan, sampled, self.check)
 
     def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
         batch = SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)
         return self.sampler.sample(logits, batch)
+
+    def _choose_best(self, logits: Tensor, owners: Tensor) -> Tensor:
+        """Each row's best token, for a recorded step."""
+        tokens = self.sampler.best(logits)
+        self.last_tokens.index_copy_(0, owners, tokens.clamp(min=0))
+        return tokens
 
     def _sampling_row(self, step: SequenceStep) -> SamplingRow:
         params = step.params
@@ -198,47 +230,9 @@ class Runner:
         assert params.seed is not None, "the engine's caller draws a seed"
         return SamplingRow(params, params.seed, step.start + step.count, history=step.history, banned=banned)
 
-    def build(self, steps: Sequence[SequenceStep], logit_rows: Sequence[int] | None = None) -> ForwardBatch:
-        """Pack the sequences' tokens into one batch: a few host arrays, one copy to the device."""
-        counts = [step.count for step in steps]
-        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-        total = int(starts[-1])
-        tokens = np.fromiter((token for step in steps for token in step.tokens), np.int64, total)
-        owner = np.repeat(np.arange(len(steps)), counts)
-        first = np.array([step.start for step in steps], dtype=np.int64)
-        positions = np.arange(total) - starts[owner] + first[owner]
-        tables = np.zeros((len(steps), max(len(step.blocks) for step in steps)), dtype=np.int64)
-        for row, step in enumerate(steps):
-            tables[row, : len(step.blocks)] = step.blocks
-        slots = tables[owner, positions // self.block_size] * self.block_size + positions % self.block_size
-        rope_rows = positions + np.array([step.long_rope for step in steps])[owner] * self.model.rotary.length
-        feeders = np.array([step.slot for step in steps], dtype=np.int64)[owner]
-        if logit_rows is None:
-            logit_rows = [int(starts[row + 1]) - 1 for row, step in enumerate(steps) if step.samples]
-        contexts = tuple(step.start + step.count for step in steps)
-        parts = (
-            tokens, positions, rope_rows, slots, feeders, starts, np.array(contexts), tables.reshape(-1), logit_rows
-        )  # fmt: skip
-        sizes = [len(part) for part in parts]
-        packed = self._to_device(np.concatenate(parts)).split(sizes)
-        ids, places, rows, where, slot_of, begin, context, table, wanted = packed
-        if (tokens < 0).any():
-            ids = torch.where(ids < 0, self.last_tokens.index_select(0, slot_of), ids)
-        return ForwardBatch(
-            token_ids=ids,
-            positions=places,
-            rope_rows=rows,
-            slots=where,
-            query_start=begin.to(torch.int32),
-            context_len=context.to(torch.int32),
-            block_tables=table.view(tables.shape).to(torch.int32),
-            logit_rows=wanted,
-            query_lens=tuple(counts),
-            context_lens=contexts,
-        )
 
-    def _to_device(self, values: np.ndarray) -> Tensor:
-        host = torch.from_numpy(np.asarray(values, dtype=np.int64))
-        if self.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+def _takes_the_best(step: SequenceStep) -> bool:
+    """Whether the likeliest token is all that this sequence asks for."""
+    params = step.params
+    plain = params.greedy and params.logprobs is None and not params.needs_history
+    return plain and step.output_len >= params.min_tokens  # nothing is banned any more

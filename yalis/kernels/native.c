@@ -257,10 +257,12 @@ void yalis_rotate(float *y, const float *x, i64 x_step, const float *cos, const 
 
 /* --- the paged cache, [blocks, block_size, kv_heads, dim] --------------------------------------------------------- */
 
-/* A token's keys and values, [tokens, width] each, to its slot. */
+/* A token's keys and values, [tokens, width] each, to its slot; a negative one is nowhere. */
 void yalis_write(float *k_cache, float *v_cache, const float *k, i64 k_step, const float *v, i64 v_step,
                  const i64 *slots, i64 tokens, i64 width) {
     for (i64 t = 0; t < tokens; t++) {
+        if (slots[t] < 0)
+            continue;
         memcpy(k_cache + slots[t] * width, k + t * k_step, 4 * width);
         memcpy(v_cache + slots[t] * width, v + t * v_step, 4 * width);
     }

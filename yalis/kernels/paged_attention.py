@@ -1,8 +1,10 @@
 """Attention read straight from the paged KV cache, in Triton. kernels/reference.py says the same in plain torch.
 
-Two launches serve a step: `prefill` for sequences that bring several tokens, `decode` for those that bring one, whose
-context is cut into splits so that a small batch still fills the GPU; `combine` then joins the splits. All query heads
-that share a key head are rows of one program, so a key is read once for them.
+Two launches serve a step: `prefill` for sequences that bring several tokens, `decode` for those that bring one. Its
+contexts are cut into splits, so that a small batch or one long context among short ones still fills the GPU. How many
+is decided on the device, from all lengths of the step: a launch depends on nothing but the number of sequences, and a
+captured one serves any contexts. The last split of a context to arrive joins them, in their order. All query heads that
+share a key head are rows of one program, so a key is read once for them.
 
 Names: S sequences · H query heads · K key/value heads · G = H / K · D head_dim · B tokens a block holds ·
 M rows of a program (queries × group) · N keys it takes at a time.
@@ -13,6 +15,7 @@ M rows of a program (queries × group) · N keys it takes at a time.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,15 +23,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from yalis.kernels.dependent import option
+from yalis.kernels.fused import follow
+
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
 NEVER = tl.constexpr(-1.0e30)
-MOST_SPLITS = 64
+# Up to so many tiles a context is read sooner than its splits are joined; a split is worth two at least.
+WHOLE_TILES = tl.constexpr(4)
+LEAST_TILES = tl.constexpr(2)
+MOST_SPLITS = 128
+# Programs launched for each that the device wants: those beyond a short context's splits end at once.
+SPARE = 8
+COUNTED = tl.constexpr(128)  # contexts added up at a time
+_JOINED = 4096  # numbers of parts that are joined at a time
+_COUNTERS = 1 << 16
 
 
 @triton.jit
 def _absorb(
-    q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+    q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
     k_block, k_slot, v_block, v_slot, scale, window, softcap,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
@@ -42,10 +56,10 @@ def _absorb(
     if MASKED:
         inside = position < end
         load = inside[:, None] & (d < D)[None, :]
-        block = tl.load(table + position // B, mask=inside, other=0).to(tl.int64)
+        block = tl.load(table + position // B * table_step, mask=inside, other=0).to(tl.int64)
     else:
         load = (position >= 0)[:, None] & (d < D)[None, :]
-        block = tl.load(table + position // B).to(tl.int64)
+        block = tl.load(table + position // B * table_step).to(tl.int64)
     slot = position % B
     # Offsets are 64 bits wide: a pool may hold more than 2**31 numbers.
     k = tl.load(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], mask=load, other=0.0)
@@ -70,10 +84,10 @@ def _absorb(
 
 
 # Numbers that change from step to step must not each compile another kernel.
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["table_row", "table_step", "window"])
 def _prefill(
     out_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables, tile_sequence, tile_start,
-    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
+    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
     scale, window, softcap,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -84,7 +98,7 @@ def _prefill(
     sequence = tl.load(tile_sequence + tile)
     row = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - row
-    context = tl.load(context_len + sequence)
+    context = tl.load(context_len + sequence).to(tl.int32)
     PER: tl.constexpr = M // G  # queries of a tile
     begin = (tile - tl.load(tile_start + sequence)).to(tl.int32) * PER
 
@@ -98,7 +112,7 @@ def _prefill(
     access = live[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=access, other=0.0)
 
-    table = tables + sequence * table_stride
+    table = tables + sequence * table_row
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
     m = tl.full([M], NEVER, tl.float32)
@@ -115,18 +129,18 @@ def _prefill(
         clear = tl.minimum((tl.maximum(0, end - window) + N - 1) // N * N, stop)
         for start in range(low, clear, N):
             m, total, acc = _absorb(
-                q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+                q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
                 k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, True,
             )  # fmt: skip
     full = tl.maximum(clear, (earliest + 1) // N * N)
     for start in range(clear, full, N):
         m, total, acc = _absorb(
-            q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+            q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
             k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, False,
         )  # fmt: skip
     for start in range(full, stop, N):
         m, total, acc = _absorb(
-            q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+            q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
             k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, True,
         )  # fmt: skip
 
@@ -135,21 +149,54 @@ def _prefill(
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "splits"])
+@triton.jit
+def _seen_by_all(query_start, context_len, sequences, window, WINDOW: tl.constexpr):
+    """How many keys all decoding sequences see together."""
+    seen = tl.zeros([COUNTED], tl.int32)
+    for first in range(0, sequences, COUNTED):
+        i = first + tl.arange(0, COUNTED)
+        here = i < sequences
+        counts = tl.load(query_start + i + 1, mask=here, other=0) - tl.load(query_start + i, mask=here, other=0)
+        keys = tl.load(context_len + i, mask=here, other=0).to(tl.int32)
+        if WINDOW:
+            keys = tl.minimum(keys, window)
+        seen += tl.where(counts == 1, keys, 0)
+    return tl.sum(seen, 0)
+
+
+@triton.jit(do_not_specialize=["table_row", "table_step", "window", "sequences", "splits", "programs"])
 def _decode(
-    out_ptr, part_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables,
-    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_stride,
-    scale, window, softcap, splits,
+    out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables,
+    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
+    scale, window, softcap, sequences, splits, programs,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    GP: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    follow(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(2)  # the slowest to change: programs without work come last
     row = tl.load(query_start + sequence)
     if tl.load(query_start + sequence + 1) - row != 1:
         return
-    context = tl.load(context_len + sequence)
+    context = tl.load(context_len + sequence).to(tl.int32)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(0, context - window)
+    share = context - low
+    used = 1
+    if SPLIT:
+        if share > WHOLE_TILES * N:
+            # As many splits as this context's part of all programs, and each of whole tiles.
+            everyone = _seen_by_all(query_start, context_len, sequences, window, WINDOW) * tl.num_programs(1)
+            wanted = tl.cdiv(share.to(tl.int64) * programs, everyone).to(tl.int32)
+            wanted = tl.minimum(tl.minimum(wanted, splits), tl.cdiv(share, LEAST_TILES * N))
+            keys = share
+            share = tl.cdiv(tl.cdiv(keys, wanted), N) * N
+            used = tl.cdiv(keys, share)
+        if split >= used:
+            return
 
     r = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -158,7 +205,7 @@ def _decode(
     token = row.to(tl.int64)
     q = tl.load(q_ptr + token * q_token + (head * q_head)[:, None] + d[None, :], mask=access, other=0.0)
 
-    table = tables + sequence * table_stride
+    table = tables + sequence * table_row
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
     m = tl.full([M], NEVER, tl.float32)
@@ -166,54 +213,64 @@ def _decode(
     acc = tl.zeros([M, DP], tl.float32)
     query = tl.zeros([M], tl.int32) + context
 
-    low = 0
-    if WINDOW:
-        low = tl.maximum(0, context - window)
-    share = ((context - low + splits - 1) // splits + N - 1) // N * N
     begin = low + split * share
     end = tl.minimum(context, begin + share)
     full = begin + tl.maximum(0, end - begin) // N * N
     for start in range(begin, full, N):
         m, total, acc = _absorb(
-            q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+            q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
             k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, False, SOFTCAP, False,
         )  # fmt: skip
     for start in range(full, end, N):
         m, total, acc = _absorb(
-            q, m, total, acc, table, k_ptr, v_ptr, start, end, query,
+            q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
             k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, False, SOFTCAP, True,
         )  # fmt: skip
 
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLIT:
-        part = (sequence * tl.num_programs(1) * G + head) * splits + split
+    acc = acc / total[:, None]  # every row saw a key
+    out_ptr += token * out_token
+    if used == 1:
+        tl.store(out_ptr + (head * out_head)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=access)
+    elif SPLIT:
+        context_of = sequence * tl.num_programs(1) + kv_head
+        parts = context_of * splits * G
+        part = parts + split * G + r
         tl.store(part_ptr + (part * D)[:, None] + d[None, :], acc, mask=access)
-        tl.store(lse_ptr + part, tl.where(total > 0, m + tl.log2(tl.where(total > 0, total, 1.0)), NEVER), mask=r < G)
-    else:
-        at = out_ptr + token * out_token + (head * out_head)[:, None] + d[None, :]
-        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
+        tl.store(lse_ptr + part, m + tl.log2(total), mask=r < G)
+        # Every thread's stores come before the count, and the count before any load.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived_ptr + context_of, 1, sem="acq_rel")
+        if before == used - 1:
+            tl.store(arrived_ptr + context_of, 0)  # for the next launch
+            _join(out_ptr, part_ptr, lse_ptr, parts, used, kv_head * G, out_head, G, GP, D, DP, CHUNK)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _combine(
-    out_ptr, part_ptr, lse_ptr, query_start, out_token, out_head, splits,
-    D: tl.constexpr, DP: tl.constexpr, MOST: tl.constexpr,
+@triton.jit
+def _join(
+    out_ptr, part_ptr, lse_ptr, parts, used, first_head, out_head,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    row = tl.load(query_start + sequence)
-    if tl.load(query_start + sequence + 1) - row != 1:
-        return
-    s = tl.arange(0, MOST)
+    """The parts of a context, CHUNK at a time, each by its share of the softmax's sum."""
+    g = tl.arange(0, GP)
     d = tl.arange(0, DP)
-    part = (sequence * tl.num_programs(1) + head) * splits + s
-    lse = tl.load(lse_ptr + part, mask=s < splits, other=NEVER)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    access = (s < splits)[:, None] & (d < D)[None, :]
-    acc = tl.load(part_ptr + (part * D)[:, None] + d[None, :], mask=access, other=0.0)
-    result = tl.sum(acc * weight[:, None], 0) / tl.sum(weight, 0)
-    at = out_ptr + row.to(tl.int64) * out_token + head * out_head + d
-    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=d < D)
+    m = tl.full([GP], NEVER, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    for first in range(0, used, CHUNK):
+        c = first + tl.arange(0, CHUNK)
+        here = (c < used)[:, None] & (g < G)[None, :]
+        part = parts + c[:, None] * G + g[None, :]
+        lse = tl.load(lse_ptr + part, mask=here, other=NEVER, cache_modifier=".cg")
+        at = part_ptr + (part * D)[:, :, None] + d[None, None, :]
+        values = tl.load(at, mask=here[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        weight = tl.exp2(lse - m_new[None, :])
+        fade = tl.exp2(m - m_new)
+        total = total * fade + tl.sum(weight, 0)
+        acc = acc * fade[:, None] + tl.sum(values * weight[:, :, None], 0)
+        m = m_new
+    at = out_ptr + ((first_head + g) * out_head)[:, None] + d[None, :]
+    tl.store(at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
 
 
 class Launch(NamedTuple):
@@ -222,7 +279,8 @@ class Launch(NamedTuple):
     tiles: int  # programs of `prefill` for each key head
     tile_sequence: Tensor  # [tiles] the sequence a tile belongs to
     tile_start: Tensor  # [S] the first tile of each sequence
-    splits: int  # of each decoding context; 0 when no sequence decodes
+    splits: int  # of a decoding context at most; 0 when no sequence decodes
+    programs: int  # that keep the device busy
 
 
 class Shape(NamedTuple):
@@ -256,29 +314,28 @@ def decode_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
 
 
 def plan_launch(
-    query_start: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...], num_heads: int, num_kv_heads: int,
-    head_dim: int, dtype: torch.dtype, programs: int,
+    query_start: Tensor, query_lens: tuple[int, ...], num_heads: int, num_kv_heads: int, head_dim: int,
+    dtype: torch.dtype, programs: int, prompts: bool = True,
 ) -> Launch:  # fmt: skip
     """Sizes come from the lengths the host knows, index tensors from those on the device: nothing waits.
 
-    `programs` is how many decode programs keep the device busy.
+    `programs` is how many decode programs keep the device busy. Without `prompts`, something else serves them.
     """
+    sequences = len(query_lens)
+    splits = 0
+    if 1 in query_lens:
+        splits = max(1, min(MOST_SPLITS, SPARE * programs // (sequences * num_kv_heads)))
+    if not prompts or sequences == sum(query_lens):
+        return Launch(0, query_start, query_start, splits, programs)
     group = num_heads // num_kv_heads
     per = prefill_shape(group, head_dim, dtype).m // group
     tiles = sum(-(-n // per) for n in query_lens if n != 1)
     counts = query_start.diff().long()
     needed = torch.where(counts == 1, 0, (counts + per - 1) // per)
-    everyone = torch.arange(len(query_lens), device=query_start.device)
+    everyone = torch.arange(sequences, device=query_start.device)
     tile_sequence = torch.repeat_interleave(everyone, needed, output_size=tiles)
     tile_start = needed.cumsum(0) - needed
-    decoding = [c for n, c in zip(query_lens, context_lens, strict=True) if n == 1]
-    splits = 0
-    if decoding:
-        most = -(-max(decoding) // decode_shape(group, head_dim, dtype).n)
-        wanted = -(-programs // (len(decoding) * num_kv_heads))
-        # A few tiles are read sooner than a second kernel starts.
-        splits = min(most, wanted, MOST_SPLITS) if most > 4 else 1
-    return Launch(tiles, tile_sequence, tile_start, splits)
+    return Launch(tiles, tile_sequence, tile_start, splits, programs)
 
 
 def paged_attention(
@@ -286,12 +343,14 @@ def paged_attention(
     k_cache: Tensor,  # [N, B, K, D]
     v_cache: Tensor,  # [N, B, K, D]
     query_start: Tensor,  # [S + 1] int32
-    context_len: Tensor,  # [S] int32
-    block_tables: Tensor,  # [S, most blocks] int32
+    context_len: Tensor,  # [S] of any integers
+    block_tables: Tensor,  # [S, most blocks] of any integers and strides
     launch: Launch,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    out: Tensor | None = None,  # holds what `launch` leaves to something else
+    pdl: bool = False,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens over its own blocks, [T, H, D]."""
     num_tokens, heads, dim = q.shape
@@ -299,10 +358,11 @@ def paged_attention(
     group, sequences = heads // kv_heads, context_len.shape[0]
     if q.stride(2) != 1:
         q = q.contiguous()
-    out = torch.empty((num_tokens, heads, dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((num_tokens, heads, dim), dtype=q.dtype, device=q.device)
     padded = max(16, triton.next_power_of_2(dim))
     strides = (
-        *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0)
+        *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *block_tables.stride()
     )  # fmt: skip
     numbers = (scale, window or 0, softcap or 1.0)
     flags = {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
@@ -316,16 +376,26 @@ def paged_attention(
     if launch.splits:
         shape = decode_shape(group, dim, q.dtype)
         splits = launch.splits
-        part = lse = out  # never touched by a lone split
+        part = lse = arrived = out  # never touched by a lone split
         if splits > 1:
-            part = torch.empty((sequences, heads, splits, dim), dtype=torch.float32, device=q.device)
-            lse = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
+            part = torch.empty((sequences, kv_heads, splits, group, dim), dtype=torch.float32, device=q.device)
+            lse = torch.empty((sequences, kv_heads, splits, group), dtype=torch.float32, device=q.device)
+            arrived = _counters(q.device)
+            assert sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
+        rows = triton.next_power_of_2(group)
         _decode[(sequences, kv_heads, splits)](
-            out, part, lse, q, k_cache, v_cache, query_start, context_len, block_tables, *strides, *numbers, splits,
-            **sizes, M=shape.m, N=shape.n, **flags, SPLIT=splits > 1, num_warps=shape.warps, num_stages=shape.stages,
+            out, part, lse, arrived, q, k_cache, v_cache, query_start, context_len, block_tables,
+            *strides, *numbers, sequences, splits, launch.programs,
+            **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))), **flags,
+            SPLIT=splits > 1, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
         )  # fmt: skip
-        if splits > 1:
-            _combine[(sequences, heads)](
-                out, part, lse, query_start, *out.stride()[:2], splits, D=dim, DP=padded, MOST=MOST_SPLITS, num_warps=4
-            )  # fmt: skip
     return out
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """How many splits of each context are done: all zero between launches, which follow each other in one stream.
+
+    Made by the first launch, which compiles the kernel too: not while a graph is captured.
+    """
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

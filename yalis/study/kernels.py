@@ -443,9 +443,7 @@ def _attention(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: 
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         lengths = torch.full((rows,), context, dtype=torch.int32, device=device)
         tables = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
-        launch = plan_launch(
-            starts, (1,) * rows, (context,) * rows, dims.heads, dims.kv_heads, dims.head_dim, dtype, 3 * processors
-        )
+        launch = plan_launch(starts, (1,) * rows, dims.heads, dims.kv_heads, dims.head_dim, dtype, 3 * processors)
         moved = 2 * rows * context * dims.kv_heads * dims.head_dim * dtype.itemsize
         copies: list[tuple[Any, ...]] = []
         for _ in range(_copies(moved, device)):
