@@ -294,9 +294,9 @@ def columns(kind: str) -> list[str]:
     return list(_ROWS[kind])
 
 
-def topology(hosts: Sequence[str]) -> dict[str, Any]:
-    """The ranks' hosts, in order of rank, without their names."""
-    return {"ranks": len(hosts), "ranks_per_host": list(Counter(hosts).values())}
+def topology(nodes: Sequence[int]) -> dict[str, Any]:
+    """`nodes`: for each rank, in order, the number of its machine."""
+    return {"ranks": len(nodes), "ranks_per_host": list(Counter(nodes).values())}
 
 
 def machine(result: Result) -> dict[str, Any]:

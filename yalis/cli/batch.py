@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with _sigterm_as_ctrl_c() as terminated:
+    with sigterm_as_ctrl_c() as terminated:
         try:
             return _answer_all(args, terminated)
         except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def _answer_all(args: argparse.Namespace, terminated: list[int]) -> int:
 
 
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[list[int]]:
+def sigterm_as_ctrl_c() -> Iterator[list[int]]:
     """SIGTERM, a scheduler's notice, acts as Ctrl-C does, even where Ctrl-C is ignored; gives whether it came."""
     terminated: list[int] = []
     foreign = None in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))  # could not be put back

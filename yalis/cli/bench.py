@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli import bench_allreduce
+from yalis.cli import bench_allreduce, bench_compare, bench_scaling, bench_throughput
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
 from yalis.cli.terminal import ProgressLine, tell
 from yalis.errors import YalisError
@@ -31,6 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_numbers(latency, prompt_len=64, output_len=64, warmup=1, repeats=3, seed=0)
     latency.add_argument("--peer", action="append", default=[], metavar="NAME", help="also measure: transformers")
     _add_rest(latency)
+    for name, module in (("throughput", bench_throughput), ("scaling", bench_scaling), ("compare", bench_compare)):
+        module.add_flags(kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT))
     about = "how long the stages of a pipeline stand idle, by number of micro-batches"
     pipeline = kinds.add_parser("pipeline", help=about, description=about)
     pipeline.add_argument(
@@ -81,7 +83,8 @@ def _add_rest(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
         raise YalisError(
-            "no benchmark given; type `yalis bench latency`, or pipeline, allreduce or kernels in its place"
+            "no benchmark given; type `yalis bench latency`, or throughput, scaling, compare, pipeline, allreduce or "
+            "kernels in its place"
         )
     from yalis import results
 
@@ -218,6 +221,7 @@ def _comparison(row: dict[str, Any]) -> str:
 #: How each is measured (on a rank that does not tell the result: None), and how its result is told.
 _BENCHMARKS: dict[str, tuple[Measure, Callable[[Result], None]]] = {
     "latency": (_latency, _print_latency),
+    "throughput": (bench_throughput.measure, bench_throughput.print_table),
     "pipeline": (_pipeline, _print_pipeline),
     "allreduce": (bench_allreduce.measure, bench_allreduce.print_table),
     "kernels": (_kernels, _print_kernels),

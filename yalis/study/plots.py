@@ -61,6 +61,74 @@ def draw_allreduce(result: Result, file: Path) -> list[Path]:
     axes[1][0].set_ylabel(f"speed-up over {baseline_of(result.rows, result.parameters['baseline'])}")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.suptitle(f"all-reduce, {result.parameters['ranks']} ranks ({result.parameters['shape']})")
+    return _save(figure, file)
+
+
+def draw_scaling(result: Result, file: Path) -> list[Path]:
+    """Time of the job and parallel efficiency against ranks, a line for each scheme and all-reduce. As PNG and SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure, (time, efficiency) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    good = [row for row in result.rows if row["status"] == "ok"]
+    schemes = list(dict.fromkeys(row["scheme"] for row in good))
+    backends = list(dict.fromkeys(row["allreduce"] for row in good if row["allreduce"]))
+    for machine in dict.fromkeys(row["machine"] for row in good):
+        here = [row for row in good if row["machine"] == machine]
+        first = [row for row in here if row["scheme"] == "one rank"]
+        for scheme, backend in dict.fromkeys((row["scheme"], row["allreduce"]) for row in here):
+            # One rank is where every way to split begins.
+            line = [*first, *(row for row in here if (row["scheme"], row["allreduce"]) == (scheme, backend))]
+            if scheme == "one rank" and len(here) > len(first):
+                continue
+            told = ", ".join(filter(None, [scheme, backend]))
+            style = {
+                "color": f"C{schemes.index(scheme)}",
+                "linestyle": ("-", "--", ":", "-.")[backends.index(backend) % 4] if backend else "-",
+                "marker": "osD^v"[backends.index(backend) % 5] if backend else "o",
+                "label": told if len(result.parameters["machines"]) == 1 else f"{told}, machine {machine}",
+            }
+            ranks, seconds = [row["ranks"] for row in line], [row["seconds"] for row in line]
+            below = [row["seconds"] - row["seconds_low"] for row in line]
+            above = [row["seconds_high"] - row["seconds"] for row in line]
+            time.errorbar(ranks, seconds, yerr=[below, above], capsize=3, markersize=4, **style)
+            efficiency.plot(ranks, [row["efficiency"] for row in line], markersize=4, **style)
+        base = min(here, key=lambda row: (row["ranks"], row["seconds"]))
+        counts = sorted({row["ranks"] for row in here})
+        ideal = [base["seconds"] * base["ranks"] / count for count in counts]
+        time.plot(counts, ideal, color="grey", linewidth=0.8, label="ideal")
+    crowded = [row["ranks"] for row in good if row["crowded"]]
+    for axis in (time, efficiency):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted({row["ranks"] for row in good}))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_xlabel("ranks")
+        axis.grid(alpha=0.3)
+        if crowded:
+            axis.axvspan(min(crowded) / 1.2, max(crowded) * 1.2, color="grey", alpha=0.15, linewidth=0)
+    time.set_yscale("log")
+    time.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    time.yaxis.set_major_formatter("{x:g}")
+    time.yaxis.set_minor_locator(NullLocator())
+    time.set_ylabel("seconds of the job, median and 10%..90%")
+    efficiency.set_ylim(bottom=0)
+    efficiency.axhline(1, color="grey", linewidth=0.8)
+    efficiency.set_ylabel("parallel efficiency")
+    figure.legend(*time.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    figure.suptitle(f"{Path(result.parameters['engine']['model']).name}: strong scaling")
+    if result.notes:
+        figure.supxlabel("\n".join(result.notes), fontsize="small")
+    return _save(figure, file)
+
+
+def _save(figure: Any, file: Path) -> list[Path]:
+    """As PNG and SVG; the figure is then closed."""
+    from matplotlib import pyplot
+
     stem = file.with_suffix("") if file.suffix in (".png", ".svg") else file
     written = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
     try:

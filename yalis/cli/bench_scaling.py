@@ -1,0 +1,170 @@
+"""`yalis bench scaling`: its flags, and how its result is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yalis.cli.batch import sigterm_as_ctrl_c
+from yalis.cli.bench_throughput import add_work_flags, work_config, work_plan
+from yalis.cli.flags import add_common_flags, add_engine_flags, number, whole
+from yalis.cli.terminal import ProgressLine, tell
+from yalis.errors import YalisError
+from yalis.launch.environment import find_place
+
+if TYPE_CHECKING:
+    from yalis.config import EngineConfig
+    from yalis.results import Result
+    from yalis.study.scaling import ScalingPlan, Setting
+
+ABOUT = "one job over numbers of ranks, ways to split the model and all-reduces: speed-up and parallel efficiency"
+_VARIED = ("tp", "pp", "dp", "allreduce")  # what a setting says, and not the engine's flags
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--out", type=Path, metavar="DIR", required=True,
+        help="the study's folder; what it already holds is not run again",
+    )  # fmt: skip
+    add("--ranks", type=_numbers, metavar="1,2,4", help="numbers of ranks (default: 1,2,4)")
+    add(
+        "--schemes", type=_names, metavar="NAMES",
+        help="tp, grid, pp, hybrid, dp for each number of ranks, or one split such as 2x2 or tp2-pp2 (default: tp,pp)",
+    )  # fmt: skip
+    add(
+        "--allreduce", dest="allreduces", type=_names, metavar="NAMES",
+        help="communication backends (see `yalis doctor`); mpi's ranks are started by mpirun (default: auto)",
+    )  # fmt: skip
+    add("--minutes", type=number, metavar="N", help="that a setting may take before it is ended (default: 30)")
+    add("--plot", type=Path, metavar="FILE", help="draw time and efficiency against ranks, as FILE.png and FILE.svg")
+    add("--gather", action="store_true", help="run nothing; tell what is there")
+    add_work_flags(parser)
+    slurm = parser.add_argument_group("slurm", "jobs to submit instead of processes on this machine")
+    slurm.add_argument("--slurm", type=Path, metavar="FOLDER", help="write a script for each setting into this folder")
+    slurm.add_argument(
+        "--tasks-per-node", dest="node_ranks", type=whole, metavar="N",
+        help="ranks of a node, where a hybrid goes from tp to pp as well (default: 4)",
+    )  # fmt: skip
+    slurm.add_argument("--cpus-per-task", type=whole, metavar="N", default=8, help="cores of a rank (default: 8)")
+    slurm.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="=--WORD",
+        help="a word for sbatch, as --sbatch=--partition=gpu",
+    )
+    add_engine_flags(parser, without=_VARIED)
+    add_common_flags(parser, json="print the result as one object")
+    parser.set_defaults(run=run, serves_ranks=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    from yalis import results
+    from yalis.study import plots
+    from yalis.study.scaling import failed, gather, list_settings
+
+    if find_place().size > 1:
+        raise YalisError("bench scaling starts every setting itself; leave torchrun, srun and mpirun out")
+    if args.plot is not None:
+        plots.check_plot(args.plot)
+    config, plan = work_config(args), _plan(args)
+    settings = list_settings(plan)
+    if args.slurm is not None:
+        return _write_scripts(args, config, plan, settings)
+    if not args.gather and (status := _run_missing(config, plan, settings)):
+        return status
+    result = gather(config, plan, settings, shlex.join(["yalis", *sys.argv[1:]]))
+    if args.json:
+        print(json.dumps(asdict(result)))
+    else:
+        print_table(result)
+    tell(f"wrote {results.write(result, plan.folder)}")
+    if args.plot is not None:
+        tell(f"drew {' and '.join(map(str, plots.draw_scaling(result, args.plot)))}")
+    if bad := failed(result):
+        again = "" if args.gather else "; the same command tries them again"
+        tell(f"{len(bad)} of {len(settings)} settings have no figures (each folder's log.txt says more){again}")
+    return 1 if bad else 0
+
+
+def _plan(args: argparse.Namespace) -> ScalingPlan:
+    from yalis.study.scaling import ScalingPlan
+
+    names = ("ranks", "schemes", "allreduces", "minutes", "node_ranks")
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return ScalingPlan(args.out, work=work_plan(args), **given)
+
+
+def _write_scripts(args: argparse.Namespace, config: EngineConfig, plan: ScalingPlan, settings: list[Setting]) -> int:
+    from yalis.study.scaling_jobs import SlurmPlan, write_scripts
+
+    slurm = SlurmPlan(args.cpus_per_task, config.device != "cpu", tuple(args.sbatch))
+    *scripts, submit = write_scripts(config, plan, slurm, settings, args.slurm)
+    tell(
+        f"wrote {len(scripts)} scripts; type `bash {submit}`, and when the jobs are done this with --gather for --slurm"
+    )
+    return 0
+
+
+def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting]) -> int:
+    """An exit status where it was stopped, else 0."""
+    from yalis.study.scaling import find_result
+    from yalis.study.scaling_jobs import run_missing
+
+    line = ProgressLine()
+    with sigterm_as_ctrl_c() as terminated:
+        try:
+            run_missing(config, plan, settings, line.show)
+            return 0
+        except KeyboardInterrupt:
+            line.clear()
+            done = sum(find_result(config, plan, setting) is not None for setting in settings)
+            tell(f"stopped: {plan.folder} holds {done} of {len(settings)} settings; the same command continues")
+            return 143 if terminated else 130
+        finally:
+            line.clear()
+
+
+def print_table(result: Result) -> None:
+    facts = result.parameters
+    told = [facts["engine"]["model"], facts.get("dtype", ""), *(device["name"] for device in result.devices)]
+    print(" · ".join(filter(None, told)))
+    heads = (("the job", 11), ("10%..90%", 18), ("tokens/s", 10), ("first", 11), ("next", 11))
+    start = f"{'ranks':>5}  {'split':<12}{'all-reduce':<14}"
+    print(start + "".join(f"{head:>{width}}" for head, width in heads) + f"{'speed-up':>10}{'efficiency':>12}")
+    several = len(facts["machines"]) > 1
+    for row in result.rows:
+        print(_cells(row) + (f"  machine {row['machine']}" if several and row["machine"] else ""))
+    for note in result.notes:
+        print(note)
+    for machine, folder in facts["baselines"].items():
+        where = f" on machine {machine}" if several else ""
+        print(f"speed-ups are over {folder}{where}")
+
+
+def _cells(row: dict[str, Any]) -> str:
+    start = f"{row['ranks']:>5}  {row['split']:<12}{row['allreduce'] or '-':<14}"
+    if row["status"] != "ok":
+        return f"{start}  {row['status']}"
+    span = f"{row['seconds_low']:.3f}..{row['seconds_high']:.3f}"
+    token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
+    times = f"{row['seconds']:>9.3f} s{span:>18}{row['tokens_per_s']:>10.1f}{row['first_token_ms']:>8.1f} ms{token:>11}"
+    crowded = " (crowded)" if row["crowded"] else ""
+    return f"{start}{times}{row['speedup']:>9.2f}x{row['efficiency']:>12.0%}{crowded}"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,2,4") from None

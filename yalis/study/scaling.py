@@ -1,0 +1,291 @@
+"""The scaling study: one job over numbers of ranks, ways to split the model and all-reduces.
+
+Every setting is a `yalis bench throughput` that leaves its result in a folder of its own; scaling_jobs.py starts them.
+What is there is not run again, so a study that was stopped goes on, and jobs may come back in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from yalis import results
+from yalis.comm.choose import check_name
+from yalis.config import EngineConfig
+from yalis.errors import YalisError
+from yalis.parallel.plan import Split
+from yalis.results import Result
+from yalis.study.throughput import ThroughputPlan
+
+Row = dict[str, Any]
+
+FAMILIES = ("tp", "grid", "pp", "hybrid", "dp")
+ONE = "one rank"
+LOG = "log.txt"  # what a setting's command said, beside its result
+ENDED = "ended with exit status"  # what is written there of one that failed without a word
+
+
+@dataclass(frozen=True)
+class Setting:
+    split: Split
+    allreduce: str = ""  # empty with one rank, which has nobody to sum with
+
+    @property
+    def ranks(self) -> int:
+        return self.split.size
+
+    @property
+    def scheme(self) -> str:
+        """Which of the families it belongs to."""
+        split = self.split
+        if split.size == 1:
+            return ONE
+        if split.replicas > 1:
+            return "dp"
+        if split.stages > 1:
+            return "hybrid" if split.per_stage > 1 else "pp"
+        return "grid" if split.cols > 1 else "tp"
+
+    @property
+    def label(self) -> str:
+        """ "tp2x2-pp2", the way a scheme is given too."""
+        split = self.split
+        grid = str(split.rows) if split.cols == 1 else f"{split.rows}x{split.cols}"
+        parts = [f"tp{grid}"] if split.per_stage > 1 else []
+        parts += [f"{name}{count}" for name, count in (("pp", split.stages), ("dp", split.replicas)) if count > 1]
+        return "-".join(parts) or "tp1"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.label}-{self.allreduce}" if self.allreduce else self.label
+
+    def apply(self, config: EngineConfig) -> EngineConfig:
+        split, allreduce = self.split, self.allreduce or config.allreduce
+        return replace(config, tp=(split.rows, split.cols), pp=split.stages, dp=split.replicas, allreduce=allreduce)
+
+
+@dataclass(frozen=True)
+class ScalingPlan:
+    folder: Path  # of all results
+    ranks: tuple[int, ...] = (1, 2, 4)
+    schemes: tuple[str, ...] = ("tp", "pp")
+    allreduces: tuple[str, ...] = ("auto",)
+    node_ranks: int = 4  # ranks that a node holds: where a hybrid goes from tp to pp
+    minutes: float = 30.0  # that a setting may take
+    work: ThroughputPlan = field(default_factory=ThroughputPlan)
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 1:
+            raise YalisError("ranks has no number of at least 1; give for example --ranks 1,2,4")
+        if not self.schemes or not self.allreduces:
+            raise YalisError("there is no scheme or no all-reduce; give for example --schemes tp,pp --allreduce torch")
+        if self.node_ranks < 1:
+            raise YalisError(f"a node holds {self.node_ranks} ranks; give --tasks-per-node a number of at least 1")
+        if not 0 < self.minutes < math.inf:
+            raise YalisError(f"minutes is {self.minutes:g}; give a number above 0")
+        for name in self.allreduces:
+            check_name(name)
+
+
+def list_settings(plan: ScalingPlan) -> list[Setting]:
+    """Every setting once, fewer ranks first."""
+    settings: dict[Setting, None] = {}
+    unused = set(plan.schemes)
+    for ranks in sorted(set(plan.ranks)):
+        for scheme in plan.schemes:
+            split = _split(scheme, ranks, plan.node_ranks)
+            if split is None:
+                continue
+            unused.discard(scheme)
+            for allreduce in plan.allreduces if ranks > 1 else ("",):
+                settings.setdefault(Setting(split, allreduce))
+    if unused:
+        raise YalisError(
+            f"scheme {sorted(unused)[0]!r} is none of {', '.join(map(str, plan.ranks))} ranks; give more --ranks, or "
+            "leave it out"
+        )
+    return list(settings)
+
+
+def _split(scheme: str, ranks: int, node_ranks: int) -> Split | None:
+    """What a scheme means for so many ranks; None where it means nothing."""
+    if scheme not in FAMILIES:
+        split = _read_split(scheme)
+        return split if split.size == ranks else None
+    if ranks == 1:
+        return Split()
+    if scheme == "tp":
+        return Split(rows=ranks)
+    if scheme == "pp":
+        return Split(stages=ranks)
+    if scheme == "dp":
+        return Split(replicas=ranks)
+    if scheme == "hybrid":  # tp inside a node and pp between nodes; two stages on one node
+        per_stage = node_ranks if node_ranks < ranks else ranks // 2
+        return Split(rows=per_stage, stages=ranks // per_stage) if per_stage > 1 and ranks % per_stage == 0 else None
+    cols = max(col for col in range(1, math.isqrt(ranks) + 1) if ranks % col == 0)  # the squarest grid
+    return Split(ranks // cols, cols) if cols > 1 else None
+
+
+def _read_split(scheme: str) -> Split:
+    """ "2x2", "tp4", "tp2-pp2"."""
+    counts: dict[str, int] = {}
+    for part in scheme.lower().split("-"):
+        found = re.fullmatch(r"(?:tp)?([1-9]\d*)x([1-9]\d*)|(tp|pp|dp)([1-9]\d*)", part)
+        if found is None or counts.keys() & (new := _degrees(found)).keys():
+            raise YalisError(
+                f"scheme {scheme!r} is not known; accepted: {', '.join(FAMILIES)}, or one split such as 2x2, tp4 or "
+                "tp2-pp2"
+            )
+        counts |= new
+    return Split(**counts)
+
+
+def _degrees(found: re.Match[str]) -> dict[str, int]:
+    rows, cols, name, count = found.groups()
+    if name is None:
+        return {"rows": int(rows), "cols": int(cols)}
+    return {{"tp": "rows", "pp": "stages", "dp": "replicas"}[name]: int(count)}
+
+
+# What came back
+
+
+def find_result(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> Result | None:
+    """The newest result in the setting's folder, which must be of the same work and engine."""
+    found = sorted((plan.folder / setting.folder).glob("throughput-*.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        return None
+    result = results.read(found[-1])
+    parameters = result.parameters
+    _check_same(found[-1], parameters, asdict(plan.work))
+    _check_same(found[-1], parameters["engine"], asdict(setting.apply(config)))
+    return result
+
+
+def _check_same(path: Path, told: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Refuse a result whose work or engine is not what is asked; what an older yalis did not tell is at its default."""
+    for name, value in json.loads(json.dumps(asked)).items():
+        if told.get(name, value) != value:
+            raise YalisError(
+                f"{path} is of another study: its {name} is {told[name]!r} and not {value!r}; give another --out, or "
+                "remove it"
+            )
+
+
+def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting], command: str) -> Result:
+    """All that came back, as one result; settings without one are rows that say why."""
+    found = {setting: find_result(config, plan, setting) for setting in settings}
+    measured = {setting: result for setting, result in found.items() if result is not None}
+    machines: list[dict[str, Any]] = []
+    for result in measured.values():
+        if (machine := results.machine(result)) not in machines:
+            machines.append(machine)
+    rows = [_row(plan, setting, found[setting], machines) for setting in settings]
+    bases = _add_ratios(rows, measured, settings)
+    parameters = {
+        **{name: value for name, value in asdict(plan).items() if name not in ("folder", "work")},
+        **asdict(plan.work),
+        "engine": asdict(config),
+        "machines": machines,
+        "baselines": bases,
+    }
+    notes = list(_notes(rows, measured, machines))
+    if not measured:
+        return results.new("scaling", parameters, rows, command, [], notes)
+    first = next(iter(measured.values()))  # that is where it was measured, wherever it is gathered
+    parameters["dtype"] = first.parameters["dtype"]
+    result = results.new("scaling", parameters, rows, command, first.devices, notes)
+    return replace(result, host=first.host, versions=first.versions, revision=first.revision)
+
+
+def _row(plan: ScalingPlan, setting: Setting, result: Result | None, machines: list[dict[str, Any]]) -> Row:
+    row: Row = dict.fromkeys(results.columns("scaling"))
+    row.update(ranks=setting.ranks, scheme=setting.scheme, split=setting.label, allreduce=setting.allreduce)
+    row.update(crowded="", file="")
+    if result is None:
+        row["status"] = _why_missing(plan.folder / setting.folder / LOG)
+        return row
+    measured = result.rows[0]
+    for name in ("status", "seconds", "seconds_low", "seconds_high", "tokens_per_s", "first_token_ms", "token_ms"):
+        row[name] = measured[name]
+    row["machine"] = 1 + machines.index(results.machine(result))
+    row["crowded"] = _crowding(result)
+    row["file"] = str(_newest(plan.folder / setting.folder).relative_to(plan.folder))
+    if result.topology is not None:
+        row["hosts"] = len(result.topology["ranks_per_host"])
+    return row
+
+
+def _newest(folder: Path) -> Path:
+    return max(folder.glob("throughput-*.json"), key=lambda path: path.stat().st_mtime)
+
+
+def _why_missing(log: Path) -> str:
+    """The error a setting's command ended with, or that there was none."""
+    try:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return "no result yet"
+    errors = [line for line in lines if re.match(r"yalis: (internal )?error: ", line)]
+    if errors:
+        return errors[-1].partition("error: ")[2]
+    if lines and lines[-1].startswith(ENDED):
+        return ": ".join([lines[-1], *lines[-2:-1]])
+    return f"no result yet; its log ends: {lines[-1]}" if lines else "no result yet"
+
+
+def _crowding(result: Result) -> str:
+    """How ranks share what each should have for itself; empty where they do not."""
+    most = max(result.topology["ranks_per_host"]) if result.topology else 1
+    if most == 1:
+        return ""
+    if result.devices[0]["type"] == "cpu":
+        cores = result.host["cores"]
+        return f"{most} ranks on {cores} cores" if most > cores else ""
+    shared = result.parameters["engine"]["ranks_per_gpu"]
+    return f"{shared} ranks on a GPU" if shared > 1 else ""
+
+
+def _add_ratios(rows: list[Row], measured: dict[Setting, Result], settings: Sequence[Setting]) -> dict[str, str]:
+    """Speed-up, efficiency and agreement with the baseline of the same machine; returns those by machine.
+
+    A machine's baseline is its quickest setting with the fewest ranks. Machines are never mixed in a ratio.
+    """
+    bases: dict[str, str] = {}
+    pairs = [(setting, row) for setting, row in zip(settings, rows, strict=True) if row["status"] == "ok"]
+    for machine in sorted({row["machine"] for _, row in pairs}):
+        here = [(setting, row) for setting, row in pairs if row["machine"] == machine]
+        setting, base = min(here, key=lambda pair: (pair[1]["ranks"], pair[1]["seconds"]))
+        bases[str(machine)] = setting.folder
+        right = measured[setting].parameters["answers"]
+        exact = measured[setting].parameters["dtype"] == "float32"
+        for other, row in here:
+            answers = measured[other].parameters["answers"]
+            row["same_tokens"] = sum(a == b for a, b in zip(right, answers, strict=True)) / len(right)
+            if exact and row["same_tokens"] < 1:
+                share = f"{row['same_tokens']:.0%} of its answers"
+                row["status"] = f"wrong tokens: {share} equal those of {setting.folder}"
+                continue
+            row["speedup"] = base["seconds"] / row["seconds"]
+            row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
+    return bases
+
+
+def _notes(rows: list[Row], measured: dict[Setting, Result], machines: list[dict[str, Any]]) -> Iterator[str]:
+    for crowded in dict.fromkeys(row["crowded"] for row in rows if row["crowded"]):
+        yield f"{crowded}: these rows show what the split costs, not how it scales"
+    if len(machines) > 1:
+        yield f"measured on {len(machines)} kinds of machine; speed-ups are within each"
+    revisions = {str(result.revision)[:10] for result in measured.values()}
+    if len(revisions) > 1:
+        yield f"measured at {len(revisions)} revisions: {', '.join(sorted(revisions))}"
+
+
+def failed(result: Result) -> list[Row]:
+    return [row for row in result.rows if row["status"] != "ok"]

@@ -1,0 +1,198 @@
+"""The settings of a scaling study as processes: started here one after the other, or as Slurm scripts to submit."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from yalis.config import EngineConfig
+from yalis.errors import YalisError, YalisFailure
+from yalis.launch.local import rank_environment
+from yalis.study.lab.ranks import mpi_missing, mpi_version
+from yalis.study.scaling import ENDED, LOG, ScalingPlan, Setting, find_result
+
+Report = Callable[[str], None]
+
+_GRACE_S = 10.0  # for a command to end when asked to
+_LOOK_S = 0.2
+
+
+def run_missing(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting], report: Report) -> None:
+    """Run what has no result yet, one after the other, on this machine. What fails leaves its log and no result."""
+    left = [setting for setting in settings if find_result(config, plan, setting) is None]
+    for number, setting in enumerate(left, 1):
+        _run(config, plan, setting, report, f"setting {number} of {len(left)}, {setting.folder}")
+
+
+def _run(config: EngineConfig, plan: ScalingPlan, setting: Setting, report: Report, label: str) -> None:
+    folder = _prepare(plan.folder / setting.folder)
+    with (folder / LOG).open("w") as log:
+        if setting.allreduce == "mpi" and (reason := mpi_missing()):
+            log.write(f"yalis: error: {reason}\n")
+            return
+        words = [*_launcher(setting), sys.executable, "-m", "yalis", *command_words(config, plan, setting)]
+        try:
+            process = subprocess.Popen(
+                words, env=rank_environment({}), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            log.write(f"yalis: error: {words[0]} could not be started: {error.strerror}\n")
+            return
+        begin = time.monotonic()
+        try:
+            while process.poll() is None:
+                spent = time.monotonic() - begin
+                report(f"{label}: {spent:.0f} s")
+                if spent > 60 * plan.minutes:
+                    _end(process)
+                    log.write(f"yalis: error: it took more than {plan.minutes:g} minutes, and was ended\n")
+                    return
+                time.sleep(_LOOK_S)
+        except BaseException:
+            _end(process)
+            raise
+        if process.returncode:
+            log.write(f"{ENDED} {process.returncode}\n")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to end; it takes its ranks with it, and they notice if it cannot."""
+    process.terminate()
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _prepare(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise YalisFailure(f"cannot make the folder {folder}: {error.strerror}; give another --out") from error
+    return folder
+
+
+def _launcher(setting: Setting) -> list[str]:
+    """Ranks start each other, except that MPI's are started by mpirun."""
+    if setting.allreduce != "mpi":
+        return []
+    words = ["mpirun", "-n", str(setting.ranks)]
+    if "Open MPI" in mpi_version():  # which otherwise wants a core for each rank, and no root
+        words += ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return words
+
+
+def command_words(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> list[str]:
+    """`yalis` with these words measures the setting and leaves its result in its folder."""
+    work = plan.work
+    words = ["bench", "throughput"]
+    for one in work.workloads:
+        words += ["--workload", str(one)]
+    words += _flags(work, without=("workloads",))
+    words += _flags(setting.apply(config))
+    if config.prefix_reuse:  # which is off in throughput unless asked for
+        words.append("--prefix-reuse")
+    return [*words, "--out", str(plan.folder / setting.folder)]
+
+
+def _flags(values: Any, without: tuple[str, ...] = ()) -> list[str]:
+    """The fields of a dataclass that are not at their default, as flags."""
+    words: list[str] = []
+    for one in fields(values):
+        value, flag = getattr(values, one.name), one.name.replace("_", "-")
+        if one.name in without or value == one.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", "x".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return words
+
+
+@dataclass(frozen=True)
+class SlurmPlan:
+    """How the scripts ask for nodes."""
+
+    cpus_per_task: int = 8
+    gpus: bool = True  # one for each rank
+    options: tuple[str, ...] = ()  # further words for sbatch, such as --partition=gpu
+
+    def __post_init__(self) -> None:
+        if self.cpus_per_task < 1:
+            raise YalisError(f"cpus_per_task is {self.cpus_per_task}; give a whole number of at least 1")
+
+
+def write_scripts(
+    config: EngineConfig, plan: ScalingPlan, slurm: SlurmPlan, settings: Sequence[Setting], folder: Path
+) -> list[Path]:
+    """A job script for each setting without a result, and one that submits them all; returns that one last."""
+    missing = [setting for setting in settings if find_result(config, plan, setting) is None]
+    _prepare(folder)
+    scripts = []
+    for setting in missing:
+        _prepare(plan.folder / setting.folder)  # Slurm makes no folder for a job's output
+        path = folder / f"{setting.folder}.sh"
+        _write(path, _script(config, plan, slurm, setting))
+        scripts.append(path)
+    lines = ["#!/bin/bash", "# Submits every setting of the study.", "set -e"]
+    lines += [f"sbatch {shlex.quote(str(path.resolve()))}" for path in scripts]
+    _write(folder / "submit.sh", "\n".join(lines) + "\n")
+    return [*scripts, folder / "submit.sh"]
+
+
+def _script(config: EngineConfig, plan: ScalingPlan, slurm: SlurmPlan, setting: Setting) -> str:
+    there = replace(plan, folder=plan.folder.resolve())
+    nodes = -(-setting.ranks // plan.node_ranks)
+    per_node = -(-setting.ranks // nodes)
+    minutes = math.ceil(plan.minutes)
+    asked = [
+        f"--job-name=yalis-{setting.folder}",
+        f"--nodes={nodes}",
+        f"--ntasks={setting.ranks}",
+        f"--ntasks-per-node={per_node}",
+        *([f"--gpus-per-node={per_node}"] if slurm.gpus else []),
+        f"--cpus-per-task={slurm.cpus_per_task}",
+        f"--time={minutes // 60:02}:{minutes % 60:02}:00",
+        f"--output={shlex.quote(str(there.folder / setting.folder / LOG))}",
+        *slurm.options,
+    ]
+    srun, mpi = ["srun"], []
+    if setting.allreduce == "mpi":  # mpi4py has to be told by srun who its ranks are
+        srun, mpi = ["srun", "--mpi=pmix"], ["# CHANGE --mpi to what `srun --mpi=list` offers for the site's MPI."]
+    words = shlex.join([*srun, sys.executable, "-m", "yalis", *command_words(config, there, setting)])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# {setting.folder}: {plan.work.work} on {setting.ranks} ranks.",
+            *(f"#SBATCH {one}" for one in asked),
+            "",
+            "# CHANGE where your site asks for modules, or nodes have several networks:",
+            "# module load cuda",
+            "# export NCCL_SOCKET_IFNAME=hsn GLOO_SOCKET_IFNAME=hsn0",
+            "# Since Slurm 22.05 srun no longer takes this from the job.",
+            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",
+            f"cd {shlex.quote(str(Path.cwd()))} || exit",
+            "",
+            *mpi,
+            words,
+            "",
+        ]
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+        path.chmod(0o755)
+    except OSError as error:
+        raise YalisFailure(f"cannot write {path}: {error.strerror}; give another folder") from error
