@@ -32,6 +32,7 @@ class EngineConfig:
     memory_fraction: float = 0.9  # of a GPU, for weights and KV cache together
     prefix_reuse: bool = True
     eager: bool = False  # run every step op by op: nothing is recorded, nothing compiled
+    compile: bool = False  # let torch.compile have the model's blocks
     threads: int | None = None  # CPU threads of a rank; None: torch's choice, shared among a machine's ranks
     tp: GridShape = (1, 1)  # tensor parallelism: 4, "2x2" or (2, 2), rows x columns
     pp: int = 1  # pipeline stages
@@ -54,6 +55,9 @@ class EngineConfig:
         _one_of("load", self.load, LOADS)
         _one_of("prefix_reuse", self.prefix_reuse, (True, False))
         _one_of("eager", self.eager, (True, False))
+        _one_of("compile", self.compile, (True, False))
+        if self.eager and self.compile:
+            raise YalisError("eager compiles nothing; leave out --eager or --compile")
         _whole("load_seed", self.load_seed, 0, 2**63 - 1)
         for name in ("max_num_seqs", "max_batch_tokens", "block_size", "pp", "dp", "ranks_per_gpu"):
             _whole(name, getattr(self, name), 1)

@@ -49,6 +49,12 @@ def pdl() -> bool:
     return _switch("YALIS_PDL", True)
 
 
+def keep_compiled() -> None:
+    """Keep what Triton and torch.compile build beside what we build, unless the user has said where."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+
+
 def c_compiler() -> str | None:
     """The command of the C compiler to build native kernels with: $CC, with any flags of its own."""
     return os.environ.get("CC") or None

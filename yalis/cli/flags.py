@@ -32,6 +32,7 @@ HELP = {
     "memory_fraction": "share of a GPU's memory for weights and KV cache together",
     "prefix_reuse": "keep the KV blocks of shared prefixes",
     "eager": "run every step op by op, without recording or compiling any",
+    "compile": "let torch.compile have the model's blocks, its work kept in the cache",
     "threads": "CPU threads of each rank",
     "tp": "tensor parallelism: a number of ranks, or rows x columns of a grid, such as 2x2",
     "pp": "pipeline stages",

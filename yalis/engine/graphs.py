@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch import Tensor
 
 from yalis.attention.base import ForwardBatch
 from yalis.engine.device import is_out_of_memory
-from yalis.engine.packing import COLUMNS, PackedStep
+from yalis.engine.packing import COLUMNS, PackedStep, pitch, split_packed
 from yalis.errors import YalisFailure
 from yalis.kernels import ops
-from yalis.kernels.dependent import dependent_launches
 from yalis.kernels.tape import Tape, record
 from yalis.log import get_logger
 
@@ -49,6 +47,9 @@ class Forwarded:
 
 class DecodeGraphs:
     """Runs steps, op by op; the classes below replay what they have recorded."""
+
+    #: whether steps that need nothing more take the tokens that a recording chose
+    choosing = False
 
     def __init__(self, forward: Forward, last_tokens: Tensor) -> None:
         self._forward, self._last_tokens = forward, last_tokens
@@ -188,20 +189,18 @@ class CudaGraphs(DecodeGraphs):
         most_blocks: int,
         choose: Choose | None,
         make_hidden: Callable[[int], Tensor | None],
-        dependent: bool,
     ) -> None:
         """The last row of last_tokens is nobody's. `choose` where rows can be decided without asking other ranks;
-        `make_hidden`: room for what the stage before gives; `dependent`: launches may overlap the ones before."""
+        `make_hidden`: room for what the stage before gives."""
         super().__init__(forward, last_tokens)
-        self._choose, self._make_hidden, self._dependent = choose, make_hidden, dependent
+        self._choose, self._make_hidden = choose, make_hidden
         self._nobody = last_tokens.shape[0] - 1
         self._most_blocks = most_blocks
         self.sizes = sizes_for(self._nobody)
-        self._inbox = Inbox((len(COLUMNS) + most_blocks) * self.sizes[-1], last_tokens.device)
+        self._inbox = Inbox((len(COLUMNS) + most_blocks) * pitch(self.sizes[-1]), last_tokens.device)
         self._recorded: dict[int, _Recorded] = {}
         self._pool: Any = None
-        #: whether steps that need nothing more take the tokens that a graph chose
-        self.choosing = choose is not None
+        self.choosing = True
 
     def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
         if not step.decode_only or not self._recorded:
@@ -239,12 +238,11 @@ class CudaGraphs(DecodeGraphs):
         return first + sum(second) * (len(self.sizes) - 1)
 
     def _record(self, rows: int) -> None:
-        head = len(COLUMNS) * rows
-        ids, positions, rope_rows, slots, owners, contexts = self._inbox.packed[:head].view(-1, rows)
+        columns, tables = split_packed(self._inbox.packed, rows, self._most_blocks)
+        ids, positions, rope_rows, slots, owners, contexts = columns
         # Idle throughout: the runs that are recorded, and the one before, must not touch the cache.
         for column, idle in zip((ids, slots, owners, contexts), (0, -1, self._nobody, 1), strict=True):
             column.fill_(idle)
-        tables = self._inbox.packed[head : head + self._most_blocks * rows].view(-1, rows).zero_()
         device = ids.device
         hidden = self._make_hidden(rows)
         batch = ForwardBatch(
@@ -254,7 +252,7 @@ class CudaGraphs(DecodeGraphs):
             slots=slots,
             query_start=torch.arange(rows + 1, device=device, dtype=torch.int32),
             context_len=contexts,
-            block_tables=tables.t(),
+            block_tables=tables.zero_().t(),
             logit_rows=torch.arange(rows, device=device),
             query_lens=(1,) * rows,
             context_lens=(1,) * rows,
@@ -269,9 +267,8 @@ class CudaGraphs(DecodeGraphs):
         try:
             if self._pool is None and device.type == "cuda":
                 self._pool = torch.cuda.graph_pool_handle()
-            with dependent_launches(device) if self._dependent else nullcontext():
-                step()  # whatever is compiled, loaded or reserved by the first run
-                recording = self.recording(step, self._pool)
+            step()  # whatever is compiled, loaded or reserved by the first run
+            recording = self.recording(step, self._pool)
         except (RuntimeError, MemoryError) as error:
             if not any(is_out_of_memory(each) for each in (error, error.__context__) if each is not None):
                 raise

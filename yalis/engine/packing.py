@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,8 +53,14 @@ class PackedStep:
             self.tokens, self.positions, self.rope_rows, self.slots, self.feeders, self.starts, self.contexts,
             self.tables.reshape(-1), self.logit_rows, self.feeders[self.logit_rows],
         )  # fmt: skip
-        packed = to_device(np.concatenate(parts), device).split([len(part) for part in parts])
-        ids, places, rows, where, feeders, begin, context, table, wanted, owners = packed
+        ends = np.cumsum([pitch(len(part)) for part in parts])
+        array = np.zeros(ends[-1], dtype=np.int64)
+        for part, end in zip(parts, ends, strict=True):
+            array[end - pitch(len(part)) :][: len(part)] = part
+        packed = to_device(array, device).tensor_split(ends[:-1].tolist())
+        ids, places, rows, where, feeders, begin, context, table, wanted, owners = (
+            each[: len(part)] for each, part in zip(packed, parts, strict=True)
+        )
         if (self.tokens < 0).any():
             ids = torch.where(ids < 0, last_tokens.index_select(0, feeders), ids)
         batch = ForwardBatch(
@@ -77,14 +84,23 @@ class PackedStep:
         What fills it up goes nowhere: its slot is -1, its feeder `nobody`, its context the first token of block 0.
         """
         count, width = self.tables.shape
-        columns = out[: len(COLUMNS) * rows].reshape(len(COLUMNS), rows)
+        columns, tables = split_packed(out, rows, width)
         own = (self.tokens, self.positions, self.rope_rows, self.slots, self.feeders, self.contexts)
         for column, values, idle in zip(columns, own, (0, 0, 0, -1, nobody, 1), strict=True):
             column[:count], column[count:] = values, idle
-        end = columns.size + width * rows
-        tables = out[columns.size : end].reshape(width, rows)
         tables[:, :count], tables[:, count:] = self.tables.T, 0
-        return end
+        return (len(COLUMNS) + width) * pitch(rows)
+
+
+def split_packed(packed: Any, rows: int, width: int) -> tuple[Any, Any]:
+    """The columns, [6, rows], and the tables, [width, rows], of a decode step that was packed into this array."""
+    lines = packed[: (len(COLUMNS) + width) * pitch(rows)].reshape(-1, pitch(rows))[:, :rows]
+    return lines[: len(COLUMNS)], lines[len(COLUMNS) :]
+
+
+def pitch(count: int) -> int:
+    """The room for so many numbers: whole steps of 16 bytes, for kernels are compiled anew for other addresses."""
+    return count + count % 2
 
 
 class Packer:

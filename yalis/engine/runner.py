@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from yalis import env
 from yalis.attention.base import AttentionNeeds, ForwardBatch, LayerCache
 from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
@@ -18,6 +20,7 @@ from yalis.engine.device import count_blocks, is_out_of_memory, longest_context,
 from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes
 from yalis.engine.packing import Packer
 from yalis.errors import YalisFailure
+from yalis.kernels.dependent import dependent_launches
 from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
@@ -79,6 +82,9 @@ class Runner:
     ) -> None:
         """`settle`: from the KV blocks that fit here to those that fit on every rank; `check`: raises if what the
         device computed since is not to be believed."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where Triton launches and graphs are captured
+            env.keep_compiled()
         self.check = check
         self.spec, self.eos, self.block_size = spec, eos, config.block_size
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
@@ -98,6 +104,8 @@ class Runner:
         try:
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
+            if config.compile:
+                self.model.compile(dynamic=True)
             self.vocabulary = grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.everyone, device)
             # A row for each slot, and one for what fills up a recorded step.
@@ -107,6 +115,7 @@ class Runner:
             self.pool = self._make_pool(config, needs, wanted_len, settle)
             self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
             if isinstance(self.graphs, CudaGraphs):
+                self._warm_up(config)
                 self.graphs.record()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -130,23 +139,19 @@ class Runner:
         return sum(x.nbytes for x in self.model.parameters())
 
     def _open_graphs(self, eager: bool, most_blocks: int) -> DecodeGraphs:
+        alone = self.grid.everyone.size == 1
+
         def forward(batch: ForwardBatch) -> Tensor:
-            out: Tensor = self.model(batch, self.caches, self.backend)
+            with dependent_launches(self.device) if alone and not eager else nullcontext():
+                out: Tensor = self.model(batch, self.caches, self.backend)
             return out
 
         if eager or not (self.backend.capturable and self.grid.capturable):
             return DecodeGraphs(forward, self.last_tokens)
         if self.device.type == "cpu":
             return Tapes(forward, self.last_tokens, most_blocks)
-
-        def make_hidden(rows: int) -> Tensor | None:
-            if self.stage.first:
-                return None
-            return torch.zeros(rows, self.model.hidden, dtype=self.dtype, device=self.device)
-
-        alone = self.grid.everyone.size == 1
         choose = self._choose_best if alone and self.stage.last else None
-        return CudaGraphs(forward, self.last_tokens, most_blocks, choose, make_hidden, dependent=alone)
+        return CudaGraphs(forward, self.last_tokens, most_blocks, choose, self._idle_hidden)
 
     def _make_pool(
         self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
@@ -169,21 +174,31 @@ class Runner:
         blocks = -(-tokens // config.block_size)
         pool = KVPool(1, blocks, config.block_size, needs.num_kv_heads, needs.head_dim, self.dtype, self.device)
         self.caches = [LayerCache(*pool.layer(0))] * len(self.model.layers)
-        step = SequenceStep(
-            request_id=-1, slot=0, start=0, tokens=(0,) * tokens, blocks=tuple(range(blocks)), samples=False,
-            output_len=0, long_rope=False, params=SamplingParams(), history=None,
-        )  # fmt: skip
         rows = min(tokens, config.max_num_seqs)
-        hidden = None
-        if not self.stage.first:
-            hidden = torch.zeros(tokens, self.model.hidden, dtype=self.dtype, device=self.device)
-        packed = self.packer.pack([step], logit_rows=range(tokens - rows, tokens))
-        logits = DecodeGraphs.run(self.graphs, packed, hidden).out
+        packed = self.packer.pack([_rehearsed(0, tokens, config.block_size)], range(tokens - rows, tokens))
+        logits = DecodeGraphs.run(self.graphs, packed, self._idle_hidden(tokens)).out
         if self.stage.last:
             hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
             self._choose(logits, [SamplingRow(hungriest, seed=0, position=0)] * rows)
         del logits
         return self.graphs.rehearse() if isinstance(self.graphs, CudaGraphs) else 0
+
+    def _warm_up(self, config: EngineConfig) -> None:
+        """Prompts of every kind of length once, alone and beside a decoding sequence: no request waits for a compiler.
+
+        They may write into any block: none holds anything yet.
+        """
+        room = min(config.max_batch_tokens, self.pool.num_blocks * self.block_size)
+        for lengths in ((16,), (32,), (64,), (65,), (600,), (65, 1)):
+            if sum(lengths) <= room and len(lengths) <= config.max_num_seqs:
+                steps = [_rehearsed(slot, length, self.block_size) for slot, length in enumerate(lengths)]
+                DecodeGraphs.run(self.graphs, self.packer.pack(steps), self._idle_hidden(sum(lengths)))
+
+    def _idle_hidden(self, rows: int) -> Tensor | None:
+        """Room for what the stage before gives."""
+        if self.stage.first:
+            return None
+        return torch.zeros(rows, self.model.hidden, dtype=self.dtype, device=self.device)
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
@@ -229,6 +244,14 @@ class Runner:
             banned = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos))
         assert params.seed is not None, "the engine's caller draws a seed"
         return SamplingRow(params, params.seed, step.start + step.count, history=step.history, banned=banned)
+
+
+def _rehearsed(slot: int, tokens: int, block_size: int) -> SequenceStep:
+    """A prompt that nobody asked for."""
+    return SequenceStep(
+        request_id=-1, slot=slot, start=0, tokens=(0,) * tokens, blocks=tuple(range(-(-tokens // block_size))),
+        samples=True, output_len=0, long_rope=False, params=SamplingParams(), history=None,
+    )  # fmt: skip
 
 
 def _takes_the_best(step: SequenceStep) -> bool:

@@ -170,8 +170,7 @@ def _decode(
     out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
     scale, window, softcap, sequences, splits, programs,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    GP: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    GP: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     follow(PDL)
     sequence = tl.program_id(0).to(tl.int64)
@@ -186,17 +185,16 @@ def _decode(
         low = tl.maximum(0, context - window)
     share = context - low
     used = 1
-    if SPLIT:
-        if share > WHOLE_TILES * N:
-            # As many splits as this context's part of all programs, and each of whole tiles.
-            everyone = _seen_by_all(query_start, context_len, sequences, window, WINDOW) * tl.num_programs(1)
-            wanted = tl.cdiv(share.to(tl.int64) * programs, everyone).to(tl.int32)
-            wanted = tl.minimum(tl.minimum(wanted, splits), tl.cdiv(share, LEAST_TILES * N))
-            keys = share
-            share = tl.cdiv(tl.cdiv(keys, wanted), N) * N
-            used = tl.cdiv(keys, share)
-        if split >= used:
-            return
+    if (splits > 1) & (share > WHOLE_TILES * N):
+        # As many splits as this context's part of all programs, and each of whole tiles.
+        everyone = _seen_by_all(query_start, context_len, sequences, window, WINDOW) * tl.num_programs(1)
+        wanted = tl.cdiv(share.to(tl.int64) * programs, everyone).to(tl.int32)
+        wanted = tl.minimum(tl.minimum(wanted, splits), tl.cdiv(share, LEAST_TILES * N))
+        keys = share
+        share = tl.cdiv(tl.cdiv(keys, wanted), N) * N
+        used = tl.cdiv(keys, share)
+    if split >= used:
+        return
 
     r = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -231,7 +229,7 @@ def _decode(
     out_ptr += token * out_token
     if used == 1:
         tl.store(out_ptr + (head * out_head)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=access)
-    elif SPLIT:
+    else:
         context_of = sequence * tl.num_programs(1) + kv_head
         parts = context_of * splits * G
         part = parts + split * G + r
@@ -376,18 +374,16 @@ def paged_attention(
     if launch.splits:
         shape = decode_shape(group, dim, q.dtype)
         splits = launch.splits
-        part = lse = arrived = out  # never touched by a lone split
-        if splits > 1:
-            part = torch.empty((sequences, kv_heads, splits, group, dim), dtype=torch.float32, device=q.device)
-            lse = torch.empty((sequences, kv_heads, splits, group), dtype=torch.float32, device=q.device)
-            arrived = _counters(q.device)
-            assert sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
+        part = torch.empty((sequences, kv_heads, splits, group, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((sequences, kv_heads, splits, group), dtype=torch.float32, device=q.device)
+        arrived = _counters(q.device)
+        assert sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
         rows = triton.next_power_of_2(group)
         _decode[(sequences, kv_heads, splits)](
             out, part, lse, arrived, q, k_cache, v_cache, query_start, context_len, block_tables,
             *strides, *numbers, sequences, splits, launch.programs,
             **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))), **flags,
-            SPLIT=splits > 1, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
+            PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
         )  # fmt: skip
     return out
 

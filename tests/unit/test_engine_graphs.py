@@ -1,0 +1,147 @@
+"""What CUDA graphs rely on, on the CPU: a recorded step of fixed size, filled up, fed and read as on a GPU.
+
+Only the recording differs: here it is the function itself, run again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+import numpy as np
+import pytest
+import torch
+
+from tests.families import CASES, make_prompts, make_reference
+from yalis import LLM, SamplingParams
+from yalis.engine import engine
+from yalis.engine.graphs import CudaGraphs, sizes_for
+from yalis.engine.packing import COLUMNS, Packer
+from yalis.scheduling.plan import FED, SequenceStep
+from yalis.scheduling.scheduler import SchedulerConfig
+
+pytest.importorskip("triton")
+STEPS = 6
+
+
+class Again:
+    """A recording that runs the function anew and leaves the result where the first run did."""
+
+    def __init__(self, function, pool):
+        self._function, self.result = function, function()
+
+    def replay(self):
+        for kept, new in zip(self.result, self._function(), strict=True):
+            if kept is not None:
+                kept.copy_(new)
+
+
+class Graphs(CudaGraphs):
+    recording = Again
+
+    def run(self, step, hidden=None):
+        done = super().run(step, hidden)
+        # On a GPU the copy to the host stands in the stream before the next step.
+        return done if done.tokens is None else replace(done, tokens=done.tokens.clone())
+
+
+@pytest.fixture(scope="module")
+def ref(tmp_path_factory):
+    case = next(case for case in CASES if case.name == "qwen3-gqa4")
+    return make_reference(case, tmp_path_factory.mktemp("graphs"), 1, make_prompts(1, (9, 1, 12), shared=0), STEPS)
+
+
+def open_llm(ref, monkeypatch, **fields) -> LLM:
+    """As on a GPU: plans overlap, sampled tokens are fed on the device, decode steps are replayed."""
+
+    def ahead(**settings):
+        return SchedulerConfig(**{**settings, "max_outstanding": 2, "feed_on_device": True})
+
+    monkeypatch.setattr(engine, "SchedulerConfig", ahead)
+    llm = LLM(str(ref.path), device="cpu", attention="triton", kv_blocks=32, max_num_seqs=4, max_model_len=32, **fields)
+    runner = llm._engine.runner
+    with torch.inference_mode():
+        runner.graphs = Graphs(runner.graphs._forward, runner.last_tokens, 2, runner._choose_best, lambda rows: None)
+        before = runner.pool._kv.clone()
+        runner.graphs.record()
+        assert torch.equal(runner.pool._kv, before), "recording wrote into the cache"
+    return llm
+
+
+def plain(**fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": STEPS, "ignore_eos": True, **fields})
+
+
+def test_replayed_steps_give_the_references_tokens(ref, monkeypatch):
+    with open_llm(ref, monkeypatch) as llm, torch.inference_mode():
+        graphs = llm._engine.runner.graphs
+        assert graphs.sizes == [1, 2, 4]
+        # The second ends early: steps of three sequences, filled up to four, and of two.
+        lengths = [STEPS, 2, STEPS]
+        outputs = llm.generate(ref.prompts, [plain(max_tokens=n) for n in lengths])
+        for output, wanted, length in zip(outputs, ref.tokens, lengths, strict=True):
+            assert output.token_ids == wanted[:length]
+        assert graphs.replays >= STEPS - 2
+        assert llm._engine.scheduler.counters.fed_tokens > 0
+
+
+def test_rows_that_ask_for_more_stand_beside_greedy_ones(ref, monkeypatch):
+    """A step in which one row is drawn, penalised or reported leaves the graph's own choice unused."""
+    asked = [plain(), plain(temperature=0.9, seed=3, logprobs=1), plain(repetition_penalty=1.3)]
+    with open_llm(ref, monkeypatch) as llm, torch.inference_mode():
+        together = llm.generate(ref.prompts, asked)
+        assert llm._engine.runner.graphs.replays > 0
+    with LLM(str(ref.path), device="cpu", attention="sdpa", eager=True) as llm:
+        wanted = llm.generate(ref.prompts, asked)
+        assert llm._engine.runner.graphs.replays == 0
+    assert [output.token_ids for output in together] == [output.token_ids for output in wanted]
+    assert together[0].token_ids == ref.tokens[0]
+    for ours, theirs in zip(together[1].logprobs, wanted[1].logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_sizes_end_with_the_most_there_can_be():
+    assert sizes_for(1) == [1]
+    assert sizes_for(3) == [1, 2, 3]
+    assert sizes_for(64) == [1, 2, 4, *range(8, 65, 8)]
+    assert sizes_for(100) == [1, 2, 4, *range(8, 65, 8), 96, 100]
+
+
+def make_sequence(slot: int, start: int, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> SequenceStep:
+    return SequenceStep(slot, slot, start, tokens, blocks, True, 0, False, plain(), None)
+
+
+def test_a_packed_step_is_filled_up():
+    packer = Packer(max_num_seqs=4, most_blocks=5, block_size=4, rope_length=100)
+    steps = [make_sequence(2, 9, (FED,), (7, 3, 5)), make_sequence(0, 2, (40,), (1,))]
+    packed = packer.pack(steps)
+    assert packed.decode_only
+    out = np.full(100, 99)
+    used = packed.fill(out, rows=3, nobody=4)
+    assert used == 4 * (len(COLUMNS) + 3)  # a row is as wide as an even number
+    lines = out[:used].reshape(-1, 4)[:, :3]
+    columns = dict(zip(COLUMNS, lines[:6].tolist(), strict=True))
+    assert columns == {
+        "token": [FED, 40, 0],
+        "position": [9, 2, 0],
+        "rope row": [9, 2, 0],
+        "slot": [5 * 4 + 1, 1 * 4 + 2, -1],
+        "feeder": [2, 0, 4],
+        "context": [10, 3, 1],
+    }
+    assert lines[6:].T.tolist() == [[7, 3, 5], [1, 0, 0], [0, 0, 0]]
+    assert set(out[used:]) == {99}
+
+
+def test_tables_follow_a_slots_next_holder():
+    packer = Packer(max_num_seqs=2, most_blocks=5, block_size=4, rope_length=100)
+    packer.pack([make_sequence(1, 9, (3,), (7, 3, 5))])
+    packed = packer.pack([make_sequence(1, 0, (3, 4), (6,)), make_sequence(0, 8, (FED,), (1, 2, 4))])
+    assert packed.tables.tolist() == [[6, 0, 0], [1, 2, 4]]
+    assert packed.slots.tolist() == [24, 25, 16]
+    assert packed.positions.tolist() == [0, 1, 8]
+    assert packed.contexts.tolist() == [2, 9]
+    assert packed.logit_rows.tolist() == [1, 2]
+    assert not packed.decode_only
