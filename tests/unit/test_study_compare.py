@@ -1,0 +1,125 @@
+"""Two results side by side: what counts as a change, and what is never compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yalis import results
+from yalis.cli.main import main
+from yalis.errors import YalisError
+from yalis.results import Result
+from yalis.study.compare import KINDS, compare
+
+ENGINE = {"model": "m", "load": "auto", "load_seed": 0, "tokenizer": None, "threads": 2}
+DEVICE = {"type": "cpu", "name": "CPU, AVX2", "threads": 2}
+
+
+def latency(*rows: dict[str, Any], engine: dict[str, Any] = ENGINE, **parameters: Any) -> Result:
+    facts = {"seed": 0, "prompt_len": 8, "dtype": "float32", "engine": engine, **parameters}
+    return results.new("latency", facts, [_row(**row) for row in rows], "yalis bench latency", [dict(DEVICE)])
+
+
+def _row(**values: Any) -> dict[str, Any]:
+    row: dict[str, Any] = dict.fromkeys(results.columns("latency"))
+    row.update(engine="yalis", version="0", status="ok", batch=1, prompt_len=8, output_len=8)
+    return {**row, **values}
+
+
+def step(middle: float | None, low: float | None = None, high: float | None = None, **more: Any) -> dict[str, Any]:
+    return {"decode_ms": middle, "decode_ms_low": low, "decode_ms_high": high, **more}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict", "sure"),
+    [
+        (step(10, 9, 11), step(12, 11.5, 13), "slower", True),
+        (step(12, 11.5, 13), step(10, 9, 11), "faster", True),
+        (step(10, 9, 11), step(10.9, 10.8, 11.2), "the same", True),  # inside the first one's spread
+        (step(10, 9.9, 10.1), step(11, 9, 12), "the same", True),  # the first lies inside the second one's
+        (step(10, 10, 10), step(10.4, 10.4, 10.4), "the same", False),  # one repeat
+        (step(10, 10, 10), step(10.6, 10.6, 10.6), "slower", False),
+        (step(10), step(9), "faster", False),
+    ],
+)
+def test_a_change_is_what_lies_outside_both_spreads(
+    before: dict[str, Any], after: dict[str, Any], verdict: str, sure: bool
+) -> None:
+    (change,) = compare(latency(before), latency(after), 0.05).changes
+    assert (change.verdict, change.sure) == (verdict, sure)
+    assert change.ratio == pytest.approx(after["decode_ms"] / before["decode_ms"])
+
+
+def test_more_tokens_a_second_are_better() -> None:
+    row: dict[str, Any] = dict.fromkeys(results.columns("throughput"))
+    row.update(engine="yalis", version="0", status="ok", requests=1, prompt_tokens=1, output_tokens=1)
+    old, new = (
+        results.new("throughput", {}, [{**row, "tokens_per_s": speed}], "", [dict(DEVICE)]) for speed in (10.0, 20.0)
+    )
+    assert [change.verdict for change in compare(old, new, 0.05).changes] == ["faster"]
+    assert [change.verdict for change in compare(new, old, 0.05).changes] == ["slower"]
+
+
+def test_rows_are_found_by_what_they_measure() -> None:
+    old = latency(step(1, batch=1), step(2, batch=2), step(None, batch=4, status="failed"), step(8, batch=8))
+    new = latency(step(16, batch=16), step(4, batch=4), step(None, batch=2, status="failed"), step(1, batch=1))
+    told = {change.setting.split(", ")[1]: change.verdict for change in compare(old, new, 0.05).changes}
+    assert told == {
+        "batch 1": "the same", "batch 2": "failed", "batch 4": "mended", "batch 8": "gone", "batch 16": "new",
+    }  # fmt: skip
+    with pytest.raises(YalisError, match="no setting in common that both measured"):
+        compare(latency(step(8, batch=8)), new, 0.05)
+
+
+def test_machines_and_work_must_be_the_same() -> None:
+    result = latency(step(1))
+    other_cpu = replace(result, host={**result.host, "cpu": "another"})
+    other_cores = replace(result, host={**result.host, "cores": 99})
+    for changed in (other_cpu, other_cores, replace(result, devices=[{**DEVICE, "name": "H200"}])):
+        with pytest.raises(YalisError, match="from different machines"):
+            compare(result, changed, 0.05)
+    gpu = replace(result, devices=[{"type": "cuda", "name": "H200"}])
+    assert compare(gpu, replace(gpu, host={**gpu.host, "cores": 99}), 0.05).changes  # a job's cores are not its GPU's
+    for changed in (
+        latency(step(1), prompt_len=9),
+        latency(step(1), dtype="bfloat16"),
+        latency(step(1), engine={**ENGINE, "model": "n"}),
+    ):
+        with pytest.raises(YalisError, match="not of the same work"):
+            compare(result, changed, 0.05)
+    allreduce = replace(result, kind="allreduce")
+    with pytest.raises(YalisError, match="one result is of kind latency and one of allreduce"):
+        compare(result, allreduce, 0.05)
+    with pytest.raises(YalisError, match="noise is 1"):
+        compare(result, result, 1)
+
+
+def test_settings_that_differ_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = latency(step(10, 9, 11), repeats=3)
+    new = latency(step(20, 19, 21), step(3, batch=3), engine={**ENGINE, "threads": 1}, repeats=5)
+    new = replace(new, revision="abc", versions={**new.versions, "torch": "9"})
+    first, second = (str(results.write(one, tmp_path)) for one in (old, new))
+    assert main(["bench", "compare", first, second]) == 0
+    out, err = capsys.readouterr()
+    assert "slower  engine yalis, batch 1, prompt_len 8, output_len 8: decode_ms 10 -> 20 ms (2.000x)\n" in out
+    assert "new  engine yalis, batch 3" in out
+    assert "0 of 2 figures are the same within noise" in out
+    for words in ("repeats: 3 and 5", "engine's threads: 2 and 1", "torch: ", "revision: "):
+        assert f"yalis: they differ in {words}" in err
+    assert main(["bench", "compare", first, second, "--fail-if-slower", "--json"]) == 1
+    assert [json.loads(line)["verdict"] for line in capsys.readouterr().out.splitlines()] == ["slower", "new"]
+    assert main(["bench", "compare", second, first, "--fail-if-slower"]) == 0
+    assert main(["bench", "compare", first, first, "--all"]) == 0
+    assert "the same  engine yalis" in capsys.readouterr().out
+
+
+def test_every_column_that_is_compared_exists() -> None:
+    for name, kind in KINDS.items():
+        columns = set(results.columns(name))
+        assert columns.issuperset(kind.identity)
+        for figure in kind.figures:
+            assert columns.issuperset(filter(None, (figure.column, figure.low, figure.high)))

@@ -1,0 +1,216 @@
+"""The scaling study: its settings, its scripts, and what it makes of results; tests/multiprocess runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yalis import results
+from yalis.cli.bench_scaling import print_table
+from yalis.cli.main import build_parser, main
+from yalis.config import EngineConfig
+from yalis.errors import YalisError
+from yalis.parallel.plan import Split
+from yalis.results import Result
+from yalis.study.plots import draw_scaling
+from yalis.study.scaling import LOG, ScalingPlan, Setting, failed, find_result, gather, list_settings
+from yalis.study.scaling_jobs import SlurmPlan, command_words, write_scripts
+from yalis.study.throughput import ThroughputPlan
+from yalis.study.workloads import Workload
+
+CONFIG = EngineConfig("m", prefix_reuse=False)
+WORK = ThroughputPlan((Workload(2, 8, 4),), repeats=2)
+
+
+def plan(folder: Path, **fields: Any) -> ScalingPlan:
+    return ScalingPlan(folder, work=WORK, **fields)
+
+
+def settings(**fields: Any) -> list[str]:
+    return [setting.folder for setting in list_settings(plan(Path("x"), **fields))]
+
+
+def test_settings_are_ranks_by_schemes_by_allreduces() -> None:
+    assert settings(schemes=("tp", "2x2", "pp", "hybrid"), allreduces=("torch", "mpi")) == [
+        *("tp1", "tp2-torch", "tp2-mpi", "pp2-torch", "pp2-mpi"),
+        *("tp4-torch", "tp4-mpi", "tp2x2-torch", "tp2x2-mpi", "pp4-torch", "pp4-mpi", "tp2-pp2-torch", "tp2-pp2-mpi"),
+    ]
+    assert settings(ranks=(16, 8), schemes=("grid", "hybrid", "dp")) == [
+        *("tp4x2-auto", "tp4-pp2-auto", "dp8-auto", "tp4x4-auto", "tp4-pp4-auto", "dp16-auto"),
+    ]
+    assert settings(ranks=(16,), schemes=("hybrid",), node_ranks=8) == ["tp8-pp2-auto"]
+    assert settings(ranks=(8,), schemes=("tp2x2-pp2", "tp2-dp4", "grid", "tp4x2")) == [
+        *("tp2x2-pp2-auto", "tp2-dp4-auto", "tp4x2-auto"),
+    ]
+    schemes = [setting.scheme for setting in list_settings(plan(Path("x"), ranks=(1, 4), schemes=("tp", "grid", "pp")))]
+    assert schemes == ["one rank", "tp", "grid", "pp"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"schemes": ("ep",)}, "scheme 'ep' is not known; accepted: tp, grid, pp, hybrid, dp, or one split such as"),
+        ({"schemes": ("tp2-tp2",)}, "scheme 'tp2-tp2' is not known"),
+        ({"schemes": ("tp", "3x3")}, "scheme '3x3' is none of 1, 2, 4 ranks"),
+        ({"schemes": ()}, "no scheme"),
+        ({"ranks": (0,)}, "--ranks 1,2,4"),
+        ({"allreduces": ("smoke",)}, "unknown communication backend 'smoke'"),
+        ({"minutes": 0}, "minutes is 0"),
+        ({"node_ranks": 0}, "a node holds 0 ranks"),
+    ],
+)
+def test_what_is_no_study_is_refused(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(YalisError, match=complaint):
+        settings(**fields)
+
+
+def test_the_command_of_a_setting_means_that_setting(tmp_path: Path) -> None:
+    work = replace(WORK, workloads=(Workload(2, 8, 4), Workload(1, 2, 3)), rate=2.5, requests=7, vary=0.5, seed=4)
+    config = EngineConfig("m", max_num_seqs=3, threads=1, eager=True, prefix_reuse=False, device="cpu")
+    study = ScalingPlan(tmp_path, work=work)
+    setting = Setting(Split(2, 2, 3), "hierarchical")
+    args = build_parser().parse_args(command_words(config, study, setting))
+    from yalis.cli.bench_throughput import work_config, work_plan
+
+    assert work_plan(args) == work
+    assert work_config(args) == setting.apply(config)
+    assert args.out == tmp_path / "tp2x2-pp3-hierarchical"
+    reusing = replace(config, prefix_reuse=True)
+    args = build_parser().parse_args(command_words(reusing, study, setting))
+    assert work_config(args) == setting.apply(reusing)
+
+
+def test_scripts_ask_for_what_a_setting_needs(tmp_path: Path) -> None:
+    study = plan(tmp_path / "a study", ranks=(1, 8), schemes=("tp",), allreduces=("torch", "mpi"), minutes=90)
+    slurm = SlurmPlan(6, options=("--partition=gpu",))
+    *scripts, submit = write_scripts(CONFIG, study, slurm, list_settings(study), tmp_path / "scripts")
+    assert [script.name for script in scripts] == ["tp1.sh", "tp8-torch.sh", "tp8-mpi.sh"]
+    text = scripts[1].read_text()
+    for line in (
+        "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=6", "--time=01:30:00",
+        f"--output='{tmp_path}/a study/tp8-torch/log.txt'", "--partition=gpu",
+    ):  # fmt: skip
+        assert f"#SBATCH {line}\n" in text
+    assert f"\nsrun {sys.executable} -m yalis bench throughput --workload 2x8x4 --repeats 2 --model m" in text
+    assert "srun --mpi=pmix" in scripts[2].read_text()
+    assert (tmp_path / "a study" / "tp8-mpi").is_dir()
+    for script in (*scripts, submit):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    assert submit.read_text().count("sbatch ") == 3
+    write(study, Setting(Split()), 1.0)  # what is there needs no job
+    no_gpu = SlurmPlan(gpus=False)
+    again = write_scripts(CONFIG, study, no_gpu, list_settings(study), tmp_path / "again")
+    assert [script.name for script in again] == ["tp8-torch.sh", "tp8-mpi.sh", "submit.sh"]
+    assert "gpus" not in again[0].read_text()
+
+
+def write(
+    study: ScalingPlan, setting: Setting, seconds: float, answers: str = "same", dtype: str = "float32", **changed: Any
+) -> None:
+    """A result as the setting's command leaves it."""
+    row: dict[str, Any] = dict.fromkeys(results.columns("throughput"))
+    row.update(engine="yalis", version="0", status="ok", requests=2, prompt_tokens=16, output_tokens=8)
+    row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds)
+    row.update(tokens_per_s=8 / seconds, first_token_ms=1.0, token_ms=2.0)
+    facts = {**asdict(study.work), "engine": asdict(setting.apply(CONFIG)), "dtype": dtype, "answers": [answers, "b"]}
+    device = {"type": "cpu", "name": "CPU"}
+    result = results.new("throughput", facts, [row], "", [device], topology=results.topology([0] * setting.ranks))
+    results.write(replace(result, host={**result.host, "cores": 2}, **changed), study.folder / setting.folder)
+
+
+def by_split(result: Result) -> dict[str, dict[str, Any]]:
+    return {row["split"]: row for row in result.rows}
+
+
+def test_speed_up_and_efficiency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = plan(tmp_path, schemes=("tp", "pp"), allreduces=("torch",))
+    one, tp2, _, tp4, pp4 = list_settings(study)
+    for setting, seconds in ((one, 8.0), (tp2, 5.0), (tp4, 4.0)):
+        write(study, setting, seconds)
+    (tmp_path / pp4.folder).mkdir()
+    (tmp_path / pp4.folder / LOG).write_text(
+        "working\nyalis: error: rank 3 ended: killed by SIGKILL\nnoise of mpirun\n"
+    )
+    result = gather(CONFIG, study, list_settings(study), "yalis bench scaling")
+    results.check(asdict(result), "gathered")
+    rows = by_split(result)
+    assert [(rows[name]["speedup"], rows[name]["efficiency"]) for name in ("tp1", "tp2", "tp4")] == [
+        (1.0, 1.0), (1.6, 0.8), (2.0, 0.5),
+    ]  # fmt: skip
+    assert rows["pp2"]["status"] == "no result yet"
+    assert rows["pp4"]["status"] == "rank 3 ended: killed by SIGKILL"
+    assert failed(result) == [rows["pp2"], rows["pp4"]]
+    assert (rows["tp2"]["crowded"], rows["tp4"]["crowded"]) == ("", "4 ranks on 2 cores")
+    assert result.notes == ["4 ranks on 2 cores: these rows show what the split costs, not how it scales"]
+    assert results.read(tmp_path / rows["tp2"]["file"]).rows[0]["seconds"] == 5.0
+    print_table(result)
+    out = capsys.readouterr().out
+    assert "1.60x         80%\n" in out
+    assert "2.00x         50% (crowded)\n" in out
+    assert "rank 3 ended: killed by SIGKILL\n" in out
+    assert "speed-ups are over tp1\n" in out
+    for path in draw_scaling(result, tmp_path / "plot.png"):
+        assert path.stat().st_size > 10_000
+    assert "4 ranks on 2 cores" in (tmp_path / "plot.svg").read_text()
+
+
+def test_machines_are_never_joined_into_a_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = plan(tmp_path, ranks=(1, 2, 4, 8), schemes=("tp",))
+    one, two, four, eight = list_settings(study)
+    gpu = [{"type": "cuda", "name": "H200"}]
+    write(study, one, 8.0)
+    write(study, two, 4.0)
+    write(study, four, 1.0, devices=gpu)
+    write(study, eight, 0.5, devices=gpu)
+    result = gather(CONFIG, study, list_settings(study), "")
+    rows = by_split(result)
+    assert [rows[name]["machine"] for name in rows] == [1, 1, 2, 2]
+    assert [rows[name]["speedup"] for name in rows] == [1.0, 2.0, 1.0, 2.0]
+    assert [rows[name]["efficiency"] for name in rows] == [1.0, 1.0, 1.0, 1.0]
+    assert result.parameters["baselines"] == {"1": "tp1", "2": "tp4-auto"}
+    print_table(result)
+    out = capsys.readouterr().out
+    assert "measured on 2 kinds of machine; speed-ups are within each" in out
+    assert "speed-ups are over tp4-auto on machine 2" in out
+    draw_scaling(result, tmp_path / "plot")
+
+
+def test_other_tokens_are_a_failure_in_float32_and_a_share_elsewhere(tmp_path: Path) -> None:
+    for dtype, status in (("float32", "wrong tokens: 50% of its answers equal those of tp1"), ("bfloat16", "ok")):
+        study = plan(tmp_path / dtype, ranks=(1, 2), schemes=("tp",))
+        one, two = list_settings(study)
+        write(study, one, 2.0, dtype=dtype)
+        write(study, two, 1.0, answers="another", dtype=dtype)
+        result = gather(CONFIG, study, list_settings(study), "")
+        row = by_split(result)["tp2"]
+        assert (row["status"], row["same_tokens"]) == (status, 0.5)
+        assert (row["speedup"] is None) == (row in failed(result)) == (dtype == "float32")
+
+
+def test_a_folder_of_another_study_is_refused(tmp_path: Path) -> None:
+    study = plan(tmp_path)
+    one = Setting(Split())
+    assert find_result(CONFIG, study, one) is None
+    write(study, one, 1.0)
+    assert find_result(CONFIG, study, one) is not None
+    for config, other in (
+        (replace(CONFIG, threads=7), study),
+        (CONFIG, replace(study, work=replace(WORK, repeats=3))),
+        (CONFIG, replace(study, work=replace(WORK, workloads=(Workload(9, 9, 9),)))),
+    ):
+        with pytest.raises(YalisError, match=r"is of another study: its \w+ is .*; give another --out"):
+            find_result(config, other, one)
+
+
+def test_a_study_under_a_launcher_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "scaling", "--out", str(tmp_path)]) == 2
+    assert "bench scaling starts every setting itself" in capsys.readouterr().err

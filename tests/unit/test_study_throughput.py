@@ -1,0 +1,182 @@
+"""The throughput benchmark on a tiny model: what it runs, what it tells, and what it refuses to tell."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_chat import save_tiny_chat
+from yalis import results
+from yalis.cli.main import main
+from yalis.config import EngineConfig
+from yalis.engine.llm import LLM
+from yalis.errors import YalisError, YalisFailure
+from yalis.study import bandwidth, throughput
+from yalis.study.spread import percentiles
+from yalis.study.throughput import Job, Run, ThroughputPlan
+from yalis.study.workloads import NAMED, Workload, read_workload
+from yalis.types import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bandwidth._READ_BYTES, "cpu", 2**22)
+    monkeypatch.setitem(bandwidth._MATMUL_SIZE, "cpu", 128)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+
+
+def run(model: str, *words: str) -> int:
+    return main(["bench", "throughput", "--model", model, "--threads", "1", "--repeats", "2", *words])
+
+
+def test_a_workload_is_a_name_or_three_numbers() -> None:
+    assert read_workload("poster") == Workload(16, 2480, 2048) == read_workload("16x2480x2048")
+    assert NAMED["prefill-heavy"].prompt_len > 8 * NAMED["prefill-heavy"].output_len
+    assert NAMED["decode-heavy"].output_len > 8 * NAMED["decode-heavy"].prompt_len
+    for text in ("posters", "16x4", "16x4x", "-1x2x3", "1x2x3x4"):
+        with pytest.raises(YalisError, match="accepted: poster, prefill-heavy, decode-heavy, or batch x prompt"):
+            read_workload(text)
+    with pytest.raises(YalisError, match="workload 0x4x4 has a part below 1"):
+        read_workload("0x4x4")
+
+
+def test_a_workload_all_at_once(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, "--workload", "3x9x5", "--out", str(tmp_path)) == 0
+    out, err = capsys.readouterr()
+    (path,) = tmp_path.iterdir()
+    assert err == f"yalis: wrote {path}\n"
+    assert "3 requests all at once, 27 + 15 tokens" in out
+    result = results.read(path)
+    (row,) = result.rows
+    assert (row["requests"], row["prompt_tokens"], row["output_tokens"], row["rate"]) == (3, 27, 15, None)
+    assert 0 < row["seconds_low"] <= row["seconds"] <= row["seconds_high"]
+    assert row["tokens_per_s_low"] <= row["tokens_per_s"] <= row["tokens_per_s_high"]
+    assert row["tokens_per_s"] == pytest.approx(15 / row["seconds"], rel=0.5)
+    assert 0 < row["first_token_ms"] <= row["first_token_ms_p90"] <= row["first_token_ms_p99"] <= 1e3 * row["seconds"]
+    assert 0 < row["token_ms"] <= row["token_ms_p90"] <= row["token_ms_p99"]
+    assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["seconds"])
+    assert 0 < row["share_of_floor"] < 1
+    assert (row["cached_tokens"], row["preemptions"]) == (0, 0)
+    assert result.topology == {"ranks": 1, "ranks_per_host": [1]}
+    assert len(set(result.parameters["answers"])) == 3
+
+
+def test_a_dataset_arriving_at_random(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "in.jsonl"
+    lines = [{"prompt": "abcdefghijklmnopqrstuvwxyz", "max_tokens": 4, "ignore_eos": True}] * 3
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"prompt": "left out"}]))
+    words = ["--dataset", str(file), "--requests", "3", "--rate", "20", "--json"]
+    assert run(model, *words) == 0
+    plain = json.loads(capsys.readouterr().out)
+    results.check(plain, "printed")
+    (row,) = plain["rows"]
+    assert (row["requests"], row["output_tokens"], row["rate"], row["cached_tokens"]) == (3, 12, 20, 0)
+    # Nothing can end before the last request has come, nor sooner than its tokens take.
+    assert row["floor_s"] > 0.01
+    assert row["seconds"] > row["floor_s"]
+    assert run(model, *words, "--prefix-reuse") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["cached_tokens"] == 3 * 16  # a block of each, from the repeat before
+
+
+def test_the_wait_of_a_request_that_came_during_a_step_counts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(model, threads=1) as llm:
+        poll = llm.poll
+        monkeypatch.setattr(llm, "poll", lambda: (time.sleep(0.05), poll())[1])
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+        jobs = [Job([1, 2], sampling, 0.0), Job([3, 4], sampling, 0.01)]
+        done = throughput._run(llm, jobs, ThroughputPlan(), 0, lambda text: None)
+    # The second came 10 ms after the start, while the first step slept until 50 ms; its own token took another 50 ms.
+    assert done.first_token[1] > 0.085
+    assert done.seconds > 0.2
+    assert [len(tokens) for tokens in done.tokens] == [3, 3]
+
+
+def test_repeats_differ_in_tokens_alone() -> None:
+    plan = ThroughputPlan((Workload(3, 8, 20), Workload(5, 40, 4)), requests=400, vary=0.25, rate=10)
+    first, second = (throughput._jobs(plan, None, 100, turn) for turn in (0, 1))
+    assert [(len(job.prompt), job.sampling, job.arrival) for job in first] == [
+        (len(job.prompt), job.sampling, job.arrival) for job in second
+    ]
+    assert all(a.prompt != b.prompt for a, b in zip(first, second, strict=True))
+    lengths = {(len(job.prompt), job.sampling.max_tokens) for job in first}
+    assert {prompt for prompt, _ in lengths} == {*range(6, 11), *range(30, 51)}
+    assert {output for prompt, output in lengths if prompt < 20} == set(range(15, 26))
+    gaps = [after.arrival - before.arrival for before, after in pairwise(first)]
+    assert first[0].arrival == 0
+    assert mean(gaps) == pytest.approx(0.1, rel=0.15)
+    assert sum(gap > 0.1 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.08)  # 1/e, of a Poisson process
+    mixed = throughput._jobs(ThroughputPlan((Workload(3, 8, 2), Workload(5, 4, 2))), None, 100, 0)
+    assert sorted(len(job.prompt) for job in mixed) == [4] * 5 + [8] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--workload", "2x200x100"], "take 300 tokens, but the context holds 256"),
+        (["--workload", "2x100x100", "--vary", "0.5"], "take 300 tokens, but the context holds 256"),
+        (["--workload", "2x60x60", "--kv-blocks", "4"], "take 120 tokens, but the context holds 64"),
+        (["--workload", "2x2x2", "--dataset", "x"], "give one of them"),
+        (["--dataset", "missing.jsonl"], "cannot read missing.jsonl"),
+        (["--rate", "0"], "rate is 0"),
+        (["--vary", "1"], "vary is 1"),
+        (["--requests", "0"], "requests is 0"),
+        (["--repeats", "0"], "repeats is 0"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    model: str, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, *words) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_dataset_must_be_whole(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": 5}\n')
+    with pytest.raises(YalisError, match=r"line 2 of .* cannot be used: prompt is neither"):
+        throughput._read_dataset(file, None)
+    assert len(throughput._read_dataset(file, 1)) == 1
+    file.write_text('{"prompt": "a"}\n')
+    with pytest.raises(YalisError, match="has 1 requests; give a file with at least 2"):
+        throughput._read_dataset(file, 2)
+
+
+def test_an_answer_that_was_cut_short_is_no_measurement(model: str) -> None:
+    with LLM(model, threads=1, max_model_len=16) as llm:
+        job = Job([1] * 10, SamplingParams(max_tokens=9, ignore_eos=True), 0.0)
+        with pytest.raises(YalisFailure, match=r"for 9 tokens gave 6 \(its end: length\), so nothing was measured"):
+            throughput._run(llm, [job], ThroughputPlan(), 0, lambda text: None)
+
+
+def test_the_floor_counts_every_step_and_every_operation(model: str) -> None:
+    with LLM(model, threads=1) as llm:
+        spec = llm.spec
+    rates = bandwidth.DeviceRates(1e9, 1e12)
+
+    def floor(answers: list[int], **engine: Any) -> float:
+        done = Run(len(answers), 1.0, [], [], [[0] * n for n in answers], 8 * len(answers), 0, 0)
+        return throughput._floor(done, EngineConfig(**engine), spec, torch.float32, rates)
+
+    weights = 4 * (2 * 64 * (64 * 2 + 32 * 2 + 3 * 96) + 5 * 64 + 257 * 64) / 1e9  # seconds to read them once
+    assert floor([10]) == pytest.approx(10 * weights, rel=0.02)
+    assert floor([10] * 4) == pytest.approx(10 * weights, rel=0.1)
+    assert floor([10] * 4, max_num_seqs=2) == pytest.approx(20 * weights, rel=0.1)
+    assert floor([10], tp=2) == pytest.approx(5 * weights, rel=0.02)
+    assert floor([10] * 4, dp=2, max_num_seqs=2) == pytest.approx(10 * weights, rel=0.1)
+
+
+def test_percentiles() -> None:
+    assert percentiles([5.0], 50, 99) == [5.0, 5.0]
+    assert percentiles([float(n) for n in range(101)], 50, 90, 99) == [50.0, 90.0, 99.0]
