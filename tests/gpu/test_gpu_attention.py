@@ -12,6 +12,7 @@ from tests.attention_cases import Case, Step, make_step, relative_error
 from yalis.attention.base import AttentionBackend
 from yalis.attention.choose import choose_backend
 from yalis.errors import YalisError
+from yalis.kernels import ops
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
@@ -46,7 +47,7 @@ CHECKS = [
 
 
 def run(backend: AttentionBackend, step: Step, case: Case) -> torch.Tensor:
-    backend.write(step.k, step.v, step.cache, step.batch)
+    ops.write(step.k, step.v, *step.cache, step.batch.slots)
     return backend.attend(step.q, step.cache, step.batch, backend.prepare(step.batch), case.params)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.attention_cases import Case, make_step, relative_error
 from yalis.attention.base import BACKENDS
 from yalis.attention.choose import choose_backend
+from yalis.kernels import ops
 
 TOLERANCE = {"sdpa": 2e-5, "flex": 2e-5, "triton": 2e-5, "native": 2e-5}
 MIXES = {
@@ -30,7 +31,7 @@ def check(name: str, case: Case) -> None:
         pytest.importorskip("triton")
     backend = choose_backend(name, case.needs)(case.needs)
     step = make_step(case)
-    backend.write(step.k, step.v, step.cache, step.batch)
+    ops.write(step.k, step.v, *step.cache, step.batch.slots)
     shared = backend.prepare(step.batch)
     out = backend.attend(step.q, step.cache, step.batch, shared, case.params)
     assert out.shape == step.q.shape
@@ -122,7 +123,7 @@ def test_layers_of_different_windows_share_a_step() -> None:
     for name in TOLERANCE:
         backend = BACKENDS.load(name)(case.needs)
         near, far = make_step(case), make_step(Case(MIXES["mixed"]))
-        backend.write(near.k, near.v, near.cache, near.batch)
+        ops.write(near.k, near.v, *near.cache, near.batch.slots)
         shared = backend.prepare(near.batch)
         for step, window in ((near, 4), (far, None), (near, 4)):
             params = Case(MIXES["mixed"], window=window).params

@@ -69,7 +69,7 @@ class AttentionParams:
 
 
 class AttentionBackend(ABC):
-    """Reads and writes the paged cache. One object serves all layers of a rank."""
+    """Reads the paged cache. One object serves all layers of a rank."""
 
     name: ClassVar[str]
     capturable: ClassVar[bool] = (
@@ -87,11 +87,6 @@ class AttentionBackend(ABC):
     def prepare(self, batch: ForwardBatch) -> Any:
         """What all layers of one step share (index tensors, masks): made once a step, handed to every attend()."""
         return None
-
-    def write(self, k: Tensor, v: Tensor, cache: LayerCache, batch: ForwardBatch) -> None:
-        """Put the step's keys and values, [T, K, D] each, into their slots."""
-        cache.k.flatten(0, 1).index_copy_(0, batch.slots, k)
-        cache.v.flatten(0, 1).index_copy_(0, batch.slots, v)
 
     @abstractmethod
     def attend(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: Any, params: AttentionParams) -> Tensor:

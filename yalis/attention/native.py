@@ -35,15 +35,6 @@ class NativeAttention(AttentionBackend):
     def prepare(self, batch: ForwardBatch) -> list[Group]:
         return self._prompts.prepare(batch)
 
-    def write(self, k: Tensor, v: Tensor, cache: LayerCache, batch: ForwardBatch) -> None:
-        heads, dim = k.shape[1:]
-        if k.stride()[1:] != (dim, 1) or v.stride()[1:] != (dim, 1):
-            return super().write(k, v, cache, batch)
-        self._library().write(
-            cache.k.data_ptr(), cache.v.data_ptr(), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            batch.slots.data_ptr(), k.shape[0], heads * dim,
-        )  # fmt: skip
-
     def attend(
         self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: list[Group], params: AttentionParams
     ) -> Tensor:

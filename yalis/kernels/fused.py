@@ -3,8 +3,8 @@
 All compute in float32 and round to the dtype of the tensors exactly where the operations they replace round, so that a
 model's tokens do not depend on which of the two it runs.
 
-A launch may be dependent (`pdl`): it starts while the launch before it still runs, and waits for that one's results
-before it reads anything. That one must be of this device and stream, and nothing but the stream may order it.
+A launch may be dependent (`pdl`, see kernels/dependent.py): it begins while the launch before it still runs, and waits
+for that one's results before it reads anything.
 
 Names: T tokens · R rows · C columns · H query heads · K key/value heads · D head_dim · B tokens a block holds.
 """
@@ -14,13 +14,13 @@ Names: T tokens · R rows · C columns · H query heads · K key/value heads · 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from yalis.kernels.dependent import option
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -91,7 +91,7 @@ def add_rms_norm(
         _add_rms_norm[(rows,)](
             y, summed, x, other, weight, x.stride(0), other.stride(0), eps,
             C=cols, BC=block, RESIDUAL=residual is not None, PDL=pdl, num_warps=min(16, max(1, block // 256)),
-            **dependent(pdl),
+            **option(pdl),
         )  # fmt: skip
     return y, summed
 
@@ -179,7 +179,7 @@ def rope_write(
         q, k_cache, v_cache, qkv, cos, sin, slots, q_norm if norm else qkv, k_norm if norm else qkv,
         *qkv.stride()[:2], cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
         H=heads, K=kv_heads, D=dim, DP=triton.next_power_of_2(dim), DIM=cos.shape[-1], B=block_size,
-        M=rows, NORM=norm, PDL=pdl, num_warps=4, **dependent(pdl),
+        M=rows, NORM=norm, PDL=pdl, num_warps=4, **option(pdl),
     )  # fmt: skip
     return q
 
@@ -207,7 +207,7 @@ def gated(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
         block = min(1024, triton.next_power_of_2(width))
         _gated[(rows, triton.cdiv(width, block))](
             y, gate_up, gate_up.stride(0), width, BW=block, ACTIVATION=activation, PDL=pdl, num_warps=4,
-            **dependent(pdl),
+            **option(pdl),
         )  # fmt: skip
     return y
 
@@ -250,17 +250,12 @@ def argmax(logits: Tensor, pdl: bool = False) -> Tensor:
     places = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _best_of_part[(rows, parts)](
-            best, logits, logits.stride(0), vocab, BV=block, PDL=pdl, num_warps=4, **dependent(pdl)
+            best, logits, logits.stride(0), vocab, BV=block, PDL=pdl, num_warps=4, **option(pdl)
         )
         _best_of_parts[(rows,)](
-            places, best, parts, BP=triton.next_power_of_2(parts), PDL=pdl, num_warps=1, **dependent(pdl)
+            places, best, parts, BP=triton.next_power_of_2(parts), PDL=pdl, num_warps=1, **option(pdl)
         )
     return places
-
-
-def dependent(pdl: bool) -> dict[str, Any]:
-    """The launch option of a dependent launch; the interpreter knows no such option."""
-    return {"launch_pdl": True} if pdl else {}
 
 
 def _dense(x: Tensor) -> Tensor:

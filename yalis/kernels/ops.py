@@ -1,37 +1,124 @@
-"""What layers compute between collectives: each in native code where the tensors suit it, else in plain torch.
+"""What layers compute between collectives, in the largest steps they can name; ops decide what runs.
 
-The plain versions are the references, and run on every device and in every dtype.
+On a CPU in float32 that is native code (kernels/native.c). On a GPU it is our Triton kernels: few rows of a product
+join it with what stands before and behind (kernels/skinny.py), many go through cuBLAS, with kernels/fused.py around.
+Everywhere else, and where tensors do not suit a kernel, it is plain torch, operation by operation. All round where
+those operations round.
+
+None of them asks the device anything, so a CUDA graph may capture them, after a first run: that one compiles kernels
+and makes the counters of split products, which all launches share. So one stream carries a device's steps, one after
+the other. torch.compile does not look inside (kernels/opaque.py).
+
+Names: T tokens · H query heads · K key/value heads · D head_dim · N blocks of a cache · B tokens a block holds.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from yalis.kernels import native
+from yalis.kernels import dependent, native
+from yalis.kernels.opaque import opaque
 
 # Above this, MKL's blocking beats streaming the matrix past the rows.
 MOST_ROWS = 48
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, plus bias."""
-    rows = x.shape[0]
-    lib = _native(x)
-    if lib is None or not 0 < rows <= MOST_ROWS or x.stride(1) != 1 or not weight.is_contiguous():
-        return F.linear(x, weight, bias)
-    out, depth = weight.shape
-    y = x.new_empty((rows, out))
-    lib.linear(
-        y.data_ptr(), x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        rows, out, depth, torch.get_num_threads(),
-    )  # fmt: skip
-    return y
+@opaque(
+    "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, Tensor? norm=None, float eps=0.0) -> Tensor",
+    lambda x, weight, *_: (x.shape[0], weight.shape[0]),
+)
+def linear(
+    x: Tensor,  # [T, in]
+    weight: Tensor,  # [out, in]
+    bias: Tensor | None = None,  # [out]
+    residual: Tensor | None = None,  # [T, out]
+    norm: Tensor | None = None,  # [in] and eps, of an RMSNorm of x
+    eps: float = 0.0,
+) -> Tensor:
+    """x, or its norm, times weight transposed, plus bias, plus residual."""
+    if _few_rows(x, weight):
+        from yalis.kernels import skinny
+
+        return skinny.linear(x, weight, bias, residual, None if norm is None else (norm, eps), dependent.wanted())
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    y = _product(x, weight, bias)
+    return y if residual is None else add(y, residual)
 
 
+@opaque(
+    "(Tensor x, Tensor weight, str activation, Tensor? bias=None, Tensor? norm=None, float eps=0.0) -> Tensor",
+    lambda x, weight, *_: (x.shape[0], weight.shape[0] // 2),
+)
+def gated_linear(
+    x: Tensor,  # [T, in]
+    weight: Tensor,  # [2 * width, in], the gate's rows before those of up
+    activation: str,
+    bias: Tensor | None = None,  # [2 * width]
+    norm: Tensor | None = None,  # [in] and eps, of an RMSNorm of x
+    eps: float = 0.0,
+) -> Tensor:
+    """activation(gate) * up, both products of x, or of its norm, with their half of weight."""
+    if _few_rows(x, weight):
+        from yalis.kernels import skinny
+
+        return skinny.gated_linear(
+            x, weight, activation, bias, None if norm is None else (norm, eps), dependent.wanted()
+        )
+    return gated(linear(x, weight, bias, None, norm, eps), activation)
+
+
+# A compiler that knew of the writes would copy the caches to have keys and values apart, which share their memory. What
+# reads them is attention alone, and it takes the queries: that keeps the order.
+@opaque(
+    "(Tensor qkv, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor slots, "
+    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0) -> Tensor",
+    lambda qkv, cos, sin, k_cache, *_: (qkv.shape[0], qkv.shape[1] - 2 * k_cache.shape[2], qkv.shape[2]),
+)
+def rope_write(
+    qkv: Tensor,  # [T, H + 2K, D]
+    cos: Tensor,  # [T, 1, dim], dim of a head's D numbers are rotated
+    sin: Tensor,  # [T, 1, dim], with the sign of the first half
+    k_cache: Tensor,  # [N, B, K, D]
+    v_cache: Tensor,  # [N, B, K, D]
+    slots: Tensor,  # [T] where a token's key and value go, each to its own
+    q_norm: Tensor | None = None,  # [D], and then k_norm too
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norm (where there is one) and rotate queries and keys, write keys and values to the cache; the queries [T, H, D].
+
+    A slot below 0 is nowhere, for native and Triton kernels; plain torch takes none.
+    """
+    if _triton(qkv) and k_cache.stride(3) == v_cache.stride(3) == 1:
+        from yalis.kernels import fused
+
+        pdl = dependent.wanted()
+        return fused.rope_write(qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps, pdl)
+    kv_heads = k_cache.shape[2]
+    heads = qkv.shape[1] - 2 * kv_heads
+    if q_norm is not None and k_norm is not None:
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k = rotate(rms_norm(q, q_norm, eps), cos, sin), rotate(rms_norm(k, k_norm, eps), cos, sin)
+    else:
+        q, k = rotate(qkv[:, : heads + kv_heads], cos, sin).split((heads, kv_heads), dim=1)
+        v = qkv[:, heads + kv_heads :]
+    write(k, v, k_cache, v_cache, slots)
+    return q
+
+
+@opaque("(Tensor x, Tensor weight, float eps) -> Tensor", lambda x, *_: x.shape)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension of x, [T, C] or [T, heads, C], in the dtype of the weight."""
+    if x.dim() == 2 and _triton(x):
+        from yalis.kernels import fused
+
+        return fused.add_rms_norm(x, None, weight, eps, dependent.wanted())[0]
     lib = _native(x)
     if lib is None or weight.dtype != x.dtype or not _packed(x):
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
@@ -58,6 +145,8 @@ def take(table: Tensor, rows: Tensor) -> Tensor:
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     """x + y, of one shape."""
+    if torch.compiler.is_compiling():
+        return x + y
     lib = _native(x)
     if lib is None or x.shape[0] > MOST_ROWS or not (x.is_contiguous() and y.is_contiguous()):
         return x + y
@@ -66,8 +155,13 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
+@opaque("(Tensor gate_up, str activation) -> Tensor", lambda gate_up, *_: (gate_up.shape[0], gate_up.shape[1] // 2))
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, for the two halves of gate_up [T, 2 * width]; silu, gelu or gelu_tanh."""
+    if _triton(gate_up):
+        from yalis.kernels import fused
+
+        return fused.gated(gate_up, activation, dependent.wanted())
     lib = _native(gate_up)
     if lib is None or activation != "silu" or gate_up.stride(1) != 1:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -98,6 +192,52 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         *x.shape, dim, torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Put keys and values, [T, K, D] each, into their slots."""
+    lib = _native(k)
+    if lib is None or not (_packed(k) and _packed(v) and k_cache.is_contiguous() and v_cache.is_contiguous()):
+        k_cache.flatten(0, 1).index_copy_(0, slots, k)
+        v_cache.flatten(0, 1).index_copy_(0, slots, v)
+        return
+    lib.write(
+        k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+        slots.data_ptr(), k.shape[0], k.shape[1] * k.shape[2],
+    )  # fmt: skip
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.shape[0]
+    lib = _native(x)
+    if lib is None or not 0 < rows <= MOST_ROWS or x.stride(1) != 1 or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    out, depth = weight.shape
+    y = x.new_empty((rows, out))
+    lib.linear(
+        y.data_ptr(), x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        rows, out, depth, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def _few_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product is one for kernels/skinny.py."""
+    if not _triton(x) or weight.dtype != x.dtype or weight.stride(1) != 1:
+        return False
+    from yalis.kernels import skinny
+
+    return 0 < x.shape[0] <= skinny.MOST_ROWS
+
+
+def _triton(x: Tensor) -> bool:
+    """Whether our Triton kernels compute on tensors such as this one."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _native(x: Tensor) -> native.Library | None:

@@ -9,7 +9,7 @@ What stands before and behind the product joins it: an RMSNorm of the input, the
 Sums are float32. Rounded to the dtype of the tensors, where separate operations round: the norm's output, the product
 with its bias, the sum with the residual; in an MLP gate and up, the activation of the gate, and their product.
 
-A dependent launch (`pdl`, see kernels/fused.py) asks for its first weights before it waits for its input.
+A dependent launch (`pdl`, see kernels/dependent.py) asks for its first weights before it waits for its input.
 
 Names: R rows of x · N outputs · K inputs · BN, BK outputs and inputs a program takes at a time · RP rows, filled up.
 """
@@ -30,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from yalis.kernels.fused import add_rms_norm, dependent, gate
+from yalis.kernels.dependent import option
+from yalis.kernels.fused import add_rms_norm, gate
 
 MOST_ROWS = 64
 # Every program norms all rows for itself; with more rows than this, one launch for all is cheaper.
@@ -343,7 +344,7 @@ def _launch(
     given = {
         "BN": shape.outputs, "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
         "RESIDUAL": residual is not None, "NORM": norm is not None, "PDL": pdl,
-        "LINE": line, "LINES": _lines(shape, problem), "num_warps": shape.warps, **dependent(pdl),
+        "LINE": line, "LINES": _lines(shape, problem), "num_warps": shape.warps, **option(pdl),
     }  # fmt: skip
     if rows == 1:
         _one_row[(tiles,)](

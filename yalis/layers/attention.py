@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from yalis.attention.base import AttentionBackend, AttentionParams, ForwardBatch, LayerCache
-from yalis.kernels.ops import rotate
+from yalis.attention.base import AttentionParams, LayerCache
+from yalis.attention.step import StepAttention
+from yalis.kernels import ops
 from yalis.parallel.linear import down_linear, up_linear
-from yalis.parallel.norm import HeadNorm
+from yalis.parallel.norm import HeadNorm, RMSNorm
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import Piece
 from yalis.spec import ModelSpec
@@ -33,37 +32,32 @@ class SelfAttention(nn.Module):
         kept = range(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         width = spec.num_heads * spec.head_dim
         self.out = down_linear(grid, f"{prefix}.o_proj", width, kept, spec.hidden_size, spec.out_bias, dtype, device)
-        self.q_norm = (
-            HeadNorm(f"{prefix}.q_norm", spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
+        self.q_norm, self.k_norm = (
+            HeadNorm(f"{prefix}.{name}", spec.head_dim, dtype, device) if spec.qk_norm else None
+            for name in ("q_norm", "k_norm")
         )
-        self.k_norm = (
-            HeadNorm(f"{prefix}.k_norm", spec.head_dim, spec.norm_eps, dtype, device) if spec.qk_norm else None
-        )
+        self.eps = spec.norm_eps
 
     def forward(
         self,
         x: Tensor,
+        norm: RMSNorm,
         rope: tuple[Tensor, Tensor],
-        batch: ForwardBatch,
         cache: LayerCache,
-        backend: AttentionBackend,
-        shared: Any,
+        step: StepAttention,
+        residual: Tensor | None = None,
     ) -> Tensor:
+        """The attention of norm(x), plus residual."""
         H, K = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], H + 2 * K, self.head_dim)  # [T, H + 2K, D]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv.split((H, K, K), dim=1)
-            q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
-        else:
-            q, k = rotate(qkv[:, : H + K], *rope).split((H, K), dim=1)
-            v = qkv[:, H + K :]
-        backend.write(k, v, cache, batch)
+        qkv = self.qkv(x, norm).view(x.shape[0], H + 2 * K, self.head_dim)
+        q_norm, k_norm = (None if head is None else head.weight for head in (self.q_norm, self.k_norm))
+        q = ops.rope_write(qkv, *rope, *cache, step.batch.slots, q_norm, k_norm, self.eps)
         if self.before or self.behind:
             q = pad(q, (0, 0, self.before, self.behind))
-        attended = backend.attend(q, cache, batch, shared, self.params)
+        attended = step.attend(q, cache, self.params)
         if self.before or self.behind:
             attended = attended[:, self.before : self.before + H]
-        return self.out(attended.reshape(x.shape[0], H * self.head_dim))
+        return self.out(attended.reshape(x.shape[0], H * self.head_dim), residual=residual)
 
 
 def uneven_edges(heads: range, kv_heads: range, group: int) -> tuple[int, int]:

@@ -6,11 +6,14 @@ Shapes: T tokens of a step, packed · R rows that get logits · hidden is this r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
+from yalis.attention.step import StepAttention
 from yalis.kernels import ops
 from yalis.layers.attention import SelfAttention
 from yalis.layers.mlp import GatedMLP
@@ -23,6 +26,8 @@ from yalis.parallel.weights import ParallelLayer, TensorSource
 from yalis.spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens"
+
+_numbers = count()
 
 
 class Block(nn.Module):
@@ -38,26 +43,21 @@ class Block(nn.Module):
         self.attention_norm = norm("input_layernorm")
         self.attention = SelfAttention(spec, grid, layer, f"{prefix}.self_attn", dtype, device)
         self.mlp = GatedMLP(spec, grid, f"{prefix}.mlp", dtype, device)
+        self.attention_out_norm: RMSNorm | None = None
+        self.mlp_out_norm: RMSNorm | None = None
         if spec.sandwich_norms:
             self.mlp_norm = norm("pre_feedforward_layernorm")
-            self.attention_out_norm: nn.Module = norm("post_attention_layernorm")
-            self.mlp_out_norm: nn.Module = norm("post_feedforward_layernorm")
+            self.attention_out_norm = norm("post_attention_layernorm")
+            self.mlp_out_norm = norm("post_feedforward_layernorm")
         else:
             self.mlp_norm = norm("post_attention_layernorm")
-            self.attention_out_norm = self.mlp_out_norm = nn.Identity()
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        batch: ForwardBatch,
-        cache: LayerCache,
-        backend: AttentionBackend,
-        shared: object,
-    ) -> Tensor:
-        attended = self.attention(self.attention_norm(x), rope, batch, cache, backend, shared)
-        x = ops.add(x, self.attention_out_norm(attended))
-        return ops.add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))))
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache, step: StepAttention) -> Tensor:
+        if self.attention_out_norm is None or self.mlp_out_norm is None:
+            x = self.attention(x, self.attention_norm, rope, cache, step, residual=x)
+            return self.mlp(x, self.mlp_norm, residual=x)
+        x = ops.add(x, self.attention_out_norm(self.attention(x, self.attention_norm, rope, cache, step)))
+        return ops.add(x, self.mlp_out_norm(self.mlp(x, self.mlp_norm)))
 
 
 class Decoder(nn.Module):
@@ -68,6 +68,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.dtype, self.hidden = spec, dtype, len(grid.hidden(spec.hidden_size))
+        self.number = next(_numbers)  # among the models of this process
+        self._compiled = False
         # Rounded to the compute dtype, as the reference multiplies.
         scale = spec.embed_scale
         self.embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
@@ -83,6 +85,15 @@ class Decoder(nn.Module):
             tied = self.embedding if spec.tie_embeddings else None
             name = EMBEDDING if spec.tie_embeddings else "lm_head"
             self.head = LMHead(grid, name, vocab, hidden, dtype, device, tied)
+
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """Let torch.compile, with these options, have the blocks: one graph for all that are alike and any tokens.
+
+        (And another for a single token: torch takes a dimension of one for a fact.)
+        """
+        for block in self.layers:
+            block.compile(fullgraph=True, **options)
+        self._compiled = True
 
     def load(self, source: TensorSource) -> None:
         """Every layer reads its own slices; `source` never learns which."""
@@ -104,11 +115,14 @@ class Decoder(nn.Module):
             assert batch.hidden is not None, "a later stage starts from hidden states"
             x = batch.hidden
         rope = self.rotary.rows(batch.rope_rows)
-        shared = backend.prepare(batch)
+        step = StepAttention(backend, batch, self.number)
         for block, cache in zip(self.layers, caches, strict=True):
-            x = block(x, rope, batch, cache, backend, shared)
+            if self._compiled:
+                for tensor in (x, *rope, batch.slots):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            x = block(x, rope, cache, step)
         if self.norm is None or self.head is None:
             return x
-        logits: Tensor = self.head(self.norm(ops.take(x, batch.logit_rows)))
+        logits: Tensor = self.head(ops.take(x, batch.logit_rows), self.norm)
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -19,6 +19,8 @@ class RMSNorm(ParallelLayer):
         super().__init__()
         self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
         self.part = grid.hidden(size)
+        #: over several ranks, which sum squares first; otherwise whoever multiplies the norm may compute it on the way
+        self.split = grid.cols > 1
         # offset + weight does not fit a 16-bit float
         kept = torch.float32 if offset else dtype
         self.weight = nn.Parameter(torch.empty(len(self.part), dtype=kept, device=device), requires_grad=False)
@@ -31,7 +33,7 @@ class RMSNorm(ParallelLayer):
             self.weight.add_(self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.grid.cols == 1:
+        if not self.split:
             return ops.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         squares = self.grid.over_cols.all_reduce(wide.pow(2).sum(-1, keepdim=True))
@@ -39,15 +41,12 @@ class RMSNorm(ParallelLayer):
 
 
 class HeadNorm(ParallelLayer):
-    """RMSNorm over each head's dimensions (Qwen3); every rank holds the whole of its heads."""
+    """The weight of an RMSNorm over each head's dimensions (Qwen3); every rank holds the whole of its heads."""
 
-    def __init__(self, name: str, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.name, self.head_dim, self.eps = name, head_dim, eps
+        self.name, self.head_dim = name, head_dim
         self.weight = nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device), requires_grad=False)
 
     def load(self, source: TensorSource) -> None:
         source.tensor(f"{self.name}.weight", (self.head_dim,)).read_into(self.weight, slice(0, self.head_dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)

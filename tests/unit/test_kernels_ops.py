@@ -1,0 +1,139 @@
+"""What ops choose on a GPU gives what they choose on a CPU, with Triton's kernels in its interpreter."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.families import CASES
+from tests.unit.test_models_compile import BLOCK_SIZE, BLOCKS, make_batch, make_model
+from yalis import env
+from yalis.attention.base import AttentionNeeds, LayerCache
+from yalis.attention.choose import choose_backend
+from yalis.errors import YalisError
+from yalis.kernels import dependent, native, ops, reference
+
+pytest.importorskip("triton", reason="triton is not installed")
+from yalis.kernels import fused, skinny
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def on_gpu(function: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
+    """As if the tensors were on one."""
+    with patch.object(ops, "_triton", lambda x: True):
+        return function(*args, **kwargs)
+
+
+def in_torch(function: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
+    with patch.object(native, "_found", native.Unavailable("not wanted here")):
+        return function(*args, **kwargs)
+
+
+def check(found: Tensor, *expected: Tensor) -> None:
+    for other in expected:
+        assert (found.dtype, found.shape) == (other.dtype, other.shape)
+        error = (found.double() - other.double()).norm() / other.double().norm()
+        assert error < TOLERANCE[found.dtype], error
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 7, 20, 65])
+@pytest.mark.parametrize("extras", ["", "bias", "residual norm", "bias residual norm"])
+def test_products(dtype: torch.dtype, rows: int, extras: str) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 72).to(dtype), (torch.randn(40, 72) / 8).to(dtype)
+    bias = torch.randn(40).to(dtype) if "bias" in extras else None
+    residual = torch.randn(rows, 40).to(dtype) if "residual" in extras else None
+    norm = torch.randn(72) if "norm" in extras else None  # float32, as Gemma's
+    pair = None if norm is None else (norm, 1e-5)
+    given = (x, weight, bias, residual, norm, 1e-5)
+    expected = reference.linear(x, weight, bias, residual, pair)
+    check(on_gpu(ops.linear, *given), expected, ops.linear(*given), in_torch(ops.linear, *given))
+    gated = (x, weight, "silu", bias, norm, 1e-5)
+    expected = reference.gated_linear(x, weight, "silu", bias, pair)
+    check(on_gpu(ops.gated_linear, *gated), expected, ops.gated_linear(*gated), in_torch(ops.gated_linear, *gated))
+
+
+@DTYPES
+@pytest.mark.parametrize(("turned", "norm"), [(32, False), (32, True), (16, False)])
+def test_rope_write(dtype: torch.dtype, turned: int, norm: bool) -> None:
+    qkv, pool = torch.randn(5, 4 + 2 * 2, 32).to(dtype), torch.randn(2, 4, 8, 2, 32).to(dtype)
+    cos, sin = torch.randn(5, 1, 2 * turned).to(dtype).chunk(2, dim=-1)
+    slots = torch.randperm(32)[:5]
+    norms = (torch.randn(32).to(dtype), torch.randn(32).to(dtype), 1e-6) if norm else ()
+    pools = [pool.clone() for _ in range(4)]
+    found = on_gpu(ops.rope_write, qkv, cos, sin, *pools[0], slots, *norms)
+    check(
+        found,
+        reference.rope_write(qkv, cos, sin, *pools[1], slots, *norms),
+        ops.rope_write(qkv, cos, sin, *pools[2], slots, *norms),
+        in_torch(ops.rope_write, qkv, cos, sin, *pools[3], slots, *norms),
+    )
+    check(*pools)
+    assert not torch.equal(pools[0], pool)
+
+
+def test_a_product_is_one_launch_with_what_stands_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to so many rows; with more, norm and gate are launches of their own, and torch multiplies."""
+    launched: list[str] = []
+
+    def watch(module: object, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: launched.append(name) or function(*args, **kwargs))
+
+    for module, name in ((skinny, "linear"), (skinny, "gated_linear"), (fused, "add_rms_norm"), (fused, "gated")):
+        watch(module, name)
+    weight, norm = torch.randn(32, 16), torch.ones(16)
+    for rows, expected in ((64, ["gated_linear", "linear"]), (65, ["add_rms_norm", "gated"])):
+        x = torch.randn(rows, 16)
+        y = on_gpu(ops.gated_linear, x, weight, "silu", None, norm, 1e-5)
+        on_gpu(ops.linear, y, weight, None, torch.randn(rows, 32))
+        assert launched == expected
+        launched.clear()
+
+
+@pytest.mark.parametrize("name", ["llama-bias-linear", "qwen3-gqa4", "phi3-partial-tied", "gemma2"])
+def test_a_model(name: str) -> None:
+    """Logits and cache of a prompt beside decoding sequences, then of a single token."""
+    model = make_model(next(case for case in CASES if case.name == name))
+    spec = model.spec
+    needs = AttentionNeeds(
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu"), BLOCK_SIZE
+    )
+    backend = choose_backend("sdpa", needs)(needs)
+    pools = [torch.zeros(spec.num_layers, 2, BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim) for _ in range(2)]
+    for lengths, cached in (((3, 1, 1), 0), ((1,), 3)):
+        batch = make_batch(lengths, cached)
+        found, expected = (
+            run(model, batch, [LayerCache(*layer) for layer in pool], backend)
+            for run, pool in zip((on_gpu, in_torch), pools, strict=True)
+        )
+        assert torch.allclose(found, expected, 1e-4, 1e-4)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert torch.allclose(*pools, 1e-4, 1e-4)
+
+
+def test_launches_are_dependent_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not dependent.wanted()
+    with dependent.dependent_launches(torch.device("cuda")):
+        assert dependent.wanted()
+        monkeypatch.setenv("YALIS_PDL", "0")
+        with dependent.dependent_launches(torch.device("cuda")):
+            assert not dependent.wanted()
+        with dependent.dependent_launches(torch.device("cpu")):
+            assert not dependent.wanted()
+    assert not dependent.wanted()
+    monkeypatch.setenv("YALIS_PDL", "off")
+    with pytest.raises(YalisError, match="YALIS_PDL is 'off'; accepted: 0 or 1"):
+        env.pdl()

@@ -1,0 +1,99 @@
+"""Blocks compile whole, without a break, once for all layers that are alike and any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from tests.families import CASES, Case
+from yalis.attention.base import AttentionNeeds, ForwardBatch, LayerCache
+from yalis.attention.choose import choose_backend
+from yalis.models.decoder import Decoder
+from yalis.parallel.pipeline import Stage
+from yalis.parallel.plan import Grid
+from yalis.spec import read_spec
+
+NAMES = ("llama-bias-linear", "qwen3-gqa4", "phi3-partial-tied", "gemma2")
+BLOCK_SIZE, BLOCKS = 8, 64
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_model(case: Case) -> Decoder:
+    spec = read_spec(case.build(0).config.to_dict())
+    model = Decoder(spec, Grid(), Stage(), 256, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.1)
+    return model
+
+
+def make_batch(lengths: tuple[int, ...], cached: int) -> ForwardBatch:
+    """Sequences that bring these numbers of tokens, each behind so many cached ones, in blocks of their own."""
+    each = BLOCKS // len(lengths)
+    places = [(i, cached + k) for i, length in enumerate(lengths) for k in range(length)]
+    positions = torch.tensor([position for _, position in places])
+    start = torch.tensor([0, *lengths]).cumsum(0).int()
+    return ForwardBatch(
+        token_ids=torch.randint(3, 251, (len(places),)),
+        positions=positions,
+        rope_rows=positions,
+        slots=torch.tensor([i * each * BLOCK_SIZE + position for i, position in places]),
+        query_start=start,
+        context_len=torch.tensor([cached + length for length in lengths], dtype=torch.int32),
+        block_tables=torch.arange(each * len(lengths), dtype=torch.int32).view(len(lengths), each),
+        logit_rows=start[1:].long() - 1,
+        query_lens=lengths,
+        context_lens=tuple(cached + length for length in lengths),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_for_any_number_of_tokens(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    eager, compiled = make_model(case), make_model(case)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    compiled.compile(backend=aot_autograd(fw_compiler=keep))
+    heads, kv_heads, dim = eager.spec.num_heads, eager.spec.num_kv_heads, eager.spec.head_dim
+    needs = AttentionNeeds(heads, kv_heads, dim, torch.float32, torch.device("cpu"), BLOCK_SIZE)
+    attention = choose_backend("auto", needs)(needs)
+    pools = [torch.zeros(2, eager.spec.num_layers, BLOCKS, BLOCK_SIZE, kv_heads, dim) for _ in range(2)]
+
+    def run(model: Decoder, pool: Tensor, batch: ForwardBatch) -> Tensor:
+        return model(batch, [LayerCache(*layer) for layer in pool.transpose(0, 1)], attention)
+
+    kinds = len(set(eager.spec.windows))
+    for lengths, cached, expected in (
+        ((5, 9, 1), 0, kinds),
+        ((1,) * 3, 9, kinds),
+        ((1,) * 16, 9, kinds),
+        ((3, 30), 11, kinds),
+        ((1,), 40, 2 * kinds),
+        ((60,), 0, 2 * kinds),
+        ((1,) * 2, 10, 2 * kinds),
+        ((1,), 60, 2 * kinds),
+    ):
+        batch = make_batch(lengths, cached)
+        assert torch.equal(run(compiled, pools[0], batch), run(eager, pools[1], batch))
+        assert len(graphs) == expected, lengths
+    assert torch.equal(*pools)
+    assert pools[0].count_nonzero() > 0
+    called = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"}
+    assert {"yalis.rope_write.default", "yalis.attend.default"} < called
+    assert not {target for target in called if "clone" in target or "copy" in target}, "of the cache?"
