@@ -49,6 +49,18 @@ def pdl() -> bool:
     return _switch("YALIS_PDL", True)
 
 
+def prepare_vllm() -> None:
+    """What vLLM reads when it is first imported: it measures and stays quiet, unless the user has said otherwise."""
+    for name, value in (
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("DO_NOT_TRACK", "1"),
+        ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_LOGGING_LEVEL", "WARNING"),
+        ("VLLM_USE_FLASHINFER_SAMPLER", "0"),  # which it would have to compile
+    ):
+        os.environ.setdefault(name, value)
+
+
 def keep_compiled() -> None:
     """Keep what Triton and torch.compile build beside what we build, unless the user has said where."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))

@@ -41,6 +41,7 @@ _ROWS: dict[str, dict[str, type]] = {
         "decode_ms_low": float,
         "decode_ms_high": float,
         "tokens_per_s": float,
+        "host_ms": float,  # the host's own work for a decode step
         "prefill_floor_ms": float,
         "floor_ms": float,  # of a decode step
         "share_of_floor": float,
@@ -233,9 +234,12 @@ def read(path: Path) -> Result:
 
 
 def _upgrade(data: Any) -> Any:
-    """Version 1 did not tell the topology, and was otherwise the same."""
+    """Version 1 did not tell the topology, nor the host's part of a decode step, and was otherwise the same."""
     if isinstance(data, dict) and data.get("schema_version") == 1:
-        return {**data, "schema_version": VERSION, "topology": None}
+        rows = data.get("rows")
+        if data.get("kind") == "latency" and isinstance(rows, list):
+            rows = [{"host_ms": None, **row} if isinstance(row, dict) else row for row in rows]
+        return {**data, "schema_version": VERSION, "topology": None, "rows": rows}
     return data
 
 

@@ -15,7 +15,7 @@ from yalis.errors import YalisError, YalisFailure
 ROW: dict[str, Any] = {
     "engine": "yalis", "version": "0", "status": "ok", "batch": 1, "prompt_len": 4, "output_len": 4,
     "first_token_ms": 1.0, "prefill_tokens_per_s": 2.0, "decode_ms": 3, "decode_ms_low": 3.0, "decode_ms_high": 3.0,
-    "tokens_per_s": 4.0,
+    "tokens_per_s": 4.0, "host_ms": None,
     "prefill_floor_ms": None, "floor_ms": None, "share_of_floor": None, "ratio": None, "same_tokens": None,
 }  # fmt: skip
 

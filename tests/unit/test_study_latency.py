@@ -94,6 +94,30 @@ def test_random_weights_are_not_compared_and_json_is_the_result(
 
 
 @pytest.mark.usefixtures("small_measurements")
+def test_workloads_share_one_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save_tiny_chat(tmp_path / "model"))
+    words = "bench latency --workload 2x5x3 --workload 1x9x4 --repeats 1 --warmup 0 --threads 1 --json --model"
+    assert main([*words.split(), model]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [(row["batch"], row["prompt_len"], row["output_len"]) for row in data["rows"]] == [(2, 5, 3), (1, 9, 4)]
+    assert all(0 < row["host_ms"] < row["decode_ms"] for row in data["rows"])
+    assert data["parameters"]["load_seconds"] > 0
+    assert main([*words.replace("2x5x3", "2x5x1").split(), model]) == 2
+    assert "has no decode step" in capsys.readouterr().err
+
+
+def test_vllm_is_given_a_folder(tmp_path: Path) -> None:
+    config = tmp_path / "shape.json"
+    config.write_text("{}")
+    spare = tmp_path / "spare"
+    spare.mkdir()
+    assert (peers._model_folder(config, spare) / "config.json").read_text() == "{}"
+    assert peers._model_folder(spare, tmp_path) == spare
+    with pytest.raises(ValueError, match="a folder or a config"):
+        peers._model_folder(tmp_path / "model.gguf", spare)
+
+
+@pytest.mark.usefixtures("small_measurements")
 def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save_tiny_chat(tmp_path / "model", max_position=64))
     assert (

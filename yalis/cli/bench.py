@@ -16,6 +16,7 @@ from yalis.cli import bench_allreduce, bench_compare, bench_scaling, bench_throu
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
 from yalis.cli.terminal import ProgressLine, tell
 from yalis.errors import YalisError
+from yalis.study.workloads import NAMED, read_workload
 
 if TYPE_CHECKING:
     from yalis.results import Result
@@ -29,7 +30,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     latency = kinds.add_parser("latency", help=about, description=about)
     latency.add_argument("--batch", metavar="1,8", type=_sizes, default=(1, 8), help="batch sizes (default: 1,8)")
     _add_numbers(latency, prompt_len=64, output_len=64, warmup=1, repeats=3, seed=0)
-    latency.add_argument("--peer", action="append", default=[], metavar="NAME", help="also measure: transformers")
+    latency.add_argument(
+        "--peer", action="append", default=[], metavar="NAME", help="also measure: transformers or vllm"
+    )
+    latency.add_argument(
+        "--workload", action="append", default=[], metavar="NAME",
+        help=f"instead of sizes: {', '.join(NAMED)}, or batch x prompt x output such as 16x128x256; may be repeated",
+    )  # fmt: skip
     _add_rest(latency)
     for name, module in (("throughput", bench_throughput), ("scaling", bench_scaling), ("compare", bench_compare)):
         module.add_flags(kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT))
@@ -111,8 +118,9 @@ def _latency(args: argparse.Namespace, command: str, report: Callable[[str], Non
     from yalis.study.latency import LatencyPlan, measure
 
     plan = LatencyPlan(
-        args.batch, args.prompt_len, args.output_len, args.warmup, args.repeats, tuple(args.peer), args.seed
-    )
+        args.batch, args.prompt_len, args.output_len, args.warmup, args.repeats, tuple(args.peer), args.seed,
+        tuple(map(read_workload, args.workload)),
+    )  # fmt: skip
     return measure(engine_config(args), plan, command, report)
 
 
@@ -157,8 +165,7 @@ def _print_latency(result: Result) -> None:
     threads = f", {device['threads']} threads" if "threads" in device else ""
     print(f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}")
     read, matmul = facts["read_bytes_per_s"] / 1e9, facts["matmul_flops_per_s"] / 1e9
-    lengths = f"prompt {facts['prompt_len']} · output {facts['output_len']}"
-    print(f"{lengths} · measured here: read {read:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
+    print(f"measured here: read {read:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
     heads = (
         ("first token", 13),
         ("decode step", 13),
@@ -166,17 +173,20 @@ def _print_latency(result: Result) -> None:
         ("tokens/s", 10),
         ("floor", 10),
         ("of floor", 10),
+        ("host", 10),
     )
-    print(f"{'engine':<20}{'batch':>6}" + "".join(f"{head:>{width}}" for head, width in heads))
+    print(f"{'engine':<20}{'batch x in x out':<17}" + "".join(f"{head:>{width}}" for head, width in heads))
     for row in result.rows:
         label = f"{row['engine']} {row['version']}".strip()
+        work = f"{row['batch']}x{row['prompt_len']}x{row['output_len']}"
         if row["status"] != "ok":
-            print(f"{label:<20}{row['batch']:>6}  {row['status']}")
+            print(f"{label:<20}{work:<17}  {row['status']}")
             continue
-        spread = f"{row['decode_ms_low']:.1f}..{row['decode_ms_high']:.1f}"
+        spread = f"{row['decode_ms_low']:.2f}..{row['decode_ms_high']:.2f}"
+        host = "" if row["host_ms"] is None else f"{row['host_ms']:>7.2f} ms"
         print(
-            f"{label:<20}{row['batch']:>6}{row['first_token_ms']:>10.1f} ms{row['decode_ms']:>10.2f} ms{spread:>16}"
-            f"{row['tokens_per_s']:>10.1f}{row['floor_ms']:>7.2f} ms{row['share_of_floor']:>10.0%}"
+            f"{label:<20}{work:<17}{row['first_token_ms']:>10.1f} ms{row['decode_ms']:>10.2f} ms{spread:>16}"
+            f"{row['tokens_per_s']:>10.1f}{row['floor_ms']:>7.2f} ms{row['share_of_floor']:>10.0%}{host}"
         )
     for row in result.rows:
         if row["engine"] != "yalis" and row["status"] == "ok":

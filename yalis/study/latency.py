@@ -24,6 +24,7 @@ from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefi
 from yalis.spec import read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.spread import spread
+from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import SamplingParams
 
 
@@ -36,6 +37,7 @@ class LatencyPlan:
     repeats: int = 3
     peer: tuple[str, ...] = ()
     seed: int = 0
+    workload: tuple[Workload, ...] = ()  # instead of batch, prompt_len and output_len
 
     def __post_init__(self) -> None:
         for name, low in (("prompt_len", 1), ("output_len", 2), ("warmup", 0), ("repeats", 1)):
@@ -47,9 +49,16 @@ class LatencyPlan:
             if name not in peers.PEERS.names():
                 raise YalisError(f"unknown peer {name!r}; accepted: {', '.join(peers.PEERS.names())}")
 
+        if any(each.output_len < 2 for each in self.workload):
+            raise YalisError("a workload of one output token has no decode step; give an output of at least 2 tokens")
+
+    @property
+    def cases(self) -> tuple[Workload, ...]:
+        return self.workload or tuple(Workload(batch, self.prompt_len, self.output_len) for batch in self.batch)
+
     @property
     def longest(self) -> int:
-        return self.prompt_len + self.output_len
+        return max(case.longest for case in self.cases)
 
 
 class Ours:
@@ -70,21 +79,29 @@ class Ours:
         done: dict[int, list[int]] = {}
         stamps: list[float] = []
         counts: list[int] = []  # tokens that each step gave
+        host: list[float] = []  # seconds that each took of the host
         while len(done) < len(ids):
-            before = stats.output_tokens
+            before, spent = stats.output_tokens, self._host_seconds()
             done.update((id, output.token_ids) for id, output in self._llm.poll())
             stamps.append(time.perf_counter() - start)
             counts.append(stats.output_tokens - before)
+            host.append(self._host_seconds() - spent)
         # The last step gives the last sequence its last token, so from its first token on no prompt is computed;
         # until the first sequence ends, each of those steps gives a token to every sequence.
         first = len(stamps) - output_len
-        steps = [stamps[i] - stamps[i - 1] for i in range(first + 1, len(stamps)) if counts[i] == len(ids)]
+        full = [i for i in range(first + 1, len(stamps)) if counts[i] == len(ids)]
+        steps = [stamps[i] - stamps[i - 1] for i in full]
         if stats.preemptions > preempted or not steps:
             raise YalisFailure(
                 f"a batch of {len(ids)} never decoded all at once, so its step has no time; "
                 "give a larger --kv-memory, --kv-blocks, --max-batch-tokens or --output-len, or a smaller --batch"
             )
-        return peers.Timing(stamps[first], steps, stamps[-1], [done[id] for id in ids])
+        return peers.Timing(stamps[first], steps, stamps[-1], [done[id] for id in ids], median(host[i] for i in full))
+
+    def _host_seconds(self) -> float:
+        """Planning and launching steps; on a CPU planning alone, since the host computes there."""
+        stats = self._llm.stats
+        return stats.schedule_seconds + (stats.launch_seconds if self._llm.device.type == "cuda" else 0.0)
 
 
 def measure(
@@ -97,29 +114,35 @@ def measure(
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
         _check_length(plan, config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position)
     report("loading the model")
+    begin = time.perf_counter()
     with LLM(**asdict(config)) as llm:
+        load_seconds = time.perf_counter() - begin
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, llm.spec.dtype, device)
         _check_length(plan, llm.max_model_len)  # a KV cache the user chose may hold less
         report("measuring the device")
         before = bandwidth.measure(device, dtype)
-        setup = peers.PeerSetup(locate(config.model, config.load == "auto"), config.load == "random", dtype, device)
+        setup = peers.PeerSetup(
+            locate(config.model, config.load == "auto"), config.load == "random", dtype, device,
+            plan.longest, max(case.batch for case in plan.cases), config.max_batch_tokens,
+        )  # fmt: skip
         others = []
         for name in plan.peer:
             report(f"loading {name}")
             others.append((name, peers.start(name, setup)))
         engines: list[tuple[str, peers.Peer | str]] = [("yalis", Ours(llm)), *others]
-        taken = {batch: _take_turns(batch, plan, engines, llm.spec.vocab_size, report) for batch in plan.batch}
+        taken = [_take_turns(case, plan, engines, llm.spec.vocab_size, report) for case in plan.cases]
         report("measuring the device again")
         rates = before.best(bandwidth.measure(device, dtype))  # what it could do at its best in this run
         dims = ModelDims.of(llm.spec, dtype.itemsize, dtype.itemsize)
         rows = []
-        for batch in plan.batch:
-            floors = find_floors(dims, batch, plan, rates)
-            rows += _tabulate(batch, plan, engines, taken[batch], floors, comparable=config.load != "random")
+        for case, timings in zip(plan.cases, taken, strict=True):
+            floors = find_floors(dims, case, rates)
+            rows += _tabulate(case, engines, timings, floors, comparable=config.load != "random")
         parameters = {
             **asdict(plan),
             "engine": asdict(config),
+            "load_seconds": load_seconds,
             "dtype": str(dtype).removeprefix("torch."),
             **asdict(rates),
         }
@@ -128,12 +151,12 @@ def measure(
 
 def fit(config: EngineConfig, plan: LatencyPlan) -> EngineConfig:
     """An engine that runs the largest batch at once and, unless told otherwise, leaves the other memory to peers."""
-    most = max(plan.batch)
+    most = max(case.batch for case in plan.cases)
     blocks = config.kv_blocks
     if blocks is None and config.kv_memory is None:
-        longest = -(-plan.longest // config.block_size)
         # A sequence starts only where every older one has a block to spare.
-        blocks = max(most * (longest + 1), -(-(config.max_model_len or 0) // config.block_size))
+        needed = max(case.batch * (-(-case.longest // config.block_size) + 1) for case in plan.cases)
+        blocks = max(needed, -(-(config.max_model_len or 0) // config.block_size))
     return replace(config, max_num_seqs=max(config.max_num_seqs, most), kv_blocks=blocks)
 
 
@@ -150,9 +173,9 @@ class Floors:
     decode: float  # a step, at the middle of the output
 
 
-def find_floors(dims: ModelDims, batch: int, plan: LatencyPlan, rates: bandwidth.DeviceRates) -> Floors:
-    work = decode_work(dims, [plan.prompt_len + plan.output_len / 2] * batch)
-    flops = prefill_flops(dims, [plan.prompt_len] * batch)
+def find_floors(dims: ModelDims, case: Workload, rates: bandwidth.DeviceRates) -> Floors:
+    work = decode_work(dims, [case.prompt_len + case.output_len / 2] * case.batch)
+    flops = prefill_flops(dims, [case.prompt_len] * case.batch)
     return Floors(
         prefill=prefill_floor_s(flops, rates.matmul_flops_per_s),
         decode=decode_floor_s(work.bytes, work.flops, rates.read_bytes_per_s, rates.matmul_flops_per_s),
@@ -160,7 +183,7 @@ def find_floors(dims: ModelDims, batch: int, plan: LatencyPlan, rates: bandwidth
 
 
 def _take_turns(
-    batch: int,
+    case: Workload,
     plan: LatencyPlan,
     engines: list[tuple[str, peers.Peer | str]],
     vocab_size: int,
@@ -169,16 +192,16 @@ def _take_turns(
     """The timings of each engine, or why it has none."""
     taken: list[list[peers.Timing] | str] = [engine if isinstance(engine, str) else [] for _, engine in engines]
     for turn in range(plan.warmup + plan.repeats):
-        noise = random.Random(f"{plan.seed}/{batch}/{turn}")
-        prompts = [[noise.randrange(vocab_size) for _ in range(plan.prompt_len)] for _ in range(batch)]
+        noise = random.Random(f"{plan.seed}/{case}/{turn}")
+        prompts = [draw_prompt(noise, case.prompt_len, vocab_size) for _ in range(case.batch)]
         for index, (name, engine) in enumerate(engines):
             timings = taken[index]
             if isinstance(engine, str) or isinstance(timings, str):
                 continue
             kind = f"repeat {turn - plan.warmup + 1}/{plan.repeats}" if turn >= plan.warmup else "warm-up"
-            report(f"batch {batch}: {name}, {kind}")
+            report(f"{case}: {name}, {kind}")
             try:
-                timing = engine.run(prompts, plan.output_len)
+                timing = engine.run(prompts, case.output_len)
             except Exception as error:
                 if isinstance(engine, Ours):
                     raise
@@ -190,8 +213,7 @@ def _take_turns(
 
 
 def _tabulate(
-    batch: int,
-    plan: LatencyPlan,
+    case: Workload,
     engines: list[tuple[str, peers.Peer | str]],
     taken: list[list[peers.Timing] | str],
     floors: Floors,
@@ -205,7 +227,7 @@ def _tabulate(
     for (name, engine), timings in zip(engines, taken, strict=True):
         row: dict[str, Any] = dict.fromkeys(results.columns("latency"))
         row.update(engine=name, version="" if isinstance(engine, str) else engine.version)
-        row.update(batch=batch, prompt_len=plan.prompt_len, output_len=plan.output_len)
+        row.update(batch=case.batch, prompt_len=case.prompt_len, output_len=case.output_len)
         if isinstance(timings, str):
             row["status"] = timings
         else:
@@ -215,11 +237,12 @@ def _tabulate(
             row.update(
                 status="ok",
                 first_token_ms=1e3 * first,
-                prefill_tokens_per_s=batch * plan.prompt_len / first,
+                prefill_tokens_per_s=case.batch * case.prompt_len / first,
                 decode_ms=1e3 * step,
                 decode_ms_low=1e3 * low,
                 decode_ms_high=1e3 * high,
-                tokens_per_s=median(batch * plan.output_len / timing.total for timing in timings),
+                tokens_per_s=median(case.batch * case.output_len / timing.total for timing in timings),
+                host_ms=_host_ms(timings),
                 prefill_floor_ms=1e3 * floors.prefill,
                 floor_ms=1e3 * floors.decode,
                 share_of_floor=floors.decode / step,
@@ -228,6 +251,11 @@ def _tabulate(
             )
         rows.append(row)
     return rows
+
+
+def _host_ms(timings: list[peers.Timing]) -> float | None:
+    known = [timing.host for timing in timings if timing.host is not None]
+    return 1e3 * median(known) if known else None
 
 
 def _agreement(ours: list[peers.Timing], theirs: list[peers.Timing]) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
+import tempfile
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from yalis import env
 from yalis.registry import Registry
 from yalis.study.bandwidth import synchronize
 
@@ -24,6 +27,7 @@ class Timing:
     steps: list[float]  # seconds of each decode step after the first token
     total: float
     tokens: list[list[int]]  # [batch][output_len]
+    host: float | None = None  # seconds of the host's own work for a decode step, where they are known
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,9 @@ class PeerSetup:
     random_weights: bool
     dtype: torch.dtype
     device: torch.device
+    longest: int = 2048  # tokens of a sequence
+    batch: int = 64  # sequences at a time
+    max_batch_tokens: int = 2048  # tokens of a step
 
 
 class Peer(Protocol):
@@ -102,7 +109,64 @@ def _load(setup: PeerSetup) -> Any:
     return model.to(setup.device).eval()
 
 
-PEERS: Registry[type[Peer]] = Registry("peer", {"transformers": "yalis.study.peers:TransformersPeer"})
+class VllmPeer:
+    """vLLM's offline engine, greedy. It gives no step of its own, so the first token is timed alone and a step is the
+    mean of the others."""
+
+    name = "vllm"
+
+    def __init__(self, setup: PeerSetup) -> None:
+        env.prepare_vllm()
+        import vllm
+
+        self.version, self._vllm = vllm.__version__, vllm
+        share = 0.9
+        if setup.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(setup.device)
+            share = min(share, 0.95 * free / total)
+        self._folder = tempfile.TemporaryDirectory()
+        self._llm = vllm.LLM(
+            model=str(_model_folder(setup.path, Path(self._folder.name))),
+            load_format="dummy" if setup.random_weights else "auto",
+            skip_tokenizer_init=True,
+            dtype=str(setup.dtype).removeprefix("torch."),
+            max_model_len=setup.longest + 1,
+            max_num_seqs=setup.batch,
+            max_num_batched_tokens=max(setup.max_batch_tokens, setup.longest + 1),
+            gpu_memory_utilization=share,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+        )
+
+    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
+        first, _ = self._generate(prompts, 1)
+        total, tokens = self._generate(prompts, output_len)
+        return Timing(first, [(total - first) / (output_len - 1)] * (output_len - 1), total, tokens)
+
+    def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
+        sampling = self._vllm.SamplingParams(
+            max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0.0, detokenize=False
+        )
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _model_folder(path: Path, spare: Path) -> Path:
+    """A folder with a config.json; a config that stands alone is copied into `spare`."""
+    if path.is_dir():
+        return path
+    if path.suffix != ".json":
+        raise ValueError(f"vLLM takes a folder or a config, not {path.name}")
+    shutil.copy(path, spare / "config.json")
+    return spare
+
+
+PEERS: Registry[type[Peer]] = Registry(
+    "peer", {"transformers": "yalis.study.peers:TransformersPeer", "vllm": "yalis.study.peers:VllmPeer"}
+)
 
 
 def start(name: str, setup: PeerSetup) -> Peer | str:
