@@ -17,10 +17,10 @@ from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.results import Result
+from yalis.study.jobs import ThroughputPlan
 from yalis.study.plots import draw_scaling
 from yalis.study.scaling import LOG, ScalingPlan, Setting, failed, find_result, gather, list_settings
 from yalis.study.scaling_jobs import SlurmPlan, command_words, write_scripts
-from yalis.study.throughput import ThroughputPlan
 from yalis.study.workloads import Workload
 
 CONFIG = EngineConfig("m", prefix_reuse=False)

@@ -18,9 +18,10 @@ from yalis.cli.main import main
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
-from yalis.study import bandwidth, throughput
+from yalis.study import bandwidth
+from yalis.study.jobs import Job, ThroughputPlan, draw_jobs, read_dataset
 from yalis.study.spread import percentiles
-from yalis.study.throughput import Job, Run, ThroughputPlan
+from yalis.study.throughput import Ours, Run, find_floor
 from yalis.study.workloads import NAMED, Workload, read_workload
 from yalis.types import SamplingParams
 
@@ -72,6 +73,15 @@ def test_a_workload_all_at_once(model: str, tmp_path: Path, capsys: pytest.Captu
     assert len(set(result.parameters["answers"])) == 3
 
 
+def test_ours_beside_its_peer(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, "--workload", "3x9x5", "--peer", "transformers", "--json") == 0
+    ours, theirs = json.loads(capsys.readouterr().out)["rows"]
+    assert (ours["ratio"], ours["same_tokens"]) == (1.0, None)
+    assert (theirs["engine"], theirs["status"], theirs["same_tokens"]) == ("transformers", "ok", 1.0)
+    assert theirs["ratio"] == pytest.approx(theirs["seconds"] / ours["seconds"])
+    assert 0 < theirs["token_ms"] < theirs["first_token_ms"] + 1e3 * theirs["seconds"]
+
+
 def test_a_dataset_arriving_at_random(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "in.jsonl"
     lines = [{"prompt": "abcdefghijklmnopqrstuvwxyz", "max_tokens": 4, "ignore_eos": True}] * 3
@@ -96,7 +106,7 @@ def test_the_wait_of_a_request_that_came_during_a_step_counts(model: str, monkey
         monkeypatch.setattr(llm, "poll", lambda: (time.sleep(0.05), poll())[1])
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         jobs = [Job([1, 2], sampling, 0.0), Job([3, 4], sampling, 0.01)]
-        done = throughput._run(llm, jobs, ThroughputPlan(), 0, lambda text: None)
+        done = Ours(llm).run(jobs, lambda text: None)
     # The second came 10 ms after the start, while the first step slept until 50 ms; its own token took another 50 ms.
     assert done.first_token[1] > 0.085
     assert done.seconds > 0.2
@@ -105,7 +115,7 @@ def test_the_wait_of_a_request_that_came_during_a_step_counts(model: str, monkey
 
 def test_repeats_differ_in_tokens_alone() -> None:
     plan = ThroughputPlan((Workload(3, 8, 20), Workload(5, 40, 4)), requests=400, vary=0.25, rate=10)
-    first, second = (throughput._jobs(plan, None, 100, turn) for turn in (0, 1))
+    first, second = (draw_jobs(plan, None, 100, turn) for turn in (0, 1))
     assert [(len(job.prompt), job.sampling, job.arrival) for job in first] == [
         (len(job.prompt), job.sampling, job.arrival) for job in second
     ]
@@ -117,7 +127,7 @@ def test_repeats_differ_in_tokens_alone() -> None:
     assert first[0].arrival == 0
     assert mean(gaps) == pytest.approx(0.1, rel=0.15)
     assert sum(gap > 0.1 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.08)  # 1/e, of a Poisson process
-    mixed = throughput._jobs(ThroughputPlan((Workload(3, 8, 2), Workload(5, 4, 2))), None, 100, 0)
+    mixed = draw_jobs(ThroughputPlan((Workload(3, 8, 2), Workload(5, 4, 2))), None, 100, 0)
     assert sorted(len(job.prompt) for job in mixed) == [4] * 5 + [8] * 3
 
 
@@ -133,6 +143,8 @@ def test_repeats_differ_in_tokens_alone() -> None:
         (["--vary", "1"], "vary is 1"),
         (["--requests", "0"], "requests is 0"),
         (["--repeats", "0"], "repeats is 0"),
+        (["--peer", "nobody"], "unknown peer 'nobody'; accepted: "),
+        (["--peer", "transformers", "--rate", "3"], "peers take like requests all at once"),
     ],
 )
 def test_what_cannot_run_is_refused(
@@ -146,18 +158,18 @@ def test_a_dataset_must_be_whole(tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": 5}\n')
     with pytest.raises(YalisError, match=r"line 2 of .* cannot be used: prompt is neither"):
-        throughput._read_dataset(file, None)
-    assert len(throughput._read_dataset(file, 1)) == 1
+        read_dataset(file, None)
+    assert len(read_dataset(file, 1)) == 1
     file.write_text('{"prompt": "a"}\n')
     with pytest.raises(YalisError, match="has 1 requests; give a file with at least 2"):
-        throughput._read_dataset(file, 2)
+        read_dataset(file, 2)
 
 
 def test_an_answer_that_was_cut_short_is_no_measurement(model: str) -> None:
     with LLM(model, threads=1, max_model_len=16) as llm:
         job = Job([1] * 10, SamplingParams(max_tokens=9, ignore_eos=True), 0.0)
-        with pytest.raises(YalisFailure, match=r"for 9 tokens gave 6 \(its end: length\), so nothing was measured"):
-            throughput._run(llm, [job], ThroughputPlan(), 0, lambda text: None)
+        with pytest.raises(YalisFailure, match=r"for 9 tokens gave 6, so nothing was measured"):
+            Ours(llm).run([job], lambda text: None)
 
 
 def test_the_floor_counts_every_step_and_every_operation(model: str) -> None:
@@ -166,8 +178,8 @@ def test_the_floor_counts_every_step_and_every_operation(model: str) -> None:
     rates = bandwidth.DeviceRates(1e9, 1e12)
 
     def floor(answers: list[int], **engine: Any) -> float:
-        done = Run(len(answers), 1.0, [], [], [[0] * n for n in answers], 8 * len(answers), 0, 0)
-        return throughput._floor(done, EngineConfig(**engine), spec, torch.float32, rates)
+        done = Run(len(answers), 1.0, [], [], [[0] * n for n in answers], 8 * len(answers))
+        return find_floor(done, EngineConfig(**engine), spec, torch.float32, rates)
 
     weights = 4 * (2 * 64 * (64 * 2 + 32 * 2 + 3 * 96) + 5 * 64 + 257 * 64) / 1e9  # seconds to read them once
     assert floor([10]) == pytest.approx(10 * weights, rel=0.02)

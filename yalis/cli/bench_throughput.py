@@ -15,13 +15,14 @@ from yalis.study.workloads import NAMED, read_workload
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
     from yalis.results import Result
-    from yalis.study.throughput import ThroughputPlan
+    from yalis.study.jobs import ThroughputPlan
 
 ABOUT = "tokens a second of a whole job, and how long requests wait for their first token and between tokens"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_work_flags(parser)
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME", help="also measure: transformers")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
     add_engine_flags(parser)
     add_common_flags(parser, json="print the result as one object")
@@ -44,7 +45,7 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def work_plan(args: argparse.Namespace) -> ThroughputPlan:
-    from yalis.study.throughput import ThroughputPlan
+    from yalis.study.jobs import ThroughputPlan
 
     if args.workload and args.dataset is not None:
         raise YalisError("both --workload and --dataset say what to run; give one of them")
@@ -66,7 +67,8 @@ def work_config(args: argparse.Namespace) -> EngineConfig:
 def measure(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result:
     from yalis.study.throughput import measure
 
-    return measure(work_config(args), work_plan(args), command, report)
+    plan = replace(work_plan(args), peer=tuple(args.peer))
+    return measure(work_config(args), plan, command, report)
 
 
 def print_table(result: Result) -> None:
@@ -96,6 +98,11 @@ def print_table(result: Result) -> None:
                 values = (row[name], row[f"{name}_p90"], row[f"{name}_p99"])
                 print(f"{label:<20}" + "".join(f"{value:>12.1f}" for value in values))
     for row in result.rows:
+        if row["engine"] != "yalis" and row["status"] == "ok":
+            same = (
+                "not compared" if row["same_tokens"] is None else f"the same in {row['same_tokens']:.0%} of the answers"
+            )
+            print(f"the job takes {row['engine']} {row['ratio']:.2f}x as long as ours; tokens {same}")
         if row["preemptions"]:
             print(
                 f"{row['preemptions']} requests lost their KV blocks and were computed anew; a larger --kv-memory helps"

@@ -20,7 +20,7 @@ from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.results import Result
-from yalis.study.throughput import ThroughputPlan
+from yalis.study.jobs import ThroughputPlan
 
 Row = dict[str, Any]
 

@@ -98,7 +98,7 @@ def command_words(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> 
     words = ["bench", "throughput"]
     for one in work.workloads:
         words += ["--workload", str(one)]
-    words += _flags(work, without=("workloads",))
+    words += _flags(work, without=("workloads", "peer"))
     words += _flags(setting.apply(config))
     if config.prefix_reuse:  # which is off in throughput unless asked for
         words.append("--prefix-reuse")
