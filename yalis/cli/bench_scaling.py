@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--sbatch",
         action="append",
         default=[],
-        metavar="=--WORD",
+        metavar="WORD",
         help="a word for sbatch, as --sbatch=--partition=gpu",
     )
     add_engine_flags(parser, without=_VARIED)
