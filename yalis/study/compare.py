@@ -62,7 +62,7 @@ KINDS = {
 _HOW = {
     *("engine", "warmup", "repeats", "peer", "read_bytes_per_s", "matmul_flops_per_s", "answers", "machines"),
     *("baselines", "links", "ranks", "schemes", "allreduces", "minutes", "node_ranks", "backends", "sizes", "batch"),
-    *("baseline", "tune", "join_timeout", "rows", "micro_batches", "start"),
+    *("baseline", "tune", "join_timeout", "rows", "micro_batches", "start", "mpi"),
 }
 _WHAT_ENGINE = ("model", "load", "load_seed", "tokenizer")  # of the engine's settings, those that are the work itself
 
@@ -140,7 +140,7 @@ def _check_comparable(before: Result, after: Result) -> None:
 def _differences(before: Result, after: Result) -> Iterator[str]:
     """What else differs, and may be why."""
     old, new = before.parameters, after.parameters
-    for name in ("warmup", "repeats"):
+    for name in ("warmup", "repeats", "mpi"):
         if old.get(name) != new.get(name):
             yield f"{name}: {old.get(name)} and {new.get(name)}"
     engines = old.get("engine", {}), new.get("engine", {})

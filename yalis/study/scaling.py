@@ -158,14 +158,17 @@ def _degrees(found: re.Match[str]) -> dict[str, int]:
 
 def find_result(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> Result | None:
     """The newest result in the setting's folder, which must be of the same work and engine."""
-    found = sorted((plan.folder / setting.folder).glob("throughput-*.json"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    path = _newest(plan.folder / setting.folder)
+    if path is None:
         return None
-    result = results.read(found[-1])
-    parameters = result.parameters
-    _check_same(found[-1], parameters, asdict(plan.work))
-    _check_same(found[-1], parameters["engine"], asdict(setting.apply(config)))
+    result = results.read(path)
+    _check_same(path, result.parameters, asdict(plan.work))
+    _check_same(path, result.parameters["engine"], asdict(setting.apply(config)))
     return result
+
+
+def _newest(folder: Path) -> Path | None:
+    return max(folder.glob("throughput-*.json"), default=None)  # their names tell the time
 
 
 def _check_same(path: Path, told: dict[str, Any], asked: dict[str, Any]) -> None:
@@ -216,14 +219,11 @@ def _row(plan: ScalingPlan, setting: Setting, result: Result | None, machines: l
         row[name] = measured[name]
     row["machine"] = 1 + machines.index(results.machine(result))
     row["crowded"] = _crowding(result)
-    row["file"] = str(_newest(plan.folder / setting.folder).relative_to(plan.folder))
+    if path := _newest(plan.folder / setting.folder):
+        row["file"] = str(path.relative_to(plan.folder))
     if result.topology is not None:
         row["hosts"] = len(result.topology["ranks_per_host"])
     return row
-
-
-def _newest(folder: Path) -> Path:
-    return max(folder.glob("throughput-*.json"), key=lambda path: path.stat().st_mtime)
 
 
 def _why_missing(log: Path) -> str:
