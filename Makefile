@@ -3,6 +3,7 @@
 # make test-full   the product of options as well
 # make lint    ruff, mypy and the import direction alone
 # make gpu-test   the same contracts on a GPU, with the python3 that holds its torch
+# make gpu-bench   one GPU against its floors; OUT=FOLDER and STEPS="table profile" choose where and what
 # make clean   removes the environment and what was built
 PYTHON ?= python3
 # What a new $(VENV) gets. On Linux the package index's build is the one for CUDA; name a smaller one with TORCH=...
@@ -16,7 +17,7 @@ SYSTEM ?= tests/system/install.sh
 JOBS := tests/multiprocess tests/launchers tests/multihost
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: demo test test-full lint fetch system gpu-test clean help
+.PHONY: demo test test-full lint fetch system gpu-test gpu-bench clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -58,10 +59,11 @@ test-full: lint fetch system
 
 # On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
 # backend, for kernels and for the rest, side by side, with few threads each: references of tiny models run on the CPU.
-GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest kernels ranks nvrar)
+GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest kernels graphs ranks nvrar)
 .PHONY: $(GPU_PARTS)
 gpu-test:
-	$(MAKE) --keep-going --output-sync=target -j 6 $(filter-out %-ranks %-nvrar,$(GPU_PARTS))
+	$(MAKE) --keep-going --output-sync=target -j 6 $(filter-out %-graphs %-ranks %-nvrar,$(GPU_PARTS))
+	$(MAKE) gpu-test-graphs
 	$(MAKE) gpu-test-ranks
 	$(MAKE) gpu-test-nvrar
 
@@ -69,12 +71,16 @@ gpu-test:
 gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py
 gpu-test-nvrar: FILES = test_gpu_nvrar.py
 gpu-test-kernels: FILES = test_gpu_kernels.py
+gpu-test-graphs: FILES = test_gpu_graphs.py
 gpu-test-rest: CHOSEN = -k 'not (sdpa or flex or triton or flash)'
 $(GPU_PARTS): FILES ?= $(addsuffix .py,$(addprefix test_gpu_,attention checkpoint parity sampling))
-$(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks %-nvrar %-kernels,$@),,-k $(@:gpu-test-%=%))
+$(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks %-nvrar %-kernels %-graphs,$@),,-k $(@:gpu-test-%=%))
 $(GPU_PARTS):
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(addprefix tests/gpu/,$(FILES)) $(CHOSEN) -p no:cacheprovider \
 	  --show-capture=stdout -rfEsP --durations=3
+
+gpu-bench:
+	PYTHON=$(PYTHON) benchmarks/gpu_bench.sh $(or $(OUT),build/gpu-bench) $(STEPS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

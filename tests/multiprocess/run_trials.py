@@ -39,7 +39,7 @@ class Digests:
         Sampler.sample = watched  # type: ignore[method-assign]
 
     def _see(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(module, Block):
+        if isinstance(module, Block) and not (output.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.hidden.update(output.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
     def take(self) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def answer(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
         "logprobs": [[sorted(step.top.items()) for step in output.logprobs or ()] for output in greedy],
         "counters": None if counters is None else asdict(counters.counters),
         "stats": asdict(llm.stats),
+        "replays": llm._engine.runner.graphs.replays if counters is not None else None,
         "cached": [output.metrics.cached_tokens for output in outputs],
     }
 

@@ -19,6 +19,7 @@ from yalis import LLM, SamplingParams
 from yalis.engine import engine
 from yalis.engine.graphs import CudaGraphs, sizes_for
 from yalis.engine.packing import COLUMNS, Packer
+from yalis.errors import YalisFailure
 from yalis.scheduling.plan import FED, SequenceStep
 from yalis.scheduling.scheduler import SchedulerConfig
 
@@ -102,10 +103,20 @@ def test_rows_that_ask_for_more_stand_beside_greedy_ones(ref, monkeypatch):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+def test_memory_that_does_not_suffice_is_a_sentence(ref, monkeypatch):
+    def fail(function, pool):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Graphs, "recording", staticmethod(fail))
+    with pytest.raises(YalisFailure, match="ran out of memory while recording a decode step of 4 sequences; give a"):
+        open_llm(ref, monkeypatch)
+
+
 def test_sizes_end_with_the_most_there_can_be():
     assert sizes_for(1) == [1]
     assert sizes_for(3) == [1, 2, 3]
     assert sizes_for(64) == [1, 2, 4, *range(8, 65, 8)]
+    assert sizes_for(2000)[-1] == 512
     assert sizes_for(100) == [1, 2, 4, *range(8, 65, 8), 96, 100]
 
 

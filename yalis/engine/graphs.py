@@ -28,6 +28,8 @@ log = get_logger(__name__)
 
 # Tapes kept: each holds its own activations.
 MOST_TAPES = 16
+# Sequences of the largest CUDA graph: a step of more computes for longer than its launches take.
+MOST_SEQUENCES = 512
 # Host buffers in rotation: one is written while the copies of those before may not have begun.
 BUFFERS = 4
 
@@ -125,9 +127,9 @@ def _fill(static: ForwardBatch, batch: ForwardBatch) -> None:
 
 
 def sizes_for(max_num_seqs: int) -> list[int]:
-    """The numbers of sequences that steps are filled up to: close together where a row more costs little else."""
-    few, some, many = (1, 2, 4), range(8, 65, 8), range(96, max_num_seqs + 1, 32)
-    return [*(size for size in (*few, *some, *many) if size < max_num_seqs), max_num_seqs]
+    """The numbers of sequences that steps are filled up to, closer together where there are few."""
+    most = min(max_num_seqs, MOST_SEQUENCES)
+    return [*(size for size in (1, 2, 4, *range(8, 65, 8), *range(96, most, 32)) if size < most), most]
 
 
 class Inbox:
@@ -203,9 +205,9 @@ class CudaGraphs(DecodeGraphs):
         self.choosing = True
 
     def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
-        if not step.decode_only or not self._recorded:
-            return super().run(step, hidden)
         count = step.sequences
+        if not step.decode_only or not self._recorded or count > self.sizes[-1]:
+            return super().run(step, hidden)
         rows = next(size for size in self.sizes if size >= count)
         found = self._recorded[rows]
         self._inbox.send(step, rows, self._nobody)

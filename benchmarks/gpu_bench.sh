@@ -1,0 +1,89 @@
+#!/bin/bash
+# One GPU against its floors: Llama-3.1-8B's shape with random weights, and others. usage: gpu_bench.sh FOLDER [STEP ...]
+# Steps: table job startup profile (if none is named), shapes batches contexts peers eager compile kernels attention tests.
+# What each prints goes into FOLDER/STEP.txt, results as JSON into FOLDER/STEP; the table of targets comes last.
+# LIMIT is what a step may take, in seconds. With the Python that holds the GPU's torch as $PYTHON.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+folder=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+steps=${*:-table job startup profile}
+python=${PYTHON:-python3}
+shapes=benchmarks/shapes
+failures=0
+
+step() {
+  local name=$1 began=$SECONDS
+  shift
+  if timeout "${LIMIT:-280}" "$@" >"$folder/$name.txt" 2>"$folder/$name.err"; then
+    echo "ok    $name ($((SECONDS - began)) s)"
+    tail -n "${LINES_SHOWN:-40}" "$folder/$name.txt"
+  else
+    failures=$((failures + 1))
+    echo "FAIL  $name ($((SECONDS - began)) s), the end of $folder/$name.err:"
+    tail -n 20 "$folder/$name.err"
+  fi
+}
+
+# latency STEP SHAPE FLAG ...: with all prompts in one step, as the peers do it
+latency() {
+  local name=$1 shape=$2
+  shift 2
+  step "$name" "$python" -m yalis bench latency --model "$shapes/$shape.json" --load random --dtype bfloat16 \
+    --max-batch-tokens 40960 --no-prefix-reuse --repeats "${REPEATS:-2}" --out "$folder/$name" "$@"
+}
+
+# workloads OUTPUT BATCHxPROMPT ...
+workloads() {
+  local output=$1
+  shift
+  for each in "$@"; do printf -- '--workload %sx%s ' "$each" "$output"; done
+}
+
+# From the start of the process to its first token, in seconds.
+startup() {
+  YALIS_CACHE=$folder/cache "$python" - "$(date +%s.%N)" <<'P'
+import sys, time
+from yalis import LLM, SamplingParams
+
+with LLM("benchmarks/shapes/llama-3.1-8b.json", load="random", dtype="bfloat16") as llm:
+    ready = time.time() - float(sys.argv[1])
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True))
+    print(f"ready after {ready:.1f} s, first token after {time.time() - float(sys.argv[1]):.1f} s")
+P
+}
+export -f startup
+export folder python
+
+for name in $steps; do
+  case $name in
+  table) latency table llama-3.1-8b $(workloads 257 1x128 16x128 64x512) $(workloads 513 16x2480) ;;
+  job) REPEATS=1 latency job llama-3.1-8b --workload poster ;;
+  startup)
+    rm -rf "$folder/cache"
+    step startup-cold bash -c startup
+    step startup-warm bash -c startup
+    ;;
+  profile) step profile "$python" benchmarks/profile_step.py --json "$folder/profile.json" ;;
+  shapes)
+    for shape in llama-3.2-1b qwen3-4b qwen2.5-32b; do latency "shapes-$shape" $shape $(workloads 129 1x128 16x128); done
+    ;;
+  batches)
+    latency batches llama-3.1-8b --max-num-seqs 256 \
+      $(workloads 33 1x128 2x128 4x128 8x128 16x128 32x128 64x128 96x128 128x128 160x128 192x128 256x128)
+    ;;
+  contexts)
+    latency contexts llama-3.1-8b --max-num-seqs 16 --warmup 0 \
+      $(workloads 33 1x1024 1x4096 1x16384 1x32768 1x65500 16x1024 16x2048 16x4096 16x8192 16x16384)
+    ;;
+  peers) latency peers llama-3.1-8b --max-num-seqs 16 $(workloads 129 1x128 16x128) --peer "${PEER:-vllm}" ;;
+  eager) latency eager llama-3.1-8b --eager $(workloads 65 1x128 16x128) ;;
+  compile) latency compile llama-3.1-8b --compile $(workloads 65 1x128 16x128 16x2480) ;;
+  kernels) step kernels "$python" -m yalis bench kernels --rows 1,16,64 --out "$folder/kernels" ;;
+  attention) step attention "$python" benchmarks/tune_attention.py ;;
+  tests) step tests "$python" -m pytest tests/gpu/test_gpu_graphs.py -p no:cacheprovider -rfEsP --durations=5 ;;
+  *) echo "unknown step $name" && failures=$((failures + 1)) ;;
+  esac
+done
+"$python" benchmarks/gpu_table.py "$folder"
+exit $failures

@@ -1,0 +1,64 @@
+"""The table of targets on one H200, from the results that gpu_bench.sh left in a folder.
+
+python benchmarks/gpu_table.py FOLDER
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from yalis import results
+
+#: (work, batch, prompt, what of the row, its floor, unit, must reach, aim for); times in ms and s.
+TARGETS: list[tuple[str, int, int, str, str, str, float, float]] = [
+    ("decode step, batch 1, prompt 128", 1, 128, "decode_ms", "floor_ms", "ms", 3.95, 3.6),
+    ("decode step, batch 16, prompt 128", 16, 128, "decode_ms", "floor_ms", "ms", 4.3, 3.75),
+    ("decode step, batch 16, context 2480-2990", 16, 2480, "decode_ms", "floor_ms", "ms", 5.6, 5.0),
+    ("decode step, batch 64, prompt 512", 64, 512, "decode_ms", "floor_ms", "ms", 5.9, 4.9),
+    ("prefill, 16 x 2480 tokens", 16, 2480, "first_token_ms", "prefill_floor_ms", "ms", 880, 820),
+]
+JOB = (16, 2480, 2048)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    rows = read_rows(folder, "table")
+    job = [row for row in read_rows(folder, "job") if (row["batch"], row["prompt_len"], row["output_len"]) == JOB]
+    tell(f"{'work':<44}{'floor':>9}{'ours':>10}{'of floor':>10}{'must':>9}{'aim':>9}")
+    for work, batch, prompt, column, floor, unit, must, aim in TARGETS:
+        for row in rows:
+            if (row["batch"], row["prompt_len"]) == (batch, prompt) and row[column] is not None:
+                told(work, row[floor], row[column], unit, must, aim)
+    for row in job:
+        told(
+            "whole job, 16 x (2480 + 2048)", None, row["batch"] * row["output_len"] / row["tokens_per_s"], "s", 13, 11.8
+        )
+    for kind, limit in (("warm", 15.0), ("cold", 60.0)):
+        text = folder / f"startup-{kind}.txt"
+        found = re.search(r"first token after ([\d.]+)", text.read_text()) if text.is_file() else None
+        if found:
+            told(f"start-up to first token, caches {kind}", None, float(found[1]), "s", limit, limit)
+
+
+def read_rows(folder: Path, step: str) -> list[dict[str, Any]]:
+    """Our rows of a step's latest result."""
+    files = sorted((folder / step).glob("latency-*.json"))
+    return [row for row in results.read(files[-1]).rows if row["engine"] == "yalis"] if files else []
+
+
+def told(work: str, floor: float | None, ours: float, unit: str, must: float, aim: float) -> None:
+    share = "" if floor is None else f"{floor / ours:.0%}"
+    best = "" if floor is None else f"{floor:.4g}"
+    word = "aim met" if ours <= aim else "met" if ours <= must else "MISSED"
+    tell(f"{work:<44}{best:>9}{ours:>10.4g}{share:>10}{must:>9g}{aim:>9g} {unit}  {word}")
+
+
+def tell(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Launches of paged attention tried on this GPU: TB/s of decode, TFLOP/s of prefill, beside flash.
+
+python benchmarks/tune_attention.py [decode] [prefill]
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from typing import Any
+
+import torch
+
+from yalis.attention.base import AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
+from yalis.attention.flash import FlashAttention
+from yalis.attention.triton import TritonAttention
+from yalis.kernels import paged_attention as kernels
+from yalis.kernels.paged_attention import Shape
+
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+NEEDS = AttentionNeeds(HEADS, KV_HEADS, DIM, torch.bfloat16, torch.device("cuda"), BLOCK)
+PARAMS = AttentionParams(DIM**-0.5)
+DECODES = [(1, 128), (1, 1024), (1, 4000), (1, 32000), (16, 300), (16, 2700), (64, 640), (64, 4000)]
+PREFILLS = [(16, 2480), (1, 2048), (4, 8192)]
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or ["decode", "prefill"]
+    if "decode" in wanted:
+        tune_decode()
+    if "prefill" in wanted:
+        tune_prefill()
+
+
+def tune_decode() -> None:
+    shapes = [Shape(16, n, warps, stages) for n, warps, stages in product((32, 64, 128), (2, 4), (2, 3, 4))]
+    chosen = kernels.decode_shape(HEADS // KV_HEADS, DIM, torch.bfloat16)
+    tell("decode, TB/s of keys and values   " + "".join(f"{f'{b} x {c}':>12}" for b, c in DECODES))
+    batches = [make_batch(batch, context, 1) for batch, context in DECODES]
+    for shape in shapes:
+        kernels.decode_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
+        found = []
+        for batch, caches, q in batches:
+            bytes_read = 2 * 2 * sum(batch.context_lens) * KV_HEADS * DIM
+            found.append(rate(TritonAttention, batch, caches, q, bytes_read))
+        tell(f"{shape!s:<34}" + "".join(f"{value / 1e12:>12.2f}" for value in found) + ("  chosen" * (shape == chosen)))
+
+
+def tune_prefill() -> None:
+    shapes = [Shape(m, n, w, s) for m, n, w, s in product((64, 128), (64, 128), (4, 8), (2, 3, 4)) if m * 4 >= w * 16]
+    chosen = kernels.prefill_shape(HEADS // KV_HEADS, DIM, torch.bfloat16)
+    tell("prefill, TFLOP/s                  " + "".join(f"{f'{b} x {c}':>12}" for b, c in PREFILLS))
+    batches = [make_batch(batch, context, context) for batch, context in PREFILLS]
+    work = [4 * HEADS * DIM * batch * context * (context + 1) / 2 for batch, context in PREFILLS]
+
+    def line(name: str, backend: Any) -> None:
+        found = (rate(backend, *step, flops) for step, flops in zip(batches, work, strict=True))
+        tell(
+            f"{name:<34}" + "".join(f"{value / 1e12:>12.0f}" for value in found) + ("  chosen" * (name == str(chosen)))
+        )
+
+    line("flash, keys packed first", FlashAttention)
+    for shape in shapes:
+        kernels.prefill_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
+        line(str(shape), OwnPrompts)
+
+
+class OwnPrompts(TritonAttention):
+    """Prompts by our kernel."""
+
+    def __init__(self, needs: AttentionNeeds) -> None:
+        super().__init__(needs)
+        self.prompts = None
+
+
+def make_batch(sequences: int, context: int, brought: int) -> tuple[ForwardBatch, list[LayerCache], torch.Tensor]:
+    """A step, caches in turn so that keys come from memory, and queries."""
+    blocks = -(-context // BLOCK)
+    device = torch.device("cuda")
+    tokens = sequences * brought
+    size = 2 * 2 * sequences * blocks * BLOCK * KV_HEADS * DIM
+    copies = max(1, min(16, 2**28 // size))
+    caches = [
+        LayerCache(*torch.randn(2, sequences * blocks, BLOCK, KV_HEADS, DIM, device=device, dtype=torch.bfloat16))
+        for _ in range(copies)
+    ]
+    ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    batch = ForwardBatch(
+        token_ids=ids, positions=ids, rope_rows=ids, slots=ids,
+        query_start=torch.arange(sequences + 1, device=device, dtype=torch.int32) * brought,
+        context_len=torch.full((sequences,), context, device=device, dtype=torch.int32),
+        block_tables=torch.randperm(sequences * blocks, device=device).view(sequences, blocks).int(),
+        logit_rows=ids[:1], query_lens=(brought,) * sequences, context_lens=(context,) * sequences,
+    )  # fmt: skip
+    return batch, caches, torch.randn(tokens, HEADS, DIM, device=device, dtype=torch.bfloat16)
+
+
+def rate(kind: Any, batch: ForwardBatch, caches: list[LayerCache], q: torch.Tensor, amount: float) -> float:
+    """`amount` for each cache, a second, from a graph of them all; NaN where a launch does not fit the device."""
+    backend = kind(NEEDS)
+    shared = backend.prepare(batch)
+
+    def run() -> None:
+        for cache in caches:
+            backend.attend(q, cache, batch, shared, PARAMS)
+
+    try:
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(10):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return amount * len(caches) * 10 / (begin.elapsed_time(end) / 1e3)
+    except Exception as error:  # a launch too large for the device, as Triton says it
+        sys.stderr.write(f"{error}\n")
+        return float("nan")
+
+
+def tell(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

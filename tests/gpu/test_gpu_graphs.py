@@ -1,0 +1,212 @@
+"""Decode steps from CUDA graphs: the tokens of the same engine run op by op, which are transformers'.
+
+fp32 exactly, bf16 by the near-tie rule. That a graph ran, a request was preempted or nothing was compiled is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families import CASES, Case, Reference, make_prompts, make_reference
+from tests.multiprocess.splits import PRESSED, Trial
+from tests.multiprocess.test_splits import Models, check, check_pressure, check_ranks, launch
+from tests.tap import check_near_ties
+from yalis import LLM, SamplingParams
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+STEPS = 16
+SEED = 5
+LENGTHS = (21, 1, 30, 37, 6, 26, 3, 44, 12)
+FAMILIES = ("llama3-gqa4", "llama-bias-linear", "mistral-window", "qwen3-gqa4", "gemma2", "phi3", "phi3-longrope")
+FEW = [case for case in CASES if case.name in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder, made = tmp_path_factory.mktemp("families"), {}
+
+    def find(case: Case) -> Reference:
+        if case.name not in made:
+            made[case.name] = make_reference(case, folder, SEED, make_prompts(SEED, LENGTHS, shared=16), STEPS)
+        return made[case.name]
+
+    return find
+
+
+def open_llm(ref: Reference, dtype: str, **fields: Any) -> LLM:
+    fields = {"block_size": 16, "kv_blocks": 64, "max_model_len": 64, "max_num_seqs": 12, **fields}
+    return LLM(str(ref.path), device="cuda", dtype=dtype, **fields)
+
+
+def replays(llm: LLM) -> int:
+    return llm._engine.runner.graphs.replays
+
+
+def plain(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": STEPS, "ignore_eos": True, **fields})
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Neither Triton nor torch.compile makes anything new, from memory or from disk."""
+    import triton
+    from torch._dynamo.utils import counters
+
+    made: list[str] = []
+
+    def count(*args: Any, **facts: Any) -> bool:
+        made.append(str(facts.get("repr", args)))
+        return False
+
+    hooks = triton.knobs.runtime
+    before, graphs = hooks.jit_cache_hook, counters["stats"]["unique_graphs"]
+    hooks.jit_cache_hook = count
+    try:
+        yield
+    finally:
+        hooks.jit_cache_hook = before
+    assert not made, f"compiled after the warm-up: {made}"
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_fp32_is_exact_and_filled_up_steps_are_too(reference: Any, case: Case) -> None:
+    """Nine sequences that end one after the other: every size, and steps filled up to it."""
+    ref = reference(case)
+    lengths = [STEPS - 1 - place for place in range(len(ref.prompts))]
+    with open_llm(ref, "float32") as llm:
+        assert llm._engine.runner.graphs.sizes == [1, 2, 4, 8, 12]
+        outputs = llm.generate(ref.prompts, [plain(max_tokens=length) for length in lengths])
+        assert replays(llm) >= 12
+    for output, wanted, length in zip(outputs, ref.tokens, lengths, strict=True):
+        assert output.token_ids == wanted[:length]
+
+
+def test_bf16_differs_only_at_near_ties(reference: Any) -> None:
+    asked = wrong = 0
+    for case in FEW:
+        ref = reference(case)
+        with open_llm(ref, "bfloat16") as llm:
+            total, ties = check_near_ties(ref, llm)
+            assert replays(llm) > 0
+        asked, wrong = asked + total, wrong + ties
+    print(f"\nbf16 from graphs: {wrong} near-ties of {asked} tokens went the other way")
+
+
+def mixed(count: int) -> list[SamplingParams]:
+    rng = random.Random(SEED)
+    kinds: list[dict[str, Any]] = [
+        {}, {}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.3}, {"logprobs": 2},
+        {"temperature": 1.2, "top_k": 9, "logprobs": 0}, {"min_tokens": 3, "ignore_eos": False},
+    ]  # fmt: skip
+    return [plain(max_tokens=rng.randint(2, STEPS), seed=i, **kinds[i % len(kinds)]) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["llama3-gqa4", "gemma2"])
+def test_a_mixed_workload_gives_the_tokens_of_eager_steps(reference: Any, name: str) -> None:
+    """Arrivals, ends, preemptions, reused prefixes, drawn, penalised and reported rows; nothing compiles meanwhile."""
+    ref = reference(next(case for case in CASES if case.name == name))
+    prompts = [ref.prompts[i % len(ref.prompts)] for i in range(30)]
+    asked = mixed(len(prompts))
+    found = []
+    for eager in (False, True):
+        with open_llm(ref, "float32", eager=eager, kv_blocks=18, max_batch_tokens=80, max_num_seqs=12) as llm:
+            llm.generate(ref.prompts[:3], [plain(max_tokens=2), *mixed(3)[1:]])  # the sampler's own first time
+            done: dict[int, Any] = {}
+            if eager:
+                found.append(arrive(llm, prompts, asked, done))
+                assert replays(llm) == 0
+                continue
+            with nothing_compiled():
+                found.append(arrive(llm, prompts, asked, done))
+            counters = llm._engine.scheduler.counters
+            assert replays(llm) > 10
+            assert counters.preemptions > 0
+            assert counters.prefix_hit_tokens > 0
+            assert counters.fed_tokens > 0
+    assert found[0] == found[1]
+
+
+def arrive(llm: LLM, prompts: list[list[int]], asked: list[SamplingParams], done: dict[int, Any]) -> list[list[int]]:
+    """Five requests at a time, some steps apart; their tokens."""
+    ids = []
+    for first in range(0, len(prompts), 5):
+        for prompt, params in zip(prompts[first : first + 5], asked[first : first + 5], strict=True):
+            ids.append(llm.submit(prompt, params))
+        for _ in range(4):
+            done.update(llm.poll())
+    while llm.num_unfinished:
+        done.update(llm.poll())
+    llm._engine.settle()
+    llm._engine.scheduler.check()
+    return [done[id].token_ids for id in ids]
+
+
+def test_compiled_blocks_give_the_same_tokens(reference: Any) -> None:
+    ref = reference(FEW[0])
+    with open_llm(ref, "float32", compile=True, max_num_seqs=4) as llm:
+        llm.generate(ref.prompts, plain())
+        with nothing_compiled():
+            outputs = llm.generate(ref.prompts, plain())
+        assert replays(llm) > 0
+    assert [output.token_ids for output in outputs] == ref.tokens
+
+
+def test_memory_counts_the_graphs() -> None:
+    """The cache takes what weights, activations and graphs leave of the share that was given, and all of it."""
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.mem_get_info()
+    with LLM(str(SHAPES / "llama-3.2-1b.json"), load="random", device="cuda", memory_fraction=0.3) as llm:
+        used = 1 - torch.cuda.mem_get_info()[0] / total
+        assert 0.27 < used < 0.31 + (1 - before / total)
+        prompts = [[7, place] * 500 for place in range(64)]
+        assert all(len(output.token_ids) == 4 for output in llm.generate(prompts, plain(max_tokens=4)))
+        assert replays(llm) > 0
+        assert 1 - torch.cuda.mem_get_info()[0] / total < used + 0.02
+
+
+@pytest.fixture(scope="module")
+def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        pytest.skip("needs nvidia-cuda-mps-control")
+    pipes = str(tmp_path_factory.mktemp("mps"))
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": pipes}
+    everything = {**os.environ, **environment}
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=everything, check=True)
+    yield environment
+    subprocess.run(["nvidia-cuda-mps-control"], env=everything, input="quit -t 1", text=True, timeout=60, check=False)
+
+
+def test_a_split_step_is_one_graph_too(mps: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """tp 2 on one GPU with nvrar's all-reduces in the graph, and stages that record their own part."""
+    from yalis.comm.nvrar import build
+
+    if build.missing() is not None:
+        pytest.skip(f"nvrar cannot be built here: {build.missing()}")
+    fields = {**PRESSED, "device": "cuda", "kv_blocks": 24}
+    models = Models(tmp_path_factory.mktemp("wide"), fields)
+    trials = []
+    for name, split in (("llama3-gqa4", {"tp": 2}), ("qwen3-gqa4", {"tp": 2}), ("llama3-gqa4", {"pp": 2})):
+        reference, _ = models.find(name)
+        settings = {**fields, "ranks_per_gpu": 2, "allreduce": "nvrar"}
+        trials.append(Trial(name, str(reference.path), split, settings))
+    everyone = launch(2, trials, tmp_path_factory.mktemp("out"), mps)
+    for index, trial in enumerate(trials):
+        given = everyone[0]["answers"][index]
+        check(trial, given, *models.find(trial.case))
+        check_pressure(trial.split, [given])
+        check_ranks(trial, [rank["seen"][index] for rank in everyone])
+        assert given["replays"] > 0, trial.name
