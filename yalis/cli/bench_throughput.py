@@ -22,7 +22,9 @@ ABOUT = "tokens a second of a whole job, and how long requests wait for their fi
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_work_flags(parser)
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME", help="also measure: transformers")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME", help="also measure: transformers or vllm"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
     add_engine_flags(parser)
     add_common_flags(parser, json="print the result as one object")

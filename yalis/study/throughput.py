@@ -148,11 +148,10 @@ def measure(
     report("loading the model")
     with LLM(**asdict(config)) as llm:
         check_length(plan, llm.max_model_len)  # a KV cache the user chose may hold less
-        setup = peers.PeerSetup(locate(config.model, config.load == "auto"), config.load == "random", dtype, device)
         engines: list[tuple[str, Engine | str]] = [("yalis", Ours(llm))]
         for name in plan.peer:
             report(f"loading {name}")
-            peer = peers.start(name, setup)
+            peer = peers.start(name, _peer_setup(config, plan, dtype, device))
             engines.append((name, peer if isinstance(peer, str) else Theirs(peer)))
         turns = [draw_jobs(plan, lines, spec.vocab_size, turn) for turn in range(plan.warmup + plan.repeats)]
         taken = _take_turns(turns, plan, engines, report)
@@ -187,6 +186,21 @@ def _leave_room(config: EngineConfig, plan: ThroughputPlan) -> EngineConfig:
     # A sequence starts only where every older one has a block to spare.
     blocks = min(config.max_num_seqs, plan.requests or work.batch) * (-(-work.longest // config.block_size) + 1)
     return replace(config, kv_blocks=max(blocks, -(-(config.max_model_len or 0) // config.block_size)))
+
+
+def _peer_setup(
+    config: EngineConfig, plan: ThroughputPlan, dtype: torch.dtype, device: torch.device
+) -> peers.PeerSetup:
+    (work,) = plan.workloads
+    return peers.PeerSetup(
+        path=locate(config.model, config.load == "auto"),
+        random_weights=config.load == "random",
+        dtype=dtype,
+        device=device,
+        longest=work.longest,
+        batch=min(config.max_num_seqs, plan.requests or work.batch),
+        max_batch_tokens=config.max_batch_tokens,
+    )
 
 
 def _has_floor(config: EngineConfig, device: torch.device) -> bool:
