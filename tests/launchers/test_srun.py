@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ def test_srun_prints_one_ranks_answer_once(slurm: Slurm) -> None:
     )
     assert step.returncode == 0, step.stderr
     assert step.stdout == alone.text + "\n"
+
+
+def test_all_reduces_under_srun(slurm: Slurm) -> None:
+    words = ["--sizes", "8K", "--repeats", "3", "--device", "cpu", "--backends", "torch,hierarchical", "--json"]
+    step = slurm.run(["srun", "--ntasks=2", YALIS, "bench", "allreduce", *words])
+    assert step.returncode == 0, step.stderr
+    rows = json.loads(step.stdout)["rows"]
+    assert {row["backend"] for row in rows} == {"torch", "hierarchical"}
+    assert all(row["status"] == "ok" and row["median_us"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "slurm").glob("*.sh")), ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""What a terminal shows and a pipe does not: progress lines that are drawn over, and the closing line of figures."""
+"""What the person sees beside the output: progress, drawn over or now and then a line, and the closing figures."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ import time
 from typing import TextIO
 
 _REDRAW_SECONDS = 0.1
+_LINE_SECONDS = 20.0
 
 
 class ProgressLine:
-    """One line on stderr, drawn over in place; silent where stderr is not a terminal."""
+    """One line on stderr, drawn over in place; where stderr is a file, such as a job's log, a new line now and then."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._shown = self._stream.isatty()
-        self._last = 0.0
+        self._drawn = self._stream.isatty()
+        self._last = 0.0 if self._drawn else time.monotonic()  # short work leaves nothing in a log
 
     def show(self, text: str) -> None:
         now = time.monotonic()
-        if not self._shown or now - self._last < _REDRAW_SECONDS:
+        if now - self._last < (_REDRAW_SECONDS if self._drawn else _LINE_SECONDS):
             return
         self._last = now
-        width = shutil.get_terminal_size().columns
-        print(f"\r\x1b[K{text[: width - 1]}", end="", file=self._stream, flush=True)
+        if self._drawn:
+            width = shutil.get_terminal_size().columns
+            print(f"\r\x1b[K{text[: width - 1]}", end="", file=self._stream, flush=True)
+        else:
+            print(f"yalis: {text}", file=self._stream, flush=True)
 
     def clear(self) -> None:
-        if self._shown and self._last:
+        if self._drawn and self._last:
             print("\r\x1b[K", end="", file=self._stream, flush=True)
             self._last = 0.0
 
