@@ -1,7 +1,7 @@
 #!/bin/bash
 # nvrar between ranks that share one GPU: builds it, checks it, measures it. usage: nvrar_on_one_gpu.sh FOLDER [STEP ...]
 # Steps: build, smoke, contract, storm, bench, tests; all but the last if none is named. Results go into FOLDER.
-# LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES of the benchmark. With the Python that holds the
+# LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES and BACKENDS of the benchmark. With the Python that holds the
 # GPU's torch as $PYTHON; MPS is started here, and stopped.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -55,9 +55,9 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
     ;;
   bench)
     for each in 2 1; do
-      YALIS_NVRAR_ARENA=600 YALIS_CACHE=$folder/cache step "bench-ranks-per-node-$each" "$python" -m yalis bench allreduce \
+      YALIS_NVRAR_ARENA=600 step "bench-ranks-per-node-$each" "$python" -m yalis bench allreduce \
         --ranks 8 --ranks-per-node $each --ranks-per-gpu 8 --device cuda --tune --sizes "${SIZES:-16K,128K,1M}" \
-        --dtypes bfloat16 --backends torch,nvrar,ring,oneshot,nvshmem --out "$folder"
+        --dtypes bfloat16 --backends "${BACKENDS:-torch,nvrar,ring,oneshot,nvshmem}" --out "$folder"
     done
     ;;
   esac

@@ -91,7 +91,12 @@ class Session:
             )
         self.arena = env.nvrar_arena()
         env.prepare_nvshmem(self.arena + HEAP_SLACK, all(member.node == 0 for member in world.members))
-        self.library = Library(build(f"{properties.major}{properties.minor}"))
+        architecture = f"{properties.major}{properties.minor}"
+        nodes = [member.node for member in world.members]
+        if nodes.index(nodes[world.rank]) == world.rank:  # one builds for its machine, if that is still to be done
+            build(architecture)
+        world.exchange(None)
+        self.library = Library(build(architecture))
         id = world.exchange(self.library.make_id() if world.rank == 0 else None)[0]
         self.library.start(torch.cuda.current_device(), world.rank, world.size, id, self.arena)
         self.status: Status = self.library.status()
