@@ -64,7 +64,7 @@ def open_llm(ref, monkeypatch, **fields) -> LLM:
     llm = LLM(str(ref.path), device="cpu", attention="triton", kv_blocks=32, max_num_seqs=4, max_model_len=32, **fields)
     runner = llm._engine.runner
     with torch.inference_mode():
-        runner.graphs = Graphs(runner.graphs._forward, runner.last_tokens, 2, runner._choose_best, lambda rows: None)
+        runner.graphs = Graphs(runner.graphs._forward, runner.last_tokens, 2, True, lambda rows: None, dependent=False)
         before = runner.pool._kv.clone()
         runner.graphs.record()
         assert torch.equal(runner.pool._kv, before), "recording wrote into the cache"

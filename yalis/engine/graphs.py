@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +22,10 @@ from yalis.engine.device import is_out_of_memory
 from yalis.engine.packing import COLUMNS, PackedStep, pitch, split_packed
 from yalis.errors import YalisFailure
 from yalis.kernels import ops
+from yalis.kernels.dependent import dependent_launches, wanted
 from yalis.kernels.tape import Tape, record
 from yalis.log import get_logger
+from yalis.sampling.sampled import NO_TOKEN
 
 log = get_logger(__name__)
 
@@ -34,8 +37,6 @@ MOST_SEQUENCES = 512
 BUFFERS = 4
 
 Forward = Callable[[ForwardBatch], Tensor]
-#: From logits [R, W] and rows of last_tokens [R] to the tokens [R], which it also writes there.
-Choose = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,19 @@ class DecodeGraphs:
     #: whether steps that need nothing more take the tokens that a recording chose
     choosing = False
 
-    def __init__(self, forward: Forward, last_tokens: Tensor) -> None:
-        self._forward, self._last_tokens = forward, last_tokens
+    def __init__(self, forward: Forward, last_tokens: Tensor, dependent: bool = False) -> None:
+        """`dependent`: launches may begin while the one before still runs."""
+        self._forward, self._last_tokens, self._dependent = forward, last_tokens, dependent
         self.replays = 0
 
     def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
         """`hidden`: what the pipeline stage before gave."""
         batch, owners = step.unpack(self._last_tokens.device, self._last_tokens, hidden)
-        return Forwarded(self._forward(batch), owners)
+        with self._launches():
+            return Forwarded(self._forward(batch), owners)
+
+    def _launches(self) -> AbstractContextManager[None]:
+        return dependent_launches(self._last_tokens.device) if self._dependent else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -189,13 +195,14 @@ class CudaGraphs(DecodeGraphs):
         forward: Forward,
         last_tokens: Tensor,
         most_blocks: int,
-        choose: Choose | None,
+        chooses: bool,
         make_hidden: Callable[[int], Tensor | None],
+        dependent: bool,
     ) -> None:
-        """The last row of last_tokens is nobody's. `choose` where rows can be decided without asking other ranks;
+        """The last row of last_tokens is nobody's. `chooses`: logits are whole rows, whose best token is recorded too;
         `make_hidden`: room for what the stage before gives."""
-        super().__init__(forward, last_tokens)
-        self._choose, self._make_hidden = choose, make_hidden
+        super().__init__(forward, last_tokens, dependent)
+        self._chooses, self._make_hidden = chooses, make_hidden
         self._nobody = last_tokens.shape[0] - 1
         self._most_blocks = most_blocks
         self.sizes = sizes_for(self._nobody)
@@ -240,6 +247,8 @@ class CudaGraphs(DecodeGraphs):
         return first + sum(second) * (len(self.sizes) - 1)
 
     def _record(self, rows: int) -> None:
+        from yalis.kernels import feeding
+
         columns, tables = split_packed(self._inbox.packed, rows, self._most_blocks)
         ids, positions, rope_rows, slots, owners, contexts = columns
         # Idle throughout: the runs that are recorded, and the one before, must not touch the cache.
@@ -262,9 +271,12 @@ class CudaGraphs(DecodeGraphs):
         )
 
         def step() -> tuple[Tensor, Tensor | None]:
-            fed = torch.where(ids < 0, self._last_tokens.index_select(0, owners), ids)
-            out = self._forward(replace(batch, token_ids=fed))
-            return out, None if self._choose is None else self._choose(out, owners)
+            with self._launches():
+                fed = feeding.feed(ids, self._last_tokens, owners, wanted())
+                out = self._forward(replace(batch, token_ids=fed))
+                if not self._chooses:
+                    return out, None
+                return out, feeding.settle(out, self._last_tokens, owners, NO_TOKEN, wanted())
 
         try:
             if self._pool is None and device.type == "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,6 @@ from yalis.engine.device import count_blocks, is_out_of_memory, longest_context,
 from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes
 from yalis.engine.packing import Packer
 from yalis.errors import YalisFailure
-from yalis.kernels.dependent import dependent_launches
 from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
@@ -139,19 +137,17 @@ class Runner:
         return sum(x.nbytes for x in self.model.parameters())
 
     def _open_graphs(self, eager: bool, most_blocks: int) -> DecodeGraphs:
-        alone = self.grid.everyone.size == 1
-
         def forward(batch: ForwardBatch) -> Tensor:
-            with dependent_launches(self.device) if alone and not eager else nullcontext():
-                out: Tensor = self.model(batch, self.caches, self.backend)
+            out: Tensor = self.model(batch, self.caches, self.backend)
             return out
 
         if eager or not (self.backend.capturable and self.grid.capturable):
             return DecodeGraphs(forward, self.last_tokens)
         if self.device.type == "cpu":
             return Tapes(forward, self.last_tokens, most_blocks)
-        choose = self._choose_best if alone and self.stage.last else None
-        return CudaGraphs(forward, self.last_tokens, most_blocks, choose, self._idle_hidden)
+        alone = self.grid.everyone.size == 1
+        chooses = alone and self.stage.last
+        return CudaGraphs(forward, self.last_tokens, most_blocks, chooses, self._idle_hidden, dependent=alone)
 
     def _make_pool(
         self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
@@ -230,12 +226,6 @@ class Runner:
     def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
         batch = SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)
         return self.sampler.sample(logits, batch)
-
-    def _choose_best(self, logits: Tensor, owners: Tensor) -> Tensor:
-        """Each row's best token, for a recorded step."""
-        tokens = self.sampler.best(logits)
-        self.last_tokens.index_copy_(0, owners, tokens.clamp(min=0))
-        return tokens
 
     def _sampling_row(self, step: SequenceStep) -> SamplingRow:
         params = step.params

@@ -49,12 +49,6 @@ class Sampler:
         tokens = torch.where(values.isnan(), NO_TOKEN, tokens)[:, 0]
         return Sampled(tokens, reporting.finish(for_report, winner, closing) if reporting is not None else None)
 
-    def best(self, logits: Tensor) -> Tensor:
-        """What `sample` gives for rows that take the likeliest token: [R, W] -> [R]."""
-        values, places = best(logits)
-        values, tokens, _, _ = self._shards.agree(values, places)
-        return torch.where(values.isnan(), NO_TOKEN, tokens)[:, 0]
-
     def _choose(self, logits: Tensor, drawing: Drawing | None, answers: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The best value of each row in this share, and its place: [R, W] -> [R, 1], [R, 1]."""
         if drawing is None:
