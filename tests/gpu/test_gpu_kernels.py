@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,10 @@ if not torch.cuda.is_available():
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton is in its interpreter: run tests/gpu in a process of its own", allow_module_level=True)
 
-from yalis.kernels import fused, reference, skinny
+import triton
+
+from yalis.kernels import fused, ops, reference, skinny
+from yalis.kernels.dependent import dependent_launches, wanted
 from yalis.kernels.skinny import Problem, Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -189,3 +192,131 @@ def first_best(row: torch.Tensor) -> int:
     if len(strange):
         return int(strange[0])
     return int((row == row.max()).nonzero()[0])
+
+
+# What layers call: kernels/ops.py.
+
+ROWS = (1, 2, 7, 16, 33, 64, 65, 300)
+# A sum in another order rounds now and then to the other neighbour.
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-3}
+
+
+class Layer:
+    """The matrices of a small layer, and what ops make of them, or plain references."""
+
+    hidden, width, heads, kv_heads, dim = 1024, 2816, 8, 2, 128
+
+    def __init__(self, dtype: torch.dtype, bias: bool = False, wide_norm: bool = False) -> None:
+        hidden, width, qkv = self.hidden, self.width, (self.heads + 2 * self.kv_heads) * self.dim
+        self.qkv, self.out, self.up, self.down = (
+            draw(outputs, inputs, dtype=dtype) / inputs**0.5
+            for outputs, inputs in ((qkv, hidden), (hidden, hidden), (2 * width, hidden), (hidden, width))
+        )
+        self.biases = [draw(matrix.shape[0], dtype=dtype) for matrix in (self.qkv, self.out, self.up)] if bias else []
+        self.norm = draw(hidden, dtype=torch.float32 if wide_norm else dtype)
+        self.pool = torch.zeros(2, 40, 16, self.kv_heads, self.dim, dtype=dtype, device="cuda")
+
+    def run(self, x: torch.Tensor, angles: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Without attention; keys come back from the cache instead."""
+        bias_qkv, bias_out, bias_up = self.biases or (None, None, None)
+        qkv = ops.linear(x, self.qkv, bias_qkv, None, self.norm, 1e-5).view(x.shape[0], -1, self.dim)
+        q = ops.rope_write(qkv, *angles.chunk(2, dim=-1), *self.pool, slots)
+        q = q + self.pool[0].flatten(0, 1).index_select(0, slots).repeat(1, self.heads // self.kv_heads, 1)
+        x = ops.linear(q.flatten(1), self.out, bias_out, x)
+        return ops.linear(ops.gated_linear(x, self.up, "silu", bias_up, self.norm, 1e-5), self.down, None, x)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_ops_round_as_their_references(dtype: torch.dtype, rows: int) -> None:
+    layer, eps = Layer(dtype), 1e-5
+    hidden, width = layer.hidden, layer.width
+    for bias, residual, norm in (
+        (None, None, None),
+        (draw(hidden, dtype=dtype), draw(rows, hidden, dtype=dtype), draw(width, dtype=dtype)),
+        (None, draw(rows, hidden, dtype=dtype), draw(width, dtype=torch.float32)),
+    ):
+        x = draw(rows, width, dtype=dtype)
+        found = ops.linear(x, layer.down, bias, residual, norm, eps)
+        expected = reference.linear(x, layer.down, bias, residual, None if norm is None else (norm, eps))
+        assert error(found, expected) < ROUNDING[dtype]
+        x, gain = draw(rows, hidden, dtype=dtype), None if norm is None else draw(hidden, dtype=norm.dtype)
+        for activation in fused.ACTIVATIONS:
+            found = ops.gated_linear(x, layer.up, activation, None, gain, eps)
+            pair = None if gain is None else (gain, eps)
+            assert error(found, reference.gated_linear(x, layer.up, activation, None, pair)) < 2 * ROUNDING[dtype]
+    qkv = draw(rows, layer.heads + 2 * layer.kv_heads, layer.dim, dtype=dtype)
+    cos, sin = draw(rows, 1, 2 * layer.dim, dtype=dtype).chunk(2, dim=-1)
+    slots = torch.randperm(640, device="cuda")[:rows]
+    for norms in ((), (draw(layer.dim, dtype=dtype), draw(layer.dim, dtype=dtype), eps)):
+        found, expected = layer.pool.clone(), layer.pool.clone()
+        q = ops.rope_write(qkv, cos, sin, *found, slots, *norms)
+        assert error(q, reference.rope_write(qkv, cos, sin, *expected, slots, *norms)) < ROUNDING[dtype]
+        assert error(found, expected) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_two_hundred_replays_with_dependent_launches(dtype: torch.dtype, rows: int) -> None:
+    """Layer behind layer, replay behind replay, with other numbers each time: the bits of launches that wait."""
+    torch.use_deterministic_algorithms(False)  # filling is no part of the graph
+    layers, times = [Layer(dtype, bias=i == 1, wide_norm=i == 2) for i in range(3)], 200
+    bank = draw(times, rows, Layer.hidden, dtype=dtype)
+    turns = draw(times, rows, 1, 2 * Layer.dim, dtype=dtype) / 2
+    places = torch.stack([torch.randperm(640, device="cuda")[:rows] for _ in range(times)])
+    x, angles, slots = bank[0].clone(), turns[0].clone(), places[0].clone()
+
+    def run() -> torch.Tensor:
+        y = x
+        for layer in layers:
+            y = layer.run(y, angles, slots)
+        return y
+
+    def everything(step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        results = torch.full_like(bank, math.nan)
+        for i in range(times):
+            x.copy_(bank[i])
+            angles.copy_(turns[i])
+            slots.copy_(places[i])
+            results[i].copy_(step())
+        return results
+
+    expected = everything(run)
+    with dependent_launches(x.device):
+        assert wanted()
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return y
+
+    assert torch.equal(everything(replay), expected)
+    with dependent_launches(x.device):
+        assert torch.equal(everything(run), expected)
+    assert skinny._counters(x.device).count_nonzero() == 0
+
+
+def test_nothing_is_compiled_after_a_warm_up() -> None:
+    """A few sizes compile what every other size, and wherever in a packed step the slots lie, needs."""
+    compiled: list[str] = []
+    layer, table = Layer(torch.bfloat16), draw(700, 1, 2 * Layer.dim, dtype=torch.bfloat16)
+    packed = torch.zeros(2000, dtype=torch.int64, device="cuda")
+
+    def run(rows: int, first: int) -> None:
+        """With slots that are a piece of a longer tensor, at any multiple of 8 bytes."""
+        packed[first : first + rows] = torch.arange(rows, device="cuda") % 640
+        layer.run(draw(rows, layer.hidden, dtype=torch.bfloat16), table[:rows], packed[first : first + rows])
+
+    triton.knobs.runtime.jit_post_compile_hook = lambda *args, **told: compiled.append(str(told.get("repr")))
+    try:
+        for rows in (1, 8, 16, 32, 64, 65, 600):
+            run(rows, 0)
+        compiled.clear()
+        for rows in (*range(1, 70), 127, 128, 511, 512, 513, 640):
+            run(rows, rows)
+        assert compiled == []
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None

@@ -105,7 +105,7 @@ def _normed(x, partner, weight_ptr, d, other, inside, turned, eps, D: tl.constex
     return x.to(dtype).to(tl.float32), partner.to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # they lie anywhere in a packed step
 def _rope_write(
     q_ptr, k_ptr, v_ptr, qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight, k_weight,
     qkv_token, qkv_head, angle_token, k_block, k_slot, k_head, v_block, v_slot, v_head, eps,

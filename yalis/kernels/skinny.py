@@ -9,6 +9,8 @@ What stands before and behind the product joins it: an RMSNorm of the input, the
 Sums are float32. Rounded to the dtype of the tensors, where separate operations round: the norm's output, the product
 with its bias, the sum with the residual; in an MLP gate and up, the activation of the gate, and their product.
 
+Splits share counters of the device, so one stream carries its launches, captured or not.
+
 A dependent launch (`pdl`, see kernels/dependent.py) asks for its first weights before it waits for its input.
 
 Names: R rows of x · N outputs · K inputs · BN, BK outputs and inputs a program takes at a time · RP rows, filled up.
@@ -377,8 +379,9 @@ def _lines(shape: Shape, problem: Problem) -> int:
 def _counters(device: torch.device) -> Tensor:
     """How many parts of each tile are done: all zero between launches, which follow each other in one stream.
 
-    Made by the first launch, which compiles the kernel too: not while a graph is captured.
+    Graphs share them with everyone, so they are made by a launch that is not captured.
     """
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "the first launch compiles"
     return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
