@@ -1,11 +1,9 @@
 """Dependent launches: a kernel begins while the one before it in its stream still runs.
 
-It asks for its weights, which nobody writes, and waits for the launch before to end before it touches anything else. A
-launch before that knows nothing of this counts as over when it ends, so dependent and other launches may take turns in
-a stream. Every kernel of a chain waits itself: who waits for the last has waited for all.
-
-Only where one stream carries everything and no other rank is waited for: nvrar's buffers rely on launches that begin
-in turn.
+It asks for its weights, which nobody writes, and waits for the launch before to end before it touches anything else.
+Every kernel that is launched so waits: who waits for the last has waited for all. Any other launch begins when the one
+before it has ended, and is over when it ends itself, so both kinds may take turns in a stream. Where ranks communicate
+it stays off: the buffers of nvrar rely on launches that begin in turn.
 """
 
 from __future__ import annotations
