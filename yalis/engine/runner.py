@@ -103,7 +103,7 @@ class Runner:
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
             if config.compile:
-                self.model.compile(dynamic=True)
+                self.model.compile()
             self.vocabulary = grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.everyone, device)
             # A row for each slot, and one for what fills up a recorded step.

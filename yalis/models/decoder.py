@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         rope = self.rotary.rows(batch.rope_rows)
         step = StepAttention(backend, batch, self.number)
         for block, cache in zip(self.layers, caches, strict=True):
-            if self._compiled:
+            if self._compiled:  # their first dimension alone varies from step to step
                 for tensor in (x, *rope, batch.slots):
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
             x = block(x, rope, cache, step)
