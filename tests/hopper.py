@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from yalis.kernels import fused, skinny
 
-POINTERS = {"arrived_ptr": "*i32", "part_ptr": "*fp32"}
+POINTERS = {"arrived_ptr": "*i32", "part_ptr": "*fp32", "slots_ptr": "*i64", "q_weight": "*bf16", "k_weight": "*bf16"}
 FLOATS = ("eps",)
 #: In the order they appear: weights asked for, weights loaded, the launch before awaited, anything else loaded.
 EVENTS = {
@@ -39,7 +39,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int) ->
     for name in names:
         if name in constants:
             kinds[name] = "constexpr"
-        elif name.endswith("_ptr"):
+        elif name.endswith("_ptr") or name in POINTERS:
             kinds[name] = POINTERS.get(name, "*bf16")
         else:
             kinds[name] = "fp32" if name in FLOATS else "i32"
@@ -66,12 +66,15 @@ def main() -> None:
     flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "NORM": True, "PDL": True, "LINE": 64}
     one = {"K": 4096, "BN": 1, "BK": 2048, "LINES": 64, **flags}
     few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "LINES": 4, **flags, "NORM": False}
+    heads = {"H": 32, "K": 8, "D": 128, "DP": 128, "DIM": 128, "B": 16, "M": 8, "NORM": True, "PDL": True}
     print(
         json.dumps(
             {
                 "one row": compiled(skinny._one_row, one, 8, 1),
                 "few rows": compiled(skinny._few_rows, few, 4, 3),
                 "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "RESIDUAL": True, "PDL": True}, 16, 1),
+                "rope": compiled(fused._rope_write, heads, 4, 3),
+                "gate": compiled(fused._gated, {"BW": 1024, "ACTIVATION": "silu", "PDL": True}, 4, 3),
             }
         )
     )
