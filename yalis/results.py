@@ -151,7 +151,7 @@ class Result:
     rows: list[dict[str, Any]]
     command: str
     devices: list[dict[str, Any]]
-    topology: dict[str, Any] | None  # ranks, and how many of them each host has; None: not told
+    topology: dict[str, Any] | None  # ranks, how many each host has, who started them; None: not told
     created: str
     versions: dict[str, str | None]
     host: dict[str, Any]
@@ -298,9 +298,9 @@ def columns(kind: str) -> list[str]:
     return list(_ROWS[kind])
 
 
-def topology(nodes: Sequence[int]) -> dict[str, Any]:
-    """`nodes`: for each rank, in order, the number of its machine."""
-    return {"ranks": len(nodes), "ranks_per_host": list(Counter(nodes).values())}
+def topology(nodes: Sequence[int], launcher: str = "") -> dict[str, Any]:
+    """`nodes`: for each rank, in order, the number of its machine. `launcher`: who started them, if not rank 0."""
+    return {"ranks": len(nodes), "ranks_per_host": list(Counter(nodes).values()), "launcher": launcher}
 
 
 def machine(result: Result) -> dict[str, Any]:

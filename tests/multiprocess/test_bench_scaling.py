@@ -55,5 +55,5 @@ def test_a_stopped_study_continues_and_a_failed_setting_does_not_end_it(
     assert two["speedup"] == pytest.approx(one["seconds"] / two["seconds"])
     assert two["same_tokens"] == 1
     told = results.read(tmp_path / "study" / two["file"])
-    assert told.topology == {"ranks": 2, "ranks_per_host": [2]}
+    assert told.topology == {"ranks": 2, "ranks_per_host": [2], "launcher": ""}
     assert told.rows[0]["floor_s"] is None  # two ranks of one machine share its memory

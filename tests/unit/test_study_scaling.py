@@ -110,14 +110,20 @@ def test_scripts_ask_for_what_a_setting_needs(tmp_path: Path) -> None:
 
 
 def write(
-    study: ScalingPlan, setting: Setting, seconds: float, answers: str = "same", dtype: str = "float32", **changed: Any
+    study: ScalingPlan,
+    setting: Setting,
+    seconds: float,
+    config: EngineConfig = CONFIG,
+    answers: str = "same",
+    dtype: str = "float32",
+    **changed: Any,
 ) -> None:
     """A result as the setting's command leaves it."""
     row: dict[str, Any] = dict.fromkeys(results.columns("throughput"))
     row.update(engine="yalis", version="0", status="ok", requests=2, prompt_tokens=16, output_tokens=8)
     row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds)
     row.update(tokens_per_s=8 / seconds, first_token_ms=1.0, token_ms=2.0)
-    facts = {**asdict(study.work), "engine": asdict(setting.apply(CONFIG)), "dtype": dtype, "answers": [answers, "b"]}
+    facts = {**asdict(study.work), "engine": asdict(setting.apply(config)), "dtype": dtype, "answers": [answers, "b"]}
     device = {"type": "cpu", "name": "CPU"}
     result = results.new("throughput", facts, [row], "", [device], topology=results.topology([0] * setting.ranks))
     results.write(replace(result, host={**result.host, "cores": 2}, **changed), study.folder / setting.folder)
@@ -178,6 +184,25 @@ def test_machines_are_never_joined_into_a_ratio(tmp_path: Path, capsys: pytest.C
     assert "measured on 2 kinds of machine; speed-ups are within each" in out
     assert "speed-ups are over tp4-auto on machine 2" in out
     draw_scaling(result, tmp_path / "plot")
+
+
+def test_ranks_that_share_are_crowded(tmp_path: Path) -> None:
+    four = Setting(Split(4), "auto")
+    gpu = [{"type": "cuda", "name": "H200"}]
+    told = [
+        ({}, 1, "4 ranks on 2 cores"),
+        ({"topology": results.topology([0, 0, 1, 1])}, 1, ""),
+        ({"topology": results.topology([0] * 4, "srun")}, 1, ""),  # who gives each its own cores
+        ({"devices": gpu}, 1, ""),
+        ({"devices": gpu}, 2, "2 ranks on a GPU"),
+        ({"devices": gpu}, 8, "4 ranks on a GPU"),
+    ]
+    for number, (changed, per_gpu, crowded) in enumerate(told):
+        config = replace(CONFIG, ranks_per_gpu=per_gpu)
+        study = plan(tmp_path / str(number), ranks=(4,), schemes=("tp",))
+        write(study, four, 1.0, config, **changed)
+        (row,) = gather(config, study, [four], "").rows
+        assert row["crowded"] == crowded
 
 
 def test_other_tokens_are_a_failure_in_float32_and_a_share_elsewhere(tmp_path: Path) -> None:

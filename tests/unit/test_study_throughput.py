@@ -69,7 +69,7 @@ def test_a_workload_all_at_once(model: str, tmp_path: Path, capsys: pytest.Captu
     assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["seconds"])
     assert 0 < row["share_of_floor"] < 1
     assert (row["cached_tokens"], row["preemptions"]) == (0, 0)
-    assert result.topology == {"ranks": 1, "ranks_per_host": [1]}
+    assert result.topology == {"ranks": 1, "ranks_per_host": [1], "launcher": ""}
     assert len(set(result.parameters["answers"])) == 3
 
 

@@ -242,13 +242,13 @@ def _why_missing(log: Path) -> str:
 
 def _crowding(result: Result) -> str:
     """How ranks share what each should have for itself; empty where they do not."""
-    most = max(result.topology["ranks_per_host"]) if result.topology else 1
-    if most == 1:
-        return ""
+    topology = result.topology or results.topology([0])
+    most = max(topology["ranks_per_host"])
     if result.devices[0]["type"] == "cpu":
         cores = result.host["cores"]
-        return f"{most} ranks on {cores} cores" if most > cores else ""
-    shared = result.parameters["engine"]["ranks_per_gpu"]
+        # Slurm gives every rank cores of its own, and the first sees only those.
+        return f"{most} ranks on {cores} cores" if most > cores and topology["launcher"] != "srun" else ""
+    shared = min(most, result.parameters["engine"]["ranks_per_gpu"])
     return f"{shared} ranks on a GPU" if shared > 1 else ""
 
 

@@ -26,6 +26,7 @@ from yalis.engine.device import release_memory, resolve_device, resolve_dtype
 from yalis.engine.llm import LLM
 from yalis.engine.team import split_of
 from yalis.errors import YalisFailure
+from yalis.launch.environment import find_place
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_flops
 from yalis.spec import ModelSpec, read_spec
 from yalis.study import bandwidth, peers
@@ -157,7 +158,7 @@ def measure(
         taken = _take_turns(turns, plan, engines, report)
         described = bandwidth.describe(llm.device)
         assert llm._world is not None
-        topology = results.topology([member.node for member in llm._world.members])
+        topology = results.topology([member.node for member in llm._world.members], find_place().launcher)
     ours = taken[0]
     assert not isinstance(ours, str)
     floor = None
