@@ -9,7 +9,7 @@ folder=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 steps=${*:-table job startup profile}
 python=${PYTHON:-python3}
-shapes=benchmarks/shapes
+shapes=${SHAPES:-benchmarks/shapes}
 failures=0
 
 step() {
@@ -42,18 +42,18 @@ workloads() {
 
 # From the start of the process to its first token, in seconds.
 startup() {
-  YALIS_CACHE=$folder/cache "$python" - "$(date +%s.%N)" <<'P'
+  YALIS_CACHE=$folder/cache "$python" - "$(date +%s.%N)" "$shapes" <<'P'
 import sys, time
 from yalis import LLM, SamplingParams
 
-with LLM("benchmarks/shapes/llama-3.1-8b.json", load="random", dtype="bfloat16") as llm:
+with LLM(f"{sys.argv[2]}/llama-3.1-8b.json", load="random", dtype="bfloat16") as llm:
     ready = time.time() - float(sys.argv[1])
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True))
     print(f"ready after {ready:.1f} s, first token after {time.time() - float(sys.argv[1]):.1f} s")
 P
 }
 export -f startup
-export folder python
+export folder python shapes
 
 for name in $steps; do
   case $name in
