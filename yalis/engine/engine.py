@@ -13,6 +13,7 @@ from yalis.config import EngineConfig
 from yalis.engine.device import is_out_of_memory
 from yalis.engine.runner import PendingStep
 from yalis.engine.team import RankReport, RemoteStep, Team
+from yalis.engine.watch import Watched
 from yalis.errors import YalisFailure
 from yalis.log import get_logger
 from yalis.scheduling.plan import Emitted
@@ -148,6 +149,17 @@ class Engine:
             raise ValueError("reports are asked for between requests")
         self.settle()
         return self.team.reports()
+
+    def watch(self, on: bool) -> None:
+        """Every rank begins, or ends, to watch its steps, also while requests run."""
+        self.team.watch(on)
+
+    def watched(self) -> list[list[Watched]]:
+        """What each rank saw, a piece for each watch since this was last asked; not while requests run."""
+        if self.scheduler.num_running or self.scheduler.num_waiting:
+            raise ValueError("what was watched is asked for between requests")
+        self.settle()
+        return self.team.watched()
 
     def settle(self) -> None:
         """Wait for the steps that are on their way; what they give is dropped, since nobody waits for it any more."""

@@ -33,6 +33,8 @@ log = get_logger(__name__)
 MOST_TAPES = 16
 # Sequences of the largest CUDA graph: a step of more computes for longer than its launches take.
 MOST_SEQUENCES = 512
+# What the driver keeps of one at most.
+DRIVER_BYTES = 64 << 20
 # Host buffers in rotation: one is written while the copies of those before may not have begun.
 BUFFERS = 4
 
@@ -235,16 +237,18 @@ class CudaGraphs(DecodeGraphs):
 
     def rehearse(self) -> int:
         """Bytes that all graphs will take, found by making the two largest, which are dropped again."""
-        device, free = self._last_tokens.device, []
+        device, found = self._last_tokens.device, []
+        torch.cuda.empty_cache()
         for size in self.sizes[:-3:-1]:
-            free.append(_free_memory(device))
+            free, held = _free_memory(device), torch.cuda.memory_reserved(device)
             self._record(size)
-        free.append(_free_memory(device))
+            # Other processes on this GPU take memory meanwhile: no more than this one's own, and the driver's part.
+            own = torch.cuda.memory_reserved(device) - held + DRIVER_BYTES
+            found.append(max(0, min(free - _free_memory(device), own)))
         self._recorded.clear()
         self._pool = None
         torch.cuda.empty_cache()
-        first, *second = (max(0, before - after) for before, after in itertools.pairwise(free))
-        return first + sum(second) * (len(self.sizes) - 1)
+        return found[0] + sum(found[1:]) * (len(self.sizes) - 1)
 
     def _record(self, rows: int) -> None:
         from yalis.kernels import feeding

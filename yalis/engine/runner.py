@@ -18,6 +18,7 @@ from yalis.config import EngineConfig
 from yalis.engine.device import count_blocks, is_out_of_memory, longest_context, resolve_dtype
 from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes
 from yalis.engine.packing import Packer
+from yalis.engine.watch import StepWatch
 from yalis.errors import YalisFailure
 from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
@@ -88,6 +89,8 @@ class Runner:
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
         self.times = StageTimes()
+        groups = (self.grid.over_rows, self.grid.over_cols, self.grid.everyone, self.stage.line)
+        self.watch = StepWatch(device, groups)
         self.caches: list[LayerCache] = []
         grid = self.grid
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
@@ -165,19 +168,19 @@ class Runner:
     def _rehearse(self, config: EngineConfig, needs: AttentionNeeds, tokens: int) -> int:
         """Run the largest step once, so that the allocator holds its activations before the rest becomes KV blocks.
 
-        Returns the bytes that recorded steps will take.
+        Returns the bytes that recorded steps will take, found first: recording empties the allocator.
         """
         blocks = -(-tokens // config.block_size)
         pool = KVPool(1, blocks, config.block_size, needs.num_kv_heads, needs.head_dim, self.dtype, self.device)
         self.caches = [LayerCache(*pool.layer(0))] * len(self.model.layers)
+        taken = self.graphs.rehearse() if isinstance(self.graphs, CudaGraphs) else 0
         rows = min(tokens, config.max_num_seqs)
         packed = self.packer.pack([_rehearsed(0, tokens, config.block_size)], range(tokens - rows, tokens))
         logits = DecodeGraphs.run(self.graphs, packed, self._idle_hidden(tokens)).out
         if self.stage.last:
             hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
             self._choose(logits, [SamplingRow(hungriest, seed=0, position=0)] * rows)
-        del logits
-        return self.graphs.rehearse() if isinstance(self.graphs, CudaGraphs) else 0
+        return taken
 
     def _warm_up(self, config: EngineConfig) -> None:
         """Prompts of every kind of length once, alone and beside a decoding sequence: no request waits for a compiler.
@@ -198,6 +201,10 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
+        with self.watch.step(plan):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> PendingStep | None:
         begin = time.perf_counter()
         step = self.packer.pack(plan.sequences)
         ready = time.perf_counter()

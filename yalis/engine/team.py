@@ -17,6 +17,7 @@ from yalis.comm.topology import Topology
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
 from yalis.engine.runner import PendingStep, Runner
+from yalis.engine.watch import Watched
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.link import Link
 from yalis.launch.world import World
@@ -139,6 +140,16 @@ class Team:
         self._tell(["report"])
         return [self._report(), *(RankReport(**link.receive()) for link in self._links.values())]
 
+    def watch(self, on: bool) -> None:
+        """Every rank begins, or ends, to watch its steps, from the next one on."""
+        self._tell(["watch", on])
+        self._watch(on)
+
+    def watched(self) -> list[list[Watched]]:
+        """What each rank of this replica saw since this was last asked; only while no step is on its way."""
+        self._tell(["watched"])
+        return [self.runner.watch.take(), *([*map(Watched.of, link.receive())] for link in self._links.values())]
+
     def close(self) -> None:
         """Send the other ranks home."""
         if self.is_driver and self.world.failure is None:
@@ -171,8 +182,15 @@ class Team:
                     unreported.append(pending)
             elif kind == "report":
                 driver.send(asdict(self._report()))
+            elif kind == "watch":
+                self._watch(*rest)
+            elif kind == "watched":
+                driver.send([asdict(one) for one in self.runner.watch.take()])
             else:
                 return
+
+    def _watch(self, on: bool) -> None:
+        self.runner.watch.begin() if on else self.runner.watch.end()
 
     def _report(self) -> RankReport:
         runner = self.runner
