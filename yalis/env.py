@@ -61,6 +61,11 @@ def prepare_vllm() -> None:
         os.environ.setdefault(name, value)
 
 
+def quiet_profiler() -> None:
+    """torch's profiler says on stderr that it starts and stops, unless the user has said otherwise. Before that."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
 def keep_compiled() -> None:
     """Keep what Triton and torch.compile build beside what we build, unless the user has said where."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))

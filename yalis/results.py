@@ -96,6 +96,18 @@ _ROWS: dict[str, dict[str, type]] = {
         "crowded": str,  # where ranks share cores or GPUs and a speed-up says nothing: how; else empty
         "file": str,  # the setting's own result, beside this one; empty without one
     },
+    "profile": {
+        "phase": str,  # "prefill": all prompts; "decode": a token for every sequence
+        "rank": int,
+        "steps": int,  # that were watched
+        "ms": float,  # of the phase, as the parts below add up
+        "matmul_ms": float,
+        "attention_ms": float,
+        "communication_ms": float,  # waiting for other ranks included
+        "other_ms": float,
+        "idle_ms": float,  # gaps in the timeline: the device idles, or the host computes nothing
+        "accounted": float,  # of the wall time, by all parts together
+    },
     "pipeline": {
         "stages": int,
         "micro_batches": int,
@@ -141,6 +153,7 @@ _ALWAYS_THERE = {
     *("kernel", "shape", "rows"),
     *("requests", "prompt_tokens", "output_tokens"),
     *("ranks", "scheme", "split", "allreduce", "crowded", "file"),
+    *("phase", "rank", "steps"),
 }
 
 

@@ -63,6 +63,7 @@ class Engine:
         self.eos = eos
         self.stats = EngineStats()
         self._launched: deque[PendingStep | RemoteStep] = deque()
+        self._early: list[Emitted] = []  # by steps that somebody waited for outside of step()
         self._broken: str | None = None
         self._next_id = 0
 
@@ -76,7 +77,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._launched)
+        return self.scheduler.has_work or bool(self._launched or self._early)
 
     def add(self, prompt: list[int], params: SamplingParams, request_id: int | None = None) -> Request:
         """Queue a request; `params.seed` must be set. Whoever gives one id gives them all."""
@@ -119,6 +120,9 @@ class Engine:
             raise
 
     def _step(self) -> list[Emitted]:
+        if self._early:
+            early, self._early = self._early, []
+            return early
         while True:
             begin = time.perf_counter()
             plan = self.scheduler.schedule()
@@ -131,6 +135,9 @@ class Engine:
             self.stats.steps += 1
         if not self._launched:
             return []
+        return self._commit_oldest()
+
+    def _commit_oldest(self) -> list[Emitted]:
         output = self._launched.popleft().result()
         begin = time.perf_counter()
         emitted = self.scheduler.commit(output)
@@ -150,16 +157,19 @@ class Engine:
         self.settle()
         return self.team.reports()
 
-    def watch(self, on: bool) -> None:
-        """Every rank begins, or ends, to watch its steps, also while requests run."""
-        self.team.watch(on)
+    def watch(self) -> None:
+        """Every rank watches its steps from the next one on. Those on their way come to their end first."""
+        self._finish_launched()
+        self.team.watch()
 
-    def watched(self) -> list[list[Watched]]:
-        """What each rank saw, a piece for each watch since this was last asked; not while requests run."""
-        if self.scheduler.num_running or self.scheduler.num_waiting:
-            raise ValueError("what was watched is asked for between requests")
-        self.settle()
-        return self.team.watched()
+    def rest(self) -> list[Watched]:
+        """End the watch, when what was launched is done; what each rank saw."""
+        self._finish_launched()
+        return self.team.rest()
+
+    def _finish_launched(self) -> None:
+        while self._launched:
+            self._early += self._commit_oldest()
 
     def settle(self) -> None:
         """Wait for the steps that are on their way; what they give is dropped, since nobody waits for it any more."""

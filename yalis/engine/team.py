@@ -140,15 +140,17 @@ class Team:
         self._tell(["report"])
         return [self._report(), *(RankReport(**link.receive()) for link in self._links.values())]
 
-    def watch(self, on: bool) -> None:
-        """Every rank begins, or ends, to watch its steps, from the next one on."""
-        self._tell(["watch", on])
-        self._watch(on)
+    def watch(self) -> None:
+        """Every rank begins to watch its steps; only while none is on its way."""
+        self._tell(["watch"])
+        self.runner.watch.begin()
+        for link in self._links.values():
+            link.receive()
 
-    def watched(self) -> list[list[Watched]]:
-        """What each rank of this replica saw since this was last asked; only while no step is on its way."""
-        self._tell(["watched"])
-        return [self.runner.watch.take(), *([*map(Watched.of, link.receive())] for link in self._links.values())]
+    def rest(self) -> list[Watched]:
+        """Every rank ends its watch; what each of them saw. Only while no step is on its way."""
+        self._tell(["rest"])
+        return [self.runner.watch.end(), *(Watched.of(link.receive()) for link in self._links.values())]
 
     def close(self) -> None:
         """Send the other ranks home."""
@@ -183,14 +185,12 @@ class Team:
             elif kind == "report":
                 driver.send(asdict(self._report()))
             elif kind == "watch":
-                self._watch(*rest)
-            elif kind == "watched":
-                driver.send([asdict(one) for one in self.runner.watch.take()])
+                self.runner.watch.begin()
+                driver.send("watching")
+            elif kind == "rest":
+                driver.send(asdict(self.runner.watch.end()))
             else:
                 return
-
-    def _watch(self, on: bool) -> None:
-        self.runner.watch.begin() if on else self.runner.watch.end()
 
     def _report(self) -> RankReport:
         runner = self.runner

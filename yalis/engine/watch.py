@@ -30,28 +30,40 @@ _MARK = "yalis::watch"
 
 
 @dataclass(frozen=True)
+class StepFacts:
+    phase: str
+    number: int
+    sequences: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
 class WatchedStep:
     """Nanoseconds of one step."""
 
-    phase: str
-    number: int
+    step: StepFacts
     spent: dict[str, int]  # by category
     idle: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.spent.values()) + self.idle
 
 
 @dataclass(frozen=True)
 class Watched:
     """What a rank saw between the begin and the end of its watch."""
 
-    wall: int  # nanoseconds, by the host's clock
+    ended: int  # when the last step was done, by the rank's own clock
     steps: list[WatchedStep]
     names: dict[str, list[NameTime]]  # of each phase, the longest first
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> Watched:
         """From JSON."""
+        steps = [WatchedStep(StepFacts(**one["step"]), one["spent"], one["idle"]) for one in told["steps"]]
         names = {phase: [NameTime(**one) for one in found] for phase, found in told["names"].items()}
-        return cls(told["wall"], [WatchedStep(**step) for step in told["steps"]], names)
+        return cls(told["ended"], steps, names)
 
 
 class StepWatch:
@@ -60,7 +72,6 @@ class StepWatch:
     def __init__(self, device: torch.device, groups: Sequence[Communicator]) -> None:
         self._on_gpu, self._device, self._groups = device.type == "cuda", device, groups
         self._session: _Session | None = None
-        self._done: list[Watched] = []
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
@@ -80,16 +91,23 @@ class StepWatch:
         if self._session is None:
             self._session = _Session(self._device, self._groups)
 
-    def end(self) -> None:
-        """Wait for what was launched, and stop watching."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            self._done.append(session.close())
+    def end(self) -> Watched:
+        """Wait for what was launched since, and stop watching."""
+        if self._session is None:
+            raise ValueError("nobody watches")
+        session, self._session = self._session, None
+        return session.close()
 
-    def take(self) -> list[Watched]:
-        """What was seen since this was last asked, a piece for each begin and end."""
-        done, self._done = self._done, []
-        return done
+    @property
+    def prompt_tokens(self) -> int:
+        """Of prompts, in the steps since the watch began."""
+        return sum(step.prompt_tokens for step in self._session.steps) if self._session is not None else 0
+
+    @property
+    def decoded(self) -> int:
+        """Sequences in the decode steps since the watch began, counted once a step."""
+        steps = self._session.steps if self._session is not None else ()
+        return sum(step.sequences for step in steps if step.phase == DECODE)
 
 
 def phase_of(plan: StepPlan) -> str:
@@ -104,7 +122,7 @@ class _Session:
         env.quiet_profiler()
         activity = torch.profiler.ProfilerActivity
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._steps: list[tuple[str, int]] = []
+        self.steps: list[StepFacts] = []
         self._begins: list[int] = []
         self._spans: list[Span] = []
         self._stack = ExitStack()
@@ -119,7 +137,6 @@ class _Session:
         self._profiler.start()
         with torch.profiler.record_function(_MARK):
             pass  # its thread is ours
-        self._started = native.now()
 
     def _heard(self, prefix: str) -> native.Listener:
         def hear(name: str, begin: int, end: int) -> None:
@@ -128,7 +145,8 @@ class _Session:
         return hear
 
     def note_step(self, plan: StepPlan) -> None:
-        self._steps.append((phase_of(plan), plan.number))
+        prompt_tokens = sum(step.count for step in plan.sequences if not step.output_len)
+        self.steps.append(StepFacts(phase_of(plan), plan.number, len(plan.sequences), prompt_tokens))
         self._begins.append(native.now())
 
     def close(self) -> Watched:
@@ -137,8 +155,8 @@ class _Session:
         ended = native.now()
         self._profiler.stop()
         self._stack.close()
-        if not self._steps:
-            return Watched(ended - self._started, [], {})
+        if not self.steps:
+            return Watched(ended, [], {})
         events = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
         spans = self._kernels(events) if self._on_gpu else [*self._operations(events), *self._spans]
         if not spans:
@@ -149,15 +167,12 @@ class _Session:
             windows = timeline.host_windows(self._begins, ended)
         pieces = timeline.claim(spans, self._on_gpu)
         broken_down = timeline.break_down(timeline.flatten(pieces), windows)
-        steps = [
-            WatchedStep(phase, number, found.spent, found.idle)
-            for (phase, number), found in zip(self._steps, broken_down, strict=True)
-        ]
         names = {}
         for phase in PHASES:
-            own = [window for window, step in zip(windows, steps, strict=True) if step.phase == phase]
-            names[phase] = timeline.by_name(pieces, own)[:MOST_NAMES] if own else []
-        return Watched(ended - self._started, steps, names)
+            own = [window for window, step in zip(windows, self.steps, strict=True) if step.phase == phase]
+            names[phase] = timeline.by_name(pieces, own)[:MOST_NAMES]
+        found = zip(self.steps, broken_down, strict=True)
+        return Watched(ended, [WatchedStep(step, times.spent, times.idle) for step, times in found], names)
 
     def _operations(self, events: Sequence[Any]) -> list[Span]:
         """torch's operations on this thread, by our clock."""
@@ -178,8 +193,8 @@ class _Session:
                 launches[event.correlation_id()] = event.start_ns() + self._offset
         spans = []
         for event in events:
-            if event.device_type().name == "CUDA" and event.duration_ns() > 0 and not event.is_user_annotation():
-                begin, end = event.start_ns() + self._offset, event.end_ns() + self._offset
+            if event.device_type().name == "CUDA" and event.duration_ns() > 0 and event.name() != _MARK:
+                begin = event.start_ns() + self._offset
                 issued = launches.get(event.correlation_id())
-                spans.append(Span(event.name(), begin, end, event.device_resource_id(), issued))
+                spans.append(Span(event.name(), begin, begin + event.duration_ns(), event.device_resource_id(), issued))
         return spans

@@ -8,6 +8,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(__AVX512F__)
 #define WIDTH 16
@@ -383,23 +384,40 @@ typedef struct {
     value of[17];
 } call;
 
-void yalis_replay(const call *calls, i64 count) {
-    for (const call *c = calls; c < calls + count; c++) {
-        const value *v = c->of;
-        switch (c->function) {
-        case 0: yalis_linear(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i); break;
-        case 1: yalis_take(v[0].p, v[1].p, v[2].i, v[3].p, v[4].i, v[5].i); break;
-        case 2: yalis_add(v[0].p, v[1].p, v[2].p, v[3].i); break;
-        case 3: yalis_rms_norm(v[0].p, v[1].p, v[2].i, v[3].p, v[4].f, v[5].i, v[6].i, v[7].i, v[8].i); break;
-        case 4: yalis_silu_gate(v[0].p, v[1].p, v[2].i, v[3].i, v[4].i, v[5].i); break;
-        case 5:
-            yalis_rotate(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i, v[10].i);
-            break;
-        case 6: yalis_write(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
-        case 7:
-            yalis_attend(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].p, v[6].i, v[7].p, v[8].i, v[9].i, v[10].i,
-                         v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i);
-            break;
-        }
+static void carry_out(const call *c) {
+    const value *v = c->of;
+    switch (c->function) {
+    case 0: yalis_linear(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i); break;
+    case 1: yalis_take(v[0].p, v[1].p, v[2].i, v[3].p, v[4].i, v[5].i); break;
+    case 2: yalis_add(v[0].p, v[1].p, v[2].p, v[3].i); break;
+    case 3: yalis_rms_norm(v[0].p, v[1].p, v[2].i, v[3].p, v[4].f, v[5].i, v[6].i, v[7].i, v[8].i); break;
+    case 4: yalis_silu_gate(v[0].p, v[1].p, v[2].i, v[3].i, v[4].i, v[5].i); break;
+    case 5:
+        yalis_rotate(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i, v[10].i);
+        break;
+    case 6: yalis_write(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
+    case 7:
+        yalis_attend(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].p, v[6].i, v[7].p, v[8].i, v[9].i, v[10].i,
+                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i);
+        break;
     }
+}
+
+void yalis_replay(const call *calls, i64 count) {
+    for (i64 i = 0; i < count; i++) carry_out(calls + i);
+}
+
+static i64 monotonic_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* The same, for whoever profiles: times[i] is when call i began, times[count] when the last one ended. */
+void yalis_replay_timed(const call *calls, i64 count, i64 *times) {
+    for (i64 i = 0; i < count; i++) {
+        times[i] = monotonic_ns();
+        carry_out(calls + i);
+    }
+    times[count] = monotonic_ns();
 }

@@ -7,6 +7,7 @@ Where it cannot be built or loaded, load() gives None, reason() says why, and ev
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import CDLL, c_double, c_int64, c_void_p
@@ -48,17 +49,22 @@ class Library:
     write: Callable[..., None]
     attend: Callable[..., None]
     replay: Callable[..., None]
+    replay_timed: Callable[..., None]
 
     def __init__(self, path: Path) -> None:
         self.path = path
         library = CDLL(str(path))
-        for name, arguments in (*SIGNATURES.items(), ("replay", (_P, _I))):
+        for name, arguments in (*SIGNATURES.items(), ("replay", (_P, _I)), ("replay_timed", (_P, _I, _P))):
             function = library[f"yalis_{name}"]
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
 
 
+#: Hears of a call: its name, and when it began and ended, in nanoseconds of now().
+Listener = Callable[[str, int, int], None]
+
 _found: Library | Unavailable | None = None
+_listener: Listener | None = None
 
 
 def load() -> Library | None:
@@ -86,6 +92,49 @@ def replaced(library: Library) -> Iterator[None]:
         yield
     finally:
         _found = before
+
+
+def now() -> int:
+    """Nanoseconds of the clock by which native.c times a tape's calls."""
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+class _Timed(Library):
+    """The library itself, telling of every call. Tapes tell of theirs themselves."""
+
+    def __init__(self, library: Library, listener: Listener) -> None:
+        self.path, self.replay, self.replay_timed = library.path, library.replay, library.replay_timed
+        for name in SIGNATURES:
+            setattr(self, name, self._timing(name, getattr(library, name), listener))
+
+    def _timing(self, name: str, function: Callable[..., None], listener: Listener) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            begin = now()
+            function(*arguments)
+            listener(name, begin, now())
+
+        return call
+
+
+@contextmanager
+def timed(listener: Listener) -> Iterator[None]:
+    """Within, `listener` hears of every native call, also of those that a tape replays."""
+    global _listener
+    library = load()
+    if library is None:
+        yield
+        return
+    _listener = listener
+    try:
+        with replaced(_Timed(library, listener)):
+            yield
+    finally:
+        _listener = None
+
+
+def listening() -> Listener | None:
+    """Who hears of native calls now."""
+    return _listener
 
 
 def reason() -> str | None:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from ctypes import Array, Structure, Union, addressof, c_double, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Tape:
     def __init__(self, library: native.Library, notes: list[Note], made: list[Tensor], result: Tensor) -> None:
         layout = _Layout(notes, made, result)
         self._library, self._count = library, len(notes)
+        self._names = [name for name, _ in notes]
         self.memory = torch.empty(layout.size // 4)
         base = self.memory.data_ptr()
         self._calls: Array[_Call] = (_Call * len(notes))()
@@ -55,8 +57,19 @@ class Tape:
 
     def replay(self) -> Tensor:
         """The function's result for what its inputs hold now; overwritten by the next replay."""
-        self._library.replay(addressof(self._calls), self._count)
+        listener = native.listening()
+        if listener is None:
+            self._library.replay(addressof(self._calls), self._count)
+        else:
+            self._replay_timed(listener)
         return self._result
+
+    def _replay_timed(self, listener: native.Listener) -> None:
+        """The same, with the time of every call."""
+        times = (c_int64 * (self._count + 1))()
+        self._library.replay_timed(addressof(self._calls), self._count, addressof(times))
+        for name, (begin, end) in zip(self._names, pairwise(times), strict=True):
+            listener(name, begin, end)
 
 
 def record(function: Callable[[], Tensor]) -> tuple[Tensor, Tape | None]:

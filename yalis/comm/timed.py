@@ -1,0 +1,38 @@
+"""Telling whoever profiles how long this rank was inside its communicators, waiting for others included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from yalis.comm.base import Communicator
+from yalis.kernels.native import Listener, now
+
+CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "barrier")
+
+
+@contextmanager
+def timed(groups: Iterable[Communicator], listener: Listener) -> Iterator[None]:
+    """Within, `listener` hears of every call on these groups. Outside, nothing stands between them and their callers."""
+    several = [group for group in dict.fromkeys(groups) if group.size > 1]
+    for group in several:
+        for name in CALLS:
+            setattr(group, name, _timing(name, getattr(group, name), listener))
+    try:
+        yield
+    finally:
+        for group in several:
+            for name in CALLS:
+                delattr(group, name)
+
+
+def _timing(name: str, function: Callable[..., Any], listener: Listener) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        begin = now()
+        try:
+            return function(*arguments, **named)
+        finally:
+            listener(name, begin, now())
+
+    return call
