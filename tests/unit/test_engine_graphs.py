@@ -61,11 +61,22 @@ def open_llm(ref, monkeypatch, **fields) -> LLM:
         return SchedulerConfig(**{**settings, "max_outstanding": 2, "feed_on_device": True})
 
     monkeypatch.setattr(engine, "SchedulerConfig", ahead)
-    llm = LLM(str(ref.path), device="cpu", attention="triton", kv_blocks=32, max_num_seqs=4, max_model_len=32, **fields)
+    llm = LLM(
+        str(ref.path),
+        device="cpu",
+        attention="triton",
+        kv_blocks=32,
+        max_num_seqs=4,
+        max_model_len=32,
+        max_batch_tokens=22,
+        **fields,
+    )
     runner = llm._engine.runner
     with torch.inference_mode():
         runner.graphs = Graphs(runner.graphs._forward, runner.last_tokens, 2, True, lambda rows: None, dependent=False)
+        runner._warm_up(llm.config, 32)
         before = runner.pool._kv.clone()
+        assert before[:, :, 0].count_nonzero(), "warming up ran nothing"
         runner.graphs.record()
         assert torch.equal(runner.pool._kv, before), "recording wrote into the cache"
     return llm

@@ -116,7 +116,7 @@ class Runner:
             self.pool = self._make_pool(config, needs, wanted_len, settle)
             self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
             if isinstance(self.graphs, CudaGraphs):
-                self._warm_up(config)
+                self._warm_up(config, wanted_len)
                 self.graphs.record()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -182,14 +182,16 @@ class Runner:
             self._choose(logits, [SamplingRow(hungriest, seed=0, position=0)] * rows)
         return taken
 
-    def _warm_up(self, config: EngineConfig) -> None:
+    def _warm_up(self, config: EngineConfig, longest: int) -> None:
         """Prompts of every kind of length once, alone and beside a decoding sequence: no request waits for a compiler.
 
         They may write into any block: none holds anything yet.
         """
-        room = min(config.max_batch_tokens, self.pool.num_blocks * self.block_size)
-        for lengths in ((16,), (32,), (64,), (65,), (600,), (65, 1)):
-            if sum(lengths) <= room and len(lengths) <= config.max_num_seqs:
+        longest = min(longest, self.pool.num_blocks * self.block_size)
+        for tokens, decoding in ((16, 0), (32, 0), (64, 0), (65, 0), (600, 0), (65, 1)):
+            whole, rest = divmod(tokens, longest)
+            lengths = [longest] * whole + [rest] * (rest > 0) + [1] * decoding
+            if sum(lengths) <= config.max_batch_tokens and len(lengths) <= config.max_num_seqs:
                 steps = [_rehearsed(slot, length, self.block_size) for slot, length in enumerate(lengths)]
                 DecodeGraphs.run(self.graphs, self.packer.pack(steps), self._idle_hidden(sum(lengths)))
 
