@@ -12,11 +12,13 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from tests.families import CASES, Case
+from tests.ranks import Memory, run_ranks
 from yalis.attention.base import AttentionNeeds, ForwardBatch, LayerCache
 from yalis.attention.choose import choose_backend
+from yalis.comm.base import SingleRank
 from yalis.models.decoder import Decoder
 from yalis.parallel.pipeline import Stage
-from yalis.parallel.plan import Grid
+from yalis.parallel.plan import Grid, Split
 from yalis.spec import read_spec
 
 NAMES = ("llama-bias-linear", "qwen3-gqa4", "phi3-partial-tied", "gemma2")
@@ -30,12 +32,12 @@ def _nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make_model(case: Case) -> Decoder:
+def make_model(case: Case, grid: Grid | None = None) -> Decoder:
     spec = read_spec(case.build(0).config.to_dict())
-    model = Decoder(spec, Grid(), Stage(), 256, torch.float32, torch.device("cpu"))
-    torch.manual_seed(0)
+    model = Decoder(spec, grid or Grid(), Stage(), 256, torch.float32, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        parameter.normal_(0, 0.1)
+        parameter.normal_(0, 0.1, generator=draw)
     return model
 
 
@@ -97,3 +99,33 @@ def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     called = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"}
     assert {"yalis.rope_write.default", "yalis.attend.default"} < called
     assert not {target for target in called if "clone" in target or "copy" in target}, "of the cache?"
+
+
+@pytest.mark.parametrize("split", [Split(2), Split(1, 2)], ids=["rows", "columns"])
+def test_ranks_sum_within_compiled_blocks(split: Split) -> None:
+    """Two ranks of a model whose hidden states, or whose heads, are split: as uncompiled."""
+    case = next(case for case in CASES if case.name == "qwen3-gqa4")
+    batches = [make_batch(lengths, cached) for lengths, cached in (((5, 9), 0), ((1, 1), 9))]
+
+    def run(rank: int, comm: Memory) -> None:
+        alone = SingleRank()
+        over_rows, over_cols = (comm, alone) if split.rows == 2 else (alone, comm)
+        place = split.place(rank)
+        grid = Grid(split.rows, split.cols, place.row, place.col, over_rows, over_cols, comm)
+        eager, compiled = make_model(case, grid), make_model(case, grid)
+        compiled.compile(backend="aot_eager")
+        attention = eager.layers[0].attention
+        heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        needs = AttentionNeeds(heads, kv_heads, dim, torch.float32, torch.device("cpu"), BLOCK_SIZE)
+        backend = choose_backend("sdpa", needs)(needs)
+        caches = [
+            [LayerCache(*torch.zeros(2, BLOCKS, BLOCK_SIZE, kv_heads, dim)) for _ in eager.layers] for _ in range(2)
+        ]
+        for batch in batches:
+            before = len(comm.calls)
+            expected = eager(batch, caches[0], backend)
+            middle = len(comm.calls)
+            assert torch.equal(compiled(batch, caches[1], backend), expected)
+            assert comm.calls[middle:] == comm.calls[before:middle]
+
+    run_ranks(2, run)

@@ -16,6 +16,7 @@ from yalis.comm.base import Communicator
 from yalis.kernels import ops
 from yalis.parallel.norm import RMSNorm
 from yalis.parallel.plan import Grid
+from yalis.parallel.summing import Summing
 from yalis.parallel.weights import DenseWeight, ParallelLayer, Piece, TensorSource
 
 
@@ -33,7 +34,8 @@ class GridLinear(ParallelLayer):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.pieces, self.total_cols, self.cols, self.reduce = tuple(pieces), total_cols, cols, reduce
+        self.pieces, self.total_cols, self.cols = tuple(pieces), total_cols, cols
+        self.reduce, self.sum = reduce, Summing(reduce)
         rows = sum(len(piece.rows) for piece in pieces)
         self.weight = DenseWeight(rows, len(cols), dtype, device)
         # The bias joins one partial sum only, so that it is added once.
@@ -59,7 +61,7 @@ class GridLinear(ParallelLayer):
         gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         if self.reduce.size == 1:
             return self.weight(x, self.bias, residual, gain, eps)
-        y = self.reduce.all_reduce(self.weight(x, self.bias, None, gain, eps))
+        y = self.sum(self.weight(x, self.bias, None, gain, eps))
         return y if residual is None else ops.add(residual, y)
 
     def gated(self, x: Tensor, activation: str, norm: RMSNorm) -> Tensor:

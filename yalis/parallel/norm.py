@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from yalis.kernels import ops
 from yalis.parallel.plan import Grid
+from yalis.parallel.summing import Summing
 from yalis.parallel.weights import ParallelLayer, TensorSource
 
 
@@ -21,6 +22,7 @@ class RMSNorm(ParallelLayer):
         self.part = grid.hidden(size)
         #: over several ranks, which sum squares first; otherwise whoever multiplies the norm may compute it on the way
         self.split = grid.cols > 1
+        self.sum = Summing(grid.over_cols)
         # offset + weight does not fit a 16-bit float
         kept = torch.float32 if offset else dtype
         self.weight = nn.Parameter(torch.empty(len(self.part), dtype=kept, device=device), requires_grad=False)
@@ -36,7 +38,7 @@ class RMSNorm(ParallelLayer):
         if not self.split:
             return ops.rms_norm(x, self.weight, self.eps)
         wide = x.float()
-        squares = self.grid.over_cols.all_reduce(wide.pow(2).sum(-1, keepdim=True))
+        squares = self.sum(wide.pow(2).sum(-1, keepdim=True))
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)
 
 
