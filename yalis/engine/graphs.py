@@ -67,6 +67,9 @@ class DecodeGraphs:
         with self._launches():
             return Forwarded(self._forward(batch), owners)
 
+    def forget(self) -> None:
+        """Let go of what was recorded; nothing is replayed from now on."""
+
     def _launches(self) -> AbstractContextManager[None]:
         return dependent_launches(self._last_tokens.device) if self._dependent else nullcontext()
 
@@ -227,6 +230,10 @@ class CudaGraphs(DecodeGraphs):
         tokens = found.tokens[:count] if found.tokens is not None and self.choosing else None
         return Forwarded(found.out[:count], found.owners[:count], tokens)
 
+    def forget(self) -> None:
+        self._recorded.clear()
+        self._pool = None
+
     def record(self) -> None:
         """Make all graphs, the largest first, so that the others find room in what it leaves."""
         before = _free_memory(self._last_tokens.device)
@@ -245,8 +252,7 @@ class CudaGraphs(DecodeGraphs):
             # Other processes on this GPU take memory meanwhile: no more than this one's own, and the driver's part.
             own = torch.cuda.memory_reserved(device) - held + DRIVER_BYTES
             found.append(max(0, min(free - _free_memory(device), own)))
-        self._recorded.clear()
-        self._pool = None
+        self.forget()
         torch.cuda.empty_cache()
         return found[0] + sum(found[1:]) * (len(self.sizes) - 1)
 

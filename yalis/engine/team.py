@@ -160,6 +160,8 @@ class Team:
         for link in self._links.values():
             link.close()
         if self._comm is not None:
+            if self.world.failure is None:
+                self.runner.graphs.forget()  # a communicator waits for the graphs that hold its collectives
             self._comm.close()
 
     def _tell(self, message: Any) -> None:
