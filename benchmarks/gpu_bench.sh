@@ -76,7 +76,9 @@ for name in $steps; do
     latency contexts llama-3.1-8b --max-num-seqs 16 --warmup 0 \
       $(workloads 33 1x1024 1x4096 1x16384 1x32768 1x65500 16x1024 16x2048 16x4096 16x8192 16x16384)
     ;;
-  peers) latency peers llama-3.1-8b --max-num-seqs 16 $(workloads 129 1x128 16x128) --peer "${PEER:-vllm}" ;;
+  peers)
+    latency peers llama-3.1-8b --max-num-seqs 16 $(workloads 129 1x128 16x128) $(printf -- '--peer %s ' ${PEERS:-vllm transformers})
+    ;;
   eager) latency eager llama-3.1-8b --eager $(workloads 65 1x128 16x128) ;;
   compile) latency compile llama-3.1-8b --compile $(workloads 65 1x128 16x128 16x2480) ;;
   kernels) step kernels "$python" -m yalis bench kernels --rows 1,16,64 --out "$folder/kernels" ;;
