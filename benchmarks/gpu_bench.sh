@@ -1,6 +1,6 @@
 #!/bin/bash
 # One GPU against its floors: Llama-3.1-8B's shape with random weights, and others. usage: gpu_bench.sh FOLDER [STEP ...]
-# Steps: table job startup profile (if none is named), shapes batches contexts peers eager compile kernels attention tests.
+# Steps: table job startup profile (if none is named), shapes batches contexts plots peers eager compile kernels attention tests.
 # What each prints goes into FOLDER/STEP.txt, results as JSON into FOLDER/STEP; the table of targets comes last.
 # LIMIT is what a step may take, in seconds. With the Python that holds the GPU's torch as $PYTHON.
 set -u
@@ -76,6 +76,7 @@ for name in $steps; do
     latency contexts llama-3.1-8b --max-num-seqs 16 --warmup 0 \
       $(workloads 33 1x1024 1x4096 1x16384 1x32768 1x65500 16x1024 16x2048 16x4096 16x8192 16x16384)
     ;;
+  plots) step plots "$python" benchmarks/plot_growth.py "$folder" ;;
   peers)
     latency peers llama-3.1-8b --max-num-seqs 16 $(workloads 129 1x128 16x128) $(printf -- '--peer %s ' ${PEERS:-vllm transformers})
     ;;
