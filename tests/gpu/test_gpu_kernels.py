@@ -57,15 +57,15 @@ def test_products(dtype: torch.dtype, size: tuple[int, int]) -> None:
         bias = draw(outputs, dtype=dtype) if rng.random() < 0.5 else None
         residual = draw(rows, outputs, dtype=dtype) if rng.random() < 0.5 else None
         norm = (draw(inputs, dtype=dtype), 1e-5) if rng.random() < 0.5 else None
-        for pdl in (False, True):
-            found = skinny.linear(x, weight, bias, residual, norm, pdl)
-            assert error(found, reference.linear(x, weight, bias, residual, norm)) < TOLERANCE[dtype], (rows, pdl)
+        pdl = rng.random() < 0.5  # compiling is what takes the time
+        found = skinny.linear(x, weight, bias, residual, norm, pdl)
+        assert error(found, reference.linear(x, weight, bias, residual, norm)) < TOLERANCE[dtype], (rows, pdl)
         if outputs % 2 == 0:
-            for activation in fused.ACTIVATIONS:
-                found = skinny.gated_linear(x, weight, activation, bias, norm)
-                expected = reference.gated_linear(x, weight, activation, bias, norm)
-                # gates near zero lose digits that the norm of the output does not
-                assert error(found, expected) < 2 * TOLERANCE[dtype], (rows, activation)
+            activation = rng.choice(fused.ACTIVATIONS)
+            found = skinny.gated_linear(x, weight, activation, bias, norm, pdl)
+            expected = reference.gated_linear(x, weight, activation, bias, norm)
+            # gates near zero lose digits that the norm of the output does not
+            assert error(found, expected) < 2 * TOLERANCE[dtype], (rows, activation)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
@@ -206,24 +206,22 @@ class Layer:
 
     hidden, width, heads, kv_heads, dim = 1024, 2816, 8, 2, 128
 
-    def __init__(self, dtype: torch.dtype, bias: bool = False, wide_norm: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         hidden, width, qkv = self.hidden, self.width, (self.heads + 2 * self.kv_heads) * self.dim
         self.qkv, self.out, self.up, self.down = (
             draw(outputs, inputs, dtype=dtype) / inputs**0.5
             for outputs, inputs in ((qkv, hidden), (hidden, hidden), (2 * width, hidden), (hidden, width))
         )
-        self.biases = [draw(matrix.shape[0], dtype=dtype) for matrix in (self.qkv, self.out, self.up)] if bias else []
-        self.norm = draw(hidden, dtype=torch.float32 if wide_norm else dtype)
+        self.norm = draw(hidden, dtype=dtype)
         self.pool = torch.zeros(2, 40, 16, self.kv_heads, self.dim, dtype=dtype, device="cuda")
 
     def run(self, x: torch.Tensor, angles: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Without attention; keys come back from the cache instead."""
-        bias_qkv, bias_out, bias_up = self.biases or (None, None, None)
-        qkv = ops.linear(x, self.qkv, bias_qkv, None, self.norm, 1e-5).view(x.shape[0], -1, self.dim)
+        qkv = ops.linear(x, self.qkv, None, None, self.norm, 1e-5).view(x.shape[0], -1, self.dim)
         q = ops.rope_write(qkv, *angles.chunk(2, dim=-1), *self.pool, slots)
         q = q + self.pool[0].flatten(0, 1).index_select(0, slots).repeat(1, self.heads // self.kv_heads, 1)
-        x = ops.linear(q.flatten(1), self.out, bias_out, x)
-        return ops.linear(ops.gated_linear(x, self.up, "silu", bias_up, self.norm, 1e-5), self.down, None, x)
+        x = ops.linear(q.flatten(1), self.out, None, x)
+        return ops.linear(ops.gated_linear(x, self.up, "silu", None, self.norm, 1e-5), self.down, None, x)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -231,20 +229,19 @@ class Layer:
 def test_ops_round_as_their_references(dtype: torch.dtype, rows: int) -> None:
     layer, eps = Layer(dtype), 1e-5
     hidden, width = layer.hidden, layer.width
-    for bias, residual, norm in (
-        (None, None, None),
-        (draw(hidden, dtype=dtype), draw(rows, hidden, dtype=dtype), draw(width, dtype=dtype)),
-        (None, draw(rows, hidden, dtype=dtype), draw(width, dtype=torch.float32)),
+    for activation, bias, residual, norm in (
+        ("silu", None, None, None),
+        ("gelu", draw(hidden, dtype=dtype), draw(rows, hidden, dtype=dtype), draw(width, dtype=dtype)),
+        ("gelu_tanh", None, draw(rows, hidden, dtype=dtype), draw(width, dtype=torch.float32)),
     ):
         x = draw(rows, width, dtype=dtype)
         found = ops.linear(x, layer.down, bias, residual, norm, eps)
         expected = reference.linear(x, layer.down, bias, residual, None if norm is None else (norm, eps))
         assert error(found, expected) < ROUNDING[dtype]
         x, gain = draw(rows, hidden, dtype=dtype), None if norm is None else draw(hidden, dtype=norm.dtype)
-        for activation in fused.ACTIVATIONS:
-            found = ops.gated_linear(x, layer.up, activation, None, gain, eps)
-            pair = None if gain is None else (gain, eps)
-            assert error(found, reference.gated_linear(x, layer.up, activation, None, pair)) < 2 * ROUNDING[dtype]
+        found = ops.gated_linear(x, layer.up, activation, None, gain, eps)
+        pair = None if gain is None else (gain, eps)
+        assert error(found, reference.gated_linear(x, layer.up, activation, None, pair)) < 2 * ROUNDING[dtype]
     qkv = draw(rows, layer.heads + 2 * layer.kv_heads, layer.dim, dtype=dtype)
     cos, sin = draw(rows, 1, 2 * layer.dim, dtype=dtype).chunk(2, dim=-1)
     slots = torch.randperm(640, device="cuda")[:rows]
@@ -260,7 +257,7 @@ def test_ops_round_as_their_references(dtype: torch.dtype, rows: int) -> None:
 def test_two_hundred_replays_with_dependent_launches(dtype: torch.dtype, rows: int) -> None:
     """Layer behind layer, replay behind replay, with other numbers each time: the bits of launches that wait."""
     torch.use_deterministic_algorithms(False)  # filling is no part of the graph
-    layers, times = [Layer(dtype, bias=i == 1, wide_norm=i == 2) for i in range(3)], 200
+    layers, times = [Layer(dtype) for _ in range(3)], 200
     bank = draw(times, rows, Layer.hidden, dtype=dtype)
     turns = draw(times, rows, 1, 2 * Layer.dim, dtype=dtype) / 2
     places = torch.stack([torch.randperm(640, device="cuda")[:rows] for _ in range(times)])
