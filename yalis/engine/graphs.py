@@ -184,7 +184,7 @@ class CudaRecording:
 @dataclass(frozen=True)
 class _Recorded:
     recording: CudaRecording
-    hidden: Tensor | None  # where the stage before leaves its result
+    batch: ForwardBatch  # whose tensors the graph reads
     out: Tensor
     owners: Tensor
     tokens: Tensor | None
@@ -223,8 +223,8 @@ class CudaGraphs(DecodeGraphs):
         rows = next(size for size in self.sizes if size >= count)
         found = self._recorded[rows]
         self._inbox.send(step, rows, self._nobody)
-        if found.hidden is not None and hidden is not None:
-            found.hidden[:count].copy_(hidden)
+        if found.batch.hidden is not None and hidden is not None:
+            found.batch.hidden[:count].copy_(hidden)
         found.recording.replay()
         self.replays += 1
         tokens = found.tokens[:count] if found.tokens is not None and self.choosing else None
@@ -240,7 +240,7 @@ class CudaGraphs(DecodeGraphs):
         for size in reversed(self.sizes):
             self._record(size)
         used = (before - _free_memory(self._last_tokens.device)) / 2**20
-        log.info("recorded decode steps of %s sequences in %.0f MiB", self._told(), used)
+        log.info("recorded decode steps of %s sequences in %.0f MiB", ", ".join(map(str, self.sizes)), used)
 
     def rehearse(self) -> int:
         """Bytes that all graphs will take, found by making the two largest, which are dropped again."""
@@ -265,7 +265,6 @@ class CudaGraphs(DecodeGraphs):
         for column, idle in zip((ids, slots, owners, contexts), (0, -1, self._nobody, 1), strict=True):
             column.fill_(idle)
         device = ids.device
-        hidden = self._make_hidden(rows)
         batch = ForwardBatch(
             token_ids=ids,
             positions=positions.zero_(),
@@ -277,7 +276,7 @@ class CudaGraphs(DecodeGraphs):
             logit_rows=torch.arange(rows, device=device),
             query_lens=(1,) * rows,
             context_lens=(1,) * rows,
-            hidden=hidden,
+            hidden=self._make_hidden(rows),
         )
 
         def step() -> tuple[Tensor, Tensor | None]:
@@ -300,10 +299,7 @@ class CudaGraphs(DecodeGraphs):
                 f"{device} ran out of memory while recording a decode step of {rows} sequences; give a smaller "
                 "--memory-fraction, --kv-memory, --kv-blocks or --max-num-seqs, or --eager"
             ) from error
-        self._recorded[rows] = _Recorded(recording, hidden, recording.result[0], owners, recording.result[1])
-
-    def _told(self) -> str:
-        return ", ".join(map(str, self.sizes))
+        self._recorded[rows] = _Recorded(recording, batch, recording.result[0], owners, recording.result[1])
 
 
 def _free_memory(device: torch.device) -> int:
