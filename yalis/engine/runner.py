@@ -150,7 +150,9 @@ class Runner:
             return Tapes(forward, self.last_tokens, most_blocks)
         alone = self.grid.everyone.size == 1
         chooses = alone and self.stage.last
-        return CudaGraphs(forward, self.last_tokens, most_blocks, chooses, self._idle_hidden, dependent=alone)
+        # Between stages other streams carry something too.
+        dependent = alone and self.stage.count == 1
+        return CudaGraphs(forward, self.last_tokens, most_blocks, chooses, self._idle_hidden, dependent)
 
     def _make_pool(
         self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
