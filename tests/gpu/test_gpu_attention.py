@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 
@@ -117,3 +118,23 @@ def test_triton_decode_can_be_captured() -> None:
     out.fill_(float("nan"))
     graph.replay()
     assert relative_error(out, other.expected) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_triton_joins_splits_to_the_same_bits_every_time(pdl: bool) -> None:
+    """Whichever split comes last, with ragged contexts of up to all of them, one launch right behind the other."""
+    from yalis.kernels import dependent, paged_attention
+
+    rng = random.Random(7)
+    for seed in range(4):
+        contexts = tuple((rng.choice((0, 30, 500, 1900, 4000)), 1) for _ in range(rng.choice((1, 3, 16))))
+        case = Case((*contexts, (5000, 1)), 2, 4, 128, 16, seed=seed, dtype=torch.bfloat16, device="cuda")
+        backend = choose_backend("triton", case.needs)(case.needs)
+        step = make_step(case, slowly=False)
+        with dependent.dependent_launches(torch.device("cuda")) if pdl else contextlib.nullcontext():
+            first = run(backend, step, case)
+            shared = backend.prepare(step.batch)
+            outs = [backend.attend(step.q, step.cache, step.batch, shared, case.params) for _ in range(100)]
+        assert relative_error(first, step.expected) < TOLERANCE[torch.bfloat16], case
+        assert all(torch.equal(out, first) for out in outs)
+        assert paged_attention._counters(first.device).count_nonzero() == 0
