@@ -164,11 +164,31 @@ def _seen_by_all(query_start, context_len, sequences, window, WINDOW: tl.constex
     return tl.sum(seen, 0)
 
 
-@triton.jit(do_not_specialize=["table_row", "table_step", "window", "sequences", "splits", "programs"])
+@triton.jit(do_not_specialize=["sequences", "kv_heads", "splits", "programs", "window"])
+def _cut(
+    shares_ptr, query_start, context_len, sequences, kv_heads, splits, programs, window,
+    N: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How many keys of each decoding sequence make a split: once for all layers and heads."""
+    follow(PDL)
+    i = tl.program_id(0) * COUNTED + tl.arange(0, COUNTED)
+    here = i < sequences
+    keys = tl.load(context_len + i, mask=here, other=1).to(tl.int32)
+    if WINDOW:
+        keys = tl.minimum(keys, window)
+    # As many splits as this context's part of all programs, and each of whole tiles.
+    everyone = tl.maximum(1, _seen_by_all(query_start, context_len, sequences, window, WINDOW) * kv_heads)
+    wanted = tl.cdiv(keys.to(tl.int64) * programs, everyone).to(tl.int32)
+    wanted = tl.minimum(tl.minimum(wanted, splits), tl.cdiv(keys, LEAST_TILES * N))
+    share = tl.cdiv(tl.cdiv(keys, wanted), N) * N
+    tl.store(shares_ptr + i, tl.where(keys > WHOLE_TILES * N, share, keys), mask=here)
+
+
+@triton.jit(do_not_specialize=["table_row", "table_step", "window", "splits"])
 def _decode(
-    out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables,
+    out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, shares, tables,
     out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
-    scale, window, softcap, sequences, splits, programs,
+    scale, window, softcap, splits,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     GP: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -180,19 +200,11 @@ def _decode(
     if tl.load(query_start + sequence + 1) - row != 1:
         return
     context = tl.load(context_len + sequence).to(tl.int32)
+    share = tl.load(shares + sequence)
     low = 0
     if WINDOW:
         low = tl.maximum(0, context - window)
-    share = context - low
-    used = 1
-    if (splits > 1) & (share > WHOLE_TILES * N):
-        # As many splits as this context's part of all programs, and each of whole tiles.
-        everyone = _seen_by_all(query_start, context_len, sequences, window, WINDOW) * tl.num_programs(1)
-        wanted = tl.cdiv(share.to(tl.int64) * programs, everyone).to(tl.int32)
-        wanted = tl.minimum(tl.minimum(wanted, splits), tl.cdiv(share, LEAST_TILES * N))
-        keys = share
-        share = tl.cdiv(tl.cdiv(keys, wanted), N) * N
-        used = tl.cdiv(keys, share)
+    used = tl.cdiv(context - low, share)
     if split >= used:
         return
 
@@ -279,6 +291,7 @@ class Launch(NamedTuple):
     tile_start: Tensor  # [S] the first tile of each sequence
     splits: int  # of a decoding context at most; 0 when no sequence decodes
     programs: int  # that keep the device busy
+    shares: dict[int | None, Tensor]  # [S] keys of a split, by window: made for the first layer that has it
 
 
 class Shape(NamedTuple):
@@ -324,7 +337,7 @@ def plan_launch(
     if 1 in query_lens:
         splits = max(1, min(MOST_SPLITS, SPARE * programs // (sequences * num_kv_heads)))
     if not prompts or sequences == sum(query_lens):
-        return Launch(0, query_start, query_start, splits, programs)
+        return Launch(0, query_start, query_start, splits, programs, {})
     group = num_heads // num_kv_heads
     per = prefill_shape(group, head_dim, dtype).m // group
     tiles = sum(-(-n // per) for n in query_lens if n != 1)
@@ -333,7 +346,7 @@ def plan_launch(
     everyone = torch.arange(sequences, device=query_start.device)
     tile_sequence = torch.repeat_interleave(everyone, needed, output_size=tiles)
     tile_start = needed.cumsum(0) - needed
-    return Launch(tiles, tile_sequence, tile_start, splits, programs)
+    return Launch(tiles, tile_sequence, tile_start, splits, programs, {})
 
 
 def paged_attention(
@@ -378,10 +391,16 @@ def paged_attention(
         lse = torch.empty((sequences, kv_heads, splits, group), dtype=torch.float32, device=q.device)
         arrived = _counters(q.device)
         assert sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
+        if window not in launch.shares:
+            launch.shares[window] = shares = torch.empty(sequences, dtype=torch.int32, device=q.device)
+            _cut[(triton.cdiv(sequences, COUNTED.value),)](
+                shares, query_start, context_len, sequences, kv_heads, splits, launch.programs, window or 0,
+                N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **option(pdl),
+            )  # fmt: skip
         rows = triton.next_power_of_2(group)
         _decode[(sequences, kv_heads, splits)](
-            out, part, lse, arrived, q, k_cache, v_cache, query_start, context_len, block_tables,
-            *strides, *numbers, sequences, splits, launch.programs,
+            out, part, lse, arrived, q, k_cache, v_cache, query_start, context_len, launch.shares[window], block_tables,
+            *strides, *numbers, splits,
             **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))), **flags,
             PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
         )  # fmt: skip
