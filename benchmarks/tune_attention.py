@@ -1,4 +1,4 @@
-"""Launches of paged attention tried on this GPU: TB/s of decode, TFLOP/s of prefill, beside flash.
+"""Launches of paged attention tried on this GPU: microseconds of decode, TFLOP/s of prefill, beside flash.
 
 python benchmarks/tune_attention.py [decode] [prefill]
 """
@@ -20,7 +20,7 @@ from yalis.kernels.paged_attention import Shape
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 NEEDS = AttentionNeeds(HEADS, KV_HEADS, DIM, torch.bfloat16, torch.device("cuda"), BLOCK)
 PARAMS = AttentionParams(DIM**-0.5)
-DECODES = [(1, 128), (1, 1024), (1, 4000), (1, 32000), (16, 300), (16, 2700), (64, 640), (64, 4000)]
+DECODES = [(1, 128), (1, 300), (1, 1024), (1, 4000), (1, 32000), (16, 300), (16, 2700), (64, 640), (64, 4000)]
 # Keys are found through a table, so a step of loads in flight takes two stages.
 STAGES = (2, 3, 5, 7)
 PREFILLS = [(16, 2480), (1, 2048), (4, 8192)]
@@ -35,31 +35,33 @@ def main() -> None:
 
 
 def tune_decode() -> None:
-    shapes = [Shape(16, n, warps, stages) for n, warps, stages in product((32, 64, 128), (2, 4), STAGES)]
+    shapes = [Shape(16, n, warps, stages) for n, warps, stages in product((32, 64), (2, 4), STAGES)]
+    shapes += [Shape(16, 128, 4, stages) for stages in STAGES[:3]]
     chosen = kernels.decode_shape(HEADS // KV_HEADS, DIM, torch.bfloat16)
-    tell("decode, TB/s of keys and values   " + "".join(f"{f'{b} x {c}':>12}" for b, c in DECODES))
+    tell(f"{'decode, us of a layer':<44}" + "".join(f"{f'{b} x {c}':>11}" for b, c in DECODES))
     batches = [make_batch(batch, context, 1) for batch, context in DECODES]
+    best = [0.0] * len(DECODES)
     for shape in shapes:
         kernels.decode_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
-        found = []
-        for batch, caches, q in batches:
-            bytes_read = 2 * 2 * sum(batch.context_lens) * KV_HEADS * DIM
-            found.append(rate(TritonAttention, batch, caches, q, bytes_read))
-        tell(f"{shape!s:<34}" + "".join(f"{value / 1e12:>12.2f}" for value in found) + ("  chosen" * (shape == chosen)))
+        found = [rate(TritonAttention, *step, 1.0) for step in batches]
+        best = [max(pair) for pair in zip(best, found, strict=True)]
+        tell(f"{shape!s:<44}" + "".join(f"{1e6 / value:>11.1f}" for value in found) + "  chosen" * (shape == chosen))
+    reads = [2 * 2 * batch * context * KV_HEADS * DIM for batch, context in DECODES]
+    tell(f"{'TB/s of the best':<44}" + "".join(f"{x * n / 1e12:>11.2f}" for x, n in zip(best, reads, strict=True)))
 
 
 def tune_prefill() -> None:
     shapes = [Shape(m, 64, warps, stages) for m, warps, stages in product((64, 128), (4, 8), STAGES[:3])]
     shapes += [Shape(128, 128, 8, stages) for stages in STAGES[:2]]
     chosen = kernels.prefill_shape(HEADS // KV_HEADS, DIM, torch.bfloat16)
-    tell("prefill, TFLOP/s                  " + "".join(f"{f'{b} x {c}':>12}" for b, c in PREFILLS))
+    tell(f"{'prefill, TFLOP/s':<44}" + "".join(f"{f'{b} x {c}':>12}" for b, c in PREFILLS))
     batches = [make_batch(batch, context, context) for batch, context in PREFILLS]
     work = [4 * HEADS * DIM * batch * context * (context + 1) / 2 for batch, context in PREFILLS]
 
     def line(name: str, backend: Any) -> None:
         found = (rate(backend, *step, flops) for step, flops in zip(batches, work, strict=True))
         tell(
-            f"{name:<34}" + "".join(f"{value / 1e12:>12.0f}" for value in found) + ("  chosen" * (name == str(chosen)))
+            f"{name:<44}" + "".join(f"{value / 1e12:>12.0f}" for value in found) + ("  chosen" * (name == str(chosen)))
         )
 
     line("flash, keys packed first", FlashAttention)
