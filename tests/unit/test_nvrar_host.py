@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from yalis.comm.nvrar import build, group
-from yalis.comm.nvrar.group import Launch, NvrarBackend, NvrarGroup, Session, launch_for
+from yalis.comm.nvrar import build
+from yalis.comm.nvrar.group import NvrarBackend, Session, launch_for
 from yalis.comm.nvrar.library import _SIGNATURES, PHASES, Library, Status, int32s
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
@@ -83,40 +83,6 @@ def test_launches() -> None:
     for size in (1 << 10, 128 << 10, 16 << 20):
         for options in NvrarBackend.options_to_try(size):
             launch_for(Choice("nvrar", options), size, 2, 8)
-
-
-class Doubling(NvrarGroup):
-    """As two ranks with the same numbers would see it, without the device."""
-
-    def __init__(self) -> None:
-        self.handle, self._launch = 12345, lambda size: Launch("ll", 1, size)
-
-    def launch(self, x: torch.Tensor, out: torch.Tensor, how: Launch) -> None:
-        assert how.chunk == x.nbytes
-        out.copy_(x * 2)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_compile_keeps_the_operation(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
-    comm, seen = Doubling(), []
-    monkeypatch.setitem(group._GROUPS, comm.handle, comm)
-
-    def keep(module: torch.fx.GraphModule, inputs: list[torch.Tensor]):
-        seen.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
-        return module.forward
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        product = x @ x
-        return comm.all_reduce(product, None if in_place else torch.empty_like(product)) + 1
-
-    x = torch.eye(4)
-    right = layer(x)
-    assert torch.equal(right, 2 * x + 1)
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(layer, backend=keep, fullgraph=True)(x), right)
-    assert [name for name in seen if "nvrar" in name] == ["yalis.nvrar_all_reduce" + "_" * in_place]
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), right)
 
 
 def test_a_wait_that_never_ended_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ OPTIONAL = {
     "mpi4py": "an extra, for --allreduce mpi",
     "tokenizers": "comes with transformers",
     "triton": "an extra",
+    "vllm": "a peer of the benchmark",
 }
 #: Required, and imported by another package for us.
 UNSEEN = {"jinja2": "transformers renders chat templates with it"}

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from yalis.comm.base import Communicator
+from yalis.comm.group_sum import GroupSum
 from yalis.kernels import ops
 from yalis.parallel.norm import RMSNorm
 from yalis.parallel.plan import Grid
-from yalis.parallel.summing import Summing
 from yalis.parallel.weights import DenseWeight, ParallelLayer, Piece, TensorSource
 
 
@@ -35,7 +35,7 @@ class GridLinear(ParallelLayer):
     ) -> None:
         super().__init__()
         self.pieces, self.total_cols, self.cols = tuple(pieces), total_cols, cols
-        self.reduce, self.sum = reduce, Summing(reduce)
+        self.reduce, self.sum = reduce, GroupSum(reduce)
         rows = sum(len(piece.rows) for piece in pieces)
         self.weight = DenseWeight(rows, len(cols), dtype, device)
         # The bias joins one partial sum only, so that it is added once.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from yalis.comm.group_sum import GroupSum
 from yalis.kernels import ops
 from yalis.parallel.plan import Grid
-from yalis.parallel.summing import Summing
 from yalis.parallel.weights import ParallelLayer, TensorSource
 
 
@@ -22,7 +22,7 @@ class RMSNorm(ParallelLayer):
         self.part = grid.hidden(size)
         #: over several ranks, which sum squares first; otherwise whoever multiplies the norm may compute it on the way
         self.split = grid.cols > 1
-        self.sum = Summing(grid.over_cols)
+        self.sum = GroupSum(grid.over_cols)
         # offset + weight does not fit a 16-bit float
         kept = torch.float32 if offset else dtype
         self.weight = nn.Parameter(torch.empty(len(self.part), dtype=kept, device=device), requires_grad=False)

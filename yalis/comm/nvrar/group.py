@@ -177,7 +177,6 @@ class NvrarGroup(OverTorch):
         session.names[self.handle] = name
         self._flat: dict[str, int] = {}
         self._launch = lru_cache(1024)(lambda size: launch_for(best(size), size, self._owners, session.most_blocks))
-        _GROUPS[self.handle] = self
         self.barrier()  # nobody's first message comes before everybody's memory is known
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -186,13 +185,7 @@ class NvrarGroup(OverTorch):
             return self.under.all_reduce(x, out)
         source = x.contiguous()
         buffer = target if target.is_contiguous() else torch.empty_like(source)
-        if torch.compiler.is_compiling():
-            if buffer is source:
-                torch.ops.yalis.nvrar_all_reduce_(buffer, self.handle)
-            else:
-                torch.ops.yalis.nvrar_all_reduce(source, buffer, self.handle)
-        else:
-            self.launch(source, buffer, self._launch(x.nbytes))
+        self.launch(source, buffer, self._launch(x.nbytes))
         return target if buffer is target else target.copy_(buffer)
 
     def launch(self, x: Tensor, out: Tensor, how: Launch) -> None:
@@ -261,16 +254,12 @@ class NvrarGroup(OverTorch):
         held = _Memory(self._library.call("arena") + offsets[0], size)
         return torch.as_tensor(held, device=self._session.device).view(dtype).view(shape)
 
-    def close(self) -> None:
-        _GROUPS.pop(self.handle, None)
-
 
 class NvrarBackend(OverTorchBackend):
     name = "nvrar"
 
     def _start(self) -> None:
         self._session = Session(self.world, self.device) if self.world.size > 1 else None
-        self._made: list[NvrarGroup] = []
 
     @classmethod
     def unusable(cls, world: World, device: torch.device) -> str | None:
@@ -303,44 +292,13 @@ class NvrarBackend(OverTorchBackend):
         nodes = self.topology.by_node(ranks)
         tuned = self.table.of(nodes)
         node_of = [self.topology.node_of[rank] for rank in ranks]
-        group = NvrarGroup(under, self._session, name, ranks, node_of, lambda size: tuned.best(size, "nvrar"))
-        self._made.append(group)
-        return group
+        return NvrarGroup(under, self._session, name, ranks, node_of, lambda size: tuned.best(size, "nvrar"))
 
     def close(self) -> None:
-        for group in self._made:
-            group.close()
-        self._made.clear()
         if self._session is not None:
             self._session.close()
             self._session = None
         super().close()
-
-
-# By the number that a compiled graph carries.
-_GROUPS: dict[int, NvrarGroup] = {}
-
-
-@torch.library.custom_op("yalis::nvrar_all_reduce", mutates_args=("out",))
-def _all_reduce(x: Tensor, out: Tensor, group: int) -> None:
-    found = _GROUPS[group]
-    found.launch(x, out, found._launch(x.nbytes))
-
-
-@torch.library.custom_op("yalis::nvrar_all_reduce_", mutates_args=("x",))
-def _all_reduce_in_place(x: Tensor, group: int) -> None:
-    found = _GROUPS[group]
-    found.launch(x, x, found._launch(x.nbytes))
-
-
-@_all_reduce.register_fake
-def _(x: Tensor, out: Tensor, group: int) -> None:
-    return None
-
-
-@_all_reduce_in_place.register_fake
-def _(x: Tensor, group: int) -> None:
-    return None
 
 
 class _Memory:
