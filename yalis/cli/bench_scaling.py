@@ -68,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
     from yalis import results
     from yalis.study import plots
     from yalis.study.scaling import failed, gather, list_settings
+    from yalis.study.scaling_jobs import make_folder
 
     if find_place().size > 1:
         raise YalisError("bench scaling starts every setting itself; leave torchrun, srun and mpirun out")
+    make_folder(args.out)
     if args.plot is not None:
         plots.check_plot(args.plot)
     config, plan = work_config(args), _plan(args)

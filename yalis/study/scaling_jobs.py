@@ -33,7 +33,7 @@ def run_missing(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Sett
 
 
 def _run(config: EngineConfig, plan: ScalingPlan, setting: Setting, report: Report, label: str) -> None:
-    folder = _prepare(plan.folder / setting.folder)
+    folder = make_folder(plan.folder / setting.folder)
     with (folder / LOG).open("w") as log:
         if setting.allreduce == "mpi" and (reason := mpi_missing()):
             log.write(f"yalis: error: {reason}\n")
@@ -73,7 +73,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _prepare(folder: Path) -> Path:
+def make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -137,10 +137,10 @@ def write_scripts(
 ) -> list[Path]:
     """A job script for each setting without a result, and one that submits them all; returns that one last."""
     missing = [setting for setting in settings if find_result(config, plan, setting) is None]
-    _prepare(folder)
+    make_folder(folder)
     scripts = []
     for setting in missing:
-        _prepare(plan.folder / setting.folder)  # Slurm makes no folder for a job's output
+        make_folder(plan.folder / setting.folder)  # Slurm makes no folder for a job's output
         path = folder / f"{setting.folder}.sh"
         _write(path, _script(config, plan, slurm, setting))
         scripts.append(path)
