@@ -1,5 +1,5 @@
 #!/bin/sh
-# What the tests with real launchers and several hosts need of the system. As root on Debian or Ubuntu it is installed where it
+# What the tests with real launchers, several hosts and a browser need of the system. As root on Debian or Ubuntu it is installed where it
 # is missing; elsewhere those tests skip, each with its reason.
 set -u
 missing=
@@ -11,6 +11,7 @@ need slurmctld slurm-wlm
 need slurmd slurm-wlm
 need munged munge
 need ip iproute2
+command -v chromium >/dev/null || need chromium-headless-shell chromium-headless-shell
 missing=$(printf '%s\n' $missing | sort -u | tr '\n' ' ' | sed 's/ $//')
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

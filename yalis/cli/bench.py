@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from yalis import results
 
     if args.out is not None:
-        _prepare(args.out)
+        prepare_folder(args.out)
     measure, print_table = _BENCHMARKS[args.benchmark]
     line = ProgressLine()
     result = measure(args, shlex.join(["yalis", *sys.argv[1:]]), line.show)
@@ -141,7 +141,7 @@ def _kernels(args: argparse.Namespace, command: str, report: Callable[[str], Non
     return measure(plan, command, report)
 
 
-def _prepare(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Make the folder and try to write there, before minutes of measuring."""
     if folder.exists() and not folder.is_dir():
         raise YalisError(f"--out is {folder}, which is not a folder; give a folder")

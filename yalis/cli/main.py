@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from yalis import __version__, env
-from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan
+from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, profile, report
 from yalis.cli.flags import Parser, engine_config
 from yalis.errors import YalisError
 from yalis.launch.environment import find_place
@@ -27,6 +27,8 @@ VERBS = {
     "chat": (chat, "talk with a model"),
     "batch": (batch, "answer every line of a JSONL file, resuming where it stopped"),
     "bench": (bench, "measure"),
+    "profile": (profile, "where the time goes: matmul, attention, communication, other kernels, idle"),
+    "report": (report, "results as one page of plots and tables"),
     "lab": (lab, "run a command as ranks on several hosts that are namespaces of this machine"),
     "plan": (plan, "what each rank of a split would hold, before anything is loaded"),
     "models": (models, "models with a short name, and the families that can be loaded"),

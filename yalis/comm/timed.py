@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from yalis.comm.base import Communicator
 from yalis.kernels.native import Listener, now
+
+autograd: Any = torch.autograd  # whose stubs lack the switch below
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "barrier")
 
 
 @contextmanager
 def timed(groups: Iterable[Communicator], listener: Listener) -> Iterator[None]:
-    """Within, `listener` hears of every call on these groups. Outside, nothing stands between them and their callers."""
+    """Within, `listener` hears of every call on these groups. Outside, nothing stands before them."""
     several = [group for group in dict.fromkeys(groups) if group.size > 1]
     for group in several:
         for name in CALLS:
@@ -30,9 +34,12 @@ def timed(groups: Iterable[Communicator], listener: Listener) -> Iterator[None]:
 def _timing(name: str, function: Callable[..., Any], listener: Listener) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         begin = now()
+        # torch's profiler must not follow gloo's sends: one that ends after the watch has crashed it.
+        autograd._enable_record_function(False)
         try:
             return function(*arguments, **named)
         finally:
+            autograd._enable_record_function(True)
             listener(name, begin, now())
 
     return call

@@ -18,7 +18,8 @@ CATEGORIES = ("matmul", "attention", "other", "communication")
 
 # Calls on a CPU. Those of native.c and of communicators carry a prefix; torch's own are aten::.
 _COMMUNICATES = re.compile(
-    r"^comm::|nccl|nvshmem|nvrar|^(void )?(\(anonymous namespace\)::)?(all_reduce|ring|one_shot)_kernel\b", re.IGNORECASE
+    r"^comm::|nccl|nvshmem|nvrar|^(void )?(\(anonymous namespace\)::)?(all_reduce|ring|one_shot)_kernel\b",
+    re.IGNORECASE,
 )
 _ATTENDS = re.compile(
     r"^native::attend$|^aten::_?(scaled_dot_product|flash_attention|efficient_attention|flex_attention)"

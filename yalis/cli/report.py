@@ -1,0 +1,37 @@
+"""Make one self-contained page of results: plots, their tables and the commands that made them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from yalis.cli.flags import add_common_flags
+from yalis.cli.terminal import tell
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="result files, or folders of them")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", default=Path("report.html"),
+        help="the page; its plots go beside it, as PNG and SVG (default: report.html)",
+    )  # fmt: skip
+    parser.add_argument("--title", metavar="TEXT", default="A performance study", help="the page's heading")
+    add_common_flags(parser, json="print the files that were written as one object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import json
+
+    from yalis.study.report import find_results, write_report
+
+    found = find_results(args.results)
+    page, plots = write_report(found, args.output, args.title)
+    if args.json:
+        print(json.dumps({"page": str(page), "plots": [str(path) for path in plots]}))
+    tell(
+        f"wrote {page} of {len(found)} results, and {len(plots)} plots into {plots[0].parent}"
+        if plots
+        else f"wrote {page}"
+    )
+    return 0
