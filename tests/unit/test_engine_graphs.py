@@ -19,7 +19,7 @@ from yalis import LLM, SamplingParams
 from yalis.engine import engine
 from yalis.engine.graphs import CudaGraphs, sizes_for
 from yalis.engine.packing import COLUMNS, Packer
-from yalis.errors import YalisFailure
+from yalis.errors import YalisError, YalisFailure
 from yalis.scheduling.plan import FED, SequenceStep
 from yalis.scheduling.scheduler import SchedulerConfig
 
@@ -112,6 +112,14 @@ def test_rows_that_ask_for_more_stand_beside_greedy_ones(ref, monkeypatch):
     assert together[0].token_ids == ref.tokens[0]
     for ours, theirs in zip(together[1].logprobs, wanted[1].logprobs, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_compiled_blocks_give_the_same_tokens(ref):
+    with LLM(str(ref.path), device="cpu", compile=True) as llm:
+        assert [output.token_ids for output in llm.generate(ref.prompts, plain())] == ref.tokens
+        assert llm._engine.runner.model._compiled
+    with pytest.raises(YalisError, match="leave out --eager or --compile"):
+        LLM(str(ref.path), eager=True, compile=True)
 
 
 def test_memory_that_does_not_suffice_is_a_sentence(ref, monkeypatch):

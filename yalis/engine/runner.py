@@ -112,7 +112,7 @@ class Runner:
             # A row for each slot, and one for what fills up a recorded step.
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
             self.packer = Packer(config.max_num_seqs, most_blocks, config.block_size, self.model.rotary.length)
-            self.graphs = self._open_graphs(config.eager, most_blocks)
+            self.graphs = self._open_graphs(config, most_blocks)
             self.pool = self._make_pool(config, needs, wanted_len, settle)
             self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
             if isinstance(self.graphs, CudaGraphs):
@@ -139,14 +139,16 @@ class Runner:
         """What this rank holds of the model."""
         return sum(x.nbytes for x in self.model.parameters())
 
-    def _open_graphs(self, eager: bool, most_blocks: int) -> DecodeGraphs:
+    def _open_graphs(self, config: EngineConfig, most_blocks: int) -> DecodeGraphs:
         def forward(batch: ForwardBatch) -> Tensor:
             out: Tensor = self.model(batch, self.caches, self.backend)
             return out
 
-        if eager or not (self.backend.capturable and self.grid.capturable):
+        on_cpu = self.device.type == "cpu"
+        # Tapes hold native calls, not what a compiler makes of them.
+        if config.eager or (on_cpu and config.compile) or not (self.backend.capturable and self.grid.capturable):
             return DecodeGraphs(forward, self.last_tokens)
-        if self.device.type == "cpu":
+        if on_cpu:
             return Tapes(forward, self.last_tokens, most_blocks)
         alone = self.grid.everyone.size == 1
         chooses = alone and self.stage.last
