@@ -68,7 +68,8 @@ class PlanDecoder:
         if params is not None:
             self._known[slot] = _Known(request_id, decode_params(params))
         known = self._known[slot]
-        known.blocks = (*known.blocks[:kept], *fresh)
+        if fresh or kept < len(known.blocks):  # else the same object says that nothing changed
+            known.blocks = (*known.blocks[:kept], *fresh)
         if history is None:
             known.history = None
         elif len(history) == 2:
