@@ -95,3 +95,19 @@ def test_without_the_library_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch
     result, tape = record(layer)
     assert tape is None
     assert torch.equal(result, layer())
+
+
+def test_a_tape_tells_of_its_calls_to_whoever_listens() -> None:
+    x, weight, scale = torch.randn(4, 32), torch.randn(48, 32), torch.ones(48)
+    expected, tape = record(lambda: ops.rms_norm(ops.linear(x, weight), scale, 1e-5))
+    assert tape is not None
+    heard: list[tuple[str, int, int]] = []
+    begin = native.now()
+    with native.timed(lambda *call: heard.append(call)):
+        assert torch.equal(tape.replay(), expected)
+        ops.linear(x, weight)
+    end = native.now()
+    tape.replay()
+    assert [name for name, _, _ in heard] == ["linear", "rms_norm", "linear"]
+    times = [begin, *(time for _, start, stop in heard for time in (start, stop)), end]
+    assert times == sorted(times)

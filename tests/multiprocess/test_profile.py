@@ -1,0 +1,37 @@
+"""`yalis profile` over real ranks: each watches itself, and the first one tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from yalis import results
+from yalis.cli.main import main
+from yalis.study.profile import PARTS
+
+
+def test_every_rank_watches_itself(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Two stages of two ranks: collectives inside a stage, sends between them that outlive a watch.
+    words = (
+        f"profile --tp 2 --pp 2 --allreduce torch --workload 4x12x9 --steps 4 --warmup 0 --repeats 2 --model {model}"
+    )
+    assert main([*words.split(), "--threads", "1", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    out, _ = capsys.readouterr()
+    (path,) = tmp_path.iterdir()
+    result = results.read(path)
+    assert [(row["phase"], row["rank"]) for row in result.rows] == [
+        (phase, rank) for phase in ("prefill", "decode") for rank in range(4)
+    ]
+    for row in result.rows:
+        assert row["communication_ms"] > 0
+        assert row["matmul_ms"] > 0
+        assert row["ms"] == pytest.approx(sum(row[f"{part}_ms"] for part in PARTS))
+        assert 0.5 < row["accounted"] < 1.5  # what is told must be near the truth, however busy the machine
+    # A token for every sequence takes as long on one rank as on another.
+    decode = [row["ms"] for row in result.rows if row["phase"] == "decode"]
+    assert max(decode) < 1.5 * min(decode)
+    assert {one["part"] for one in result.parameters["over_ranks"]} == {"all", *PARTS}
+    assert result.topology is not None
+    assert result.topology["ranks"] == 4
+    assert "max/mean" in out

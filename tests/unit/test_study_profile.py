@@ -1,0 +1,108 @@
+"""`yalis profile` on one rank, and that watching changes nothing but time. Several ranks: tests/multiprocess."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_chat import save_tiny_chat
+from yalis import LLM, SamplingParams, results
+from yalis.cli.main import main
+from yalis.engine.engine import Engine
+from yalis.kernels import native
+from yalis.study.profile import PARTS, over_ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
+
+
+def test_a_profile_is_told_drawn_and_kept(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"profile --workload 3x20x24 --steps 6 --repeats 2 --threads 1 --device cpu --model {model}"
+    words += f" --out {tmp_path / 'out'} --plot {tmp_path / 'bars'}"
+    assert main(words.split()) == 0
+    out, err = capsys.readouterr()
+    (path,) = (tmp_path / "out").iterdir()
+    assert err == f"yalis: wrote {path}\nyalis: drew {tmp_path / 'bars.png'} and {tmp_path / 'bars.svg'}\n"
+    assert (tmp_path / "bars.png").stat().st_size > 5000
+    result = results.read(path)
+    prefill, decode = result.rows
+    assert (prefill["phase"], prefill["steps"], decode["phase"], decode["steps"]) == ("prefill", 2, "decode", 12)
+    for row in result.rows:
+        assert row["ms"] == pytest.approx(sum(row[f"{part}_ms"] for part in PARTS))
+        assert row["matmul_ms"] > 0
+        assert row["attention_ms"] > 0
+        assert row["idle_ms"] > 0
+        assert row["communication_ms"] == 0
+        off = abs(row["accounted"] - 1) > 0.02  # on a busy machine a step of a tiny model may be
+        assert off == any(note.startswith(row["phase"]) for note in result.notes)
+        assert 0.5 < row["accounted"] < 1.1
+    assert result.parameters["split"] == "tp1"
+    assert result.parameters["unwatched_decode_ms"] > 0
+    names = {one["name"]: one for one in result.parameters["names"]["decode"][0]}
+    if native.load() is not None:  # the steps are tapes, and what is on them is seen all the same
+        # Two layers of four products each, and the head, in each of 7 watched steps.
+        assert names["native::linear"]["count"] == 7 * (2 * 4 + 1)
+        assert names["native::attend"]["count"] == 7 * 2
+    assert "matmul" in out
+    assert "the parts add up to" in out
+
+
+def test_watching_changes_no_token_and_loses_none(model: str) -> None:
+    prompts, sampling = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(model, threads=1, device="cpu") as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, sampling)]
+        engine = llm._engine
+        assert isinstance(engine, Engine)
+        ids = [llm.submit(prompt, sampling) for prompt in prompts]
+        done: dict[int, list[int]] = {}
+        seen = []
+        for step in range(40):
+            if step in (1, 5):
+                engine.watch()
+            if step in (3, 8):
+                seen.append(engine.rest())
+            done.update((id, output.token_ids) for id, output in llm.poll())
+        replays = engine.runner.graphs.replays
+        assert [done[id] for id in ids] == expected
+        assert [[step.step.number for step in ranks[0].steps] for ranks in seen] == [
+            list(range(first := seen[0][0].steps[0].step.number, first + 2)),
+            list(range(first + 4, first + 7)),
+        ]
+        assert native.listening() is None
+        if native.load() is not None:
+            assert replays > 0
+        with pytest.raises(ValueError, match="nobody watches"):
+            engine.rest()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--workload 3x20x2", "too few decode steps"),
+        ("--workload sometimes", "is not known"),
+        ("--steps 0", "steps is 0"),
+        ("--workload 2x400x9", "the context holds 256"),
+        ("--dp 2", "leave --dp out"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(
+    model: str, words: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"profile {words} --model {model} --device cpu".split()) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_ranks_are_put_together() -> None:
+    rows = [
+        {"phase": "decode", "rank": rank, "ms": 4.0, **{f"{part}_ms": 0.0 for part in PARTS}, "matmul_ms": matmul}
+        for rank, matmul in ((0, 1.0), (1, 3.0))
+    ]
+    told = {one["part"]: (one["max_ms"], one["mean_ms"], one["imbalance"]) for one in over_ranks(rows)}
+    assert told["matmul"] == (3.0, 2.0, 1.5)
+    assert told["all"] == (4.0, 4.0, 1.0)
+    assert told["idle"] == (0.0, 0.0, 1.0)
