@@ -6,6 +6,7 @@ python benchmarks/tune_attention.py [decode] [prefill]
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -40,14 +41,24 @@ def tune_decode() -> None:
     chosen = kernels.decode_shape(HEADS // KV_HEADS, DIM, torch.bfloat16)
     tell(f"{'decode, us of a layer':<44}" + "".join(f"{f'{b} x {c}':>11}" for b, c in DECODES))
     batches = [make_batch(batch, context, 1) for batch, context in DECODES]
-    best = [0.0] * len(DECODES)
+    times: dict[Shape, list[float]] = {}
+
+    def line(shape: Shape, programs: int) -> list[float]:
+        kernels.decode_shape = lambda *_: shape
+        found = [1e6 / rate(partial(Crowded, programs=programs), *step, 1.0) for step in batches]
+        mark = "  chosen" if (shape, programs) == (chosen, 3) else ""
+        tell(f"{f'{shape} x {programs}':<44}" + "".join(f"{us:>11.1f}" for us in found) + mark)
+        return found
+
     for shape in shapes:
-        kernels.decode_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
-        found = [rate(TritonAttention, *step, 1.0) for step in batches]
-        best = [max(pair) for pair in zip(best, found, strict=True)]
-        tell(f"{shape!s:<44}" + "".join(f"{1e6 / value:>11.1f}" for value in found) + "  chosen" * (shape == chosen))
+        times[shape] = line(shape, 3)
+    # More or fewer splits, for the shapes that were best somewhere.
+    best = [min(times, key=lambda shape, at=at: times[shape][at]) for at in range(len(DECODES))]
+    for shape, programs in product(dict.fromkeys(best), (1, 2, 4, 6)):
+        line(shape, programs)
     reads = [2 * 2 * batch * context * KV_HEADS * DIM for batch, context in DECODES]
-    tell(f"{'TB/s of the best':<44}" + "".join(f"{x * n / 1e12:>11.2f}" for x, n in zip(best, reads, strict=True)))
+    rates = [count / times[shape][at] / 1e6 for at, (shape, count) in enumerate(zip(best, reads, strict=True))]
+    tell(f"{'TB/s of the best above':<44}" + "".join(f"{value:>11.2f}" for value in rates))
 
 
 def tune_prefill() -> None:
@@ -68,6 +79,14 @@ def tune_prefill() -> None:
     for shape in shapes:
         kernels.prefill_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
         line(str(shape), OwnPrompts)
+
+
+class Crowded(TritonAttention):
+    """Contexts cut so that each processor has so many programs."""
+
+    def __init__(self, needs: AttentionNeeds, programs: int) -> None:
+        super().__init__(needs)
+        self.programs = self.programs // 3 * programs
 
 
 class OwnPrompts(TritonAttention):
