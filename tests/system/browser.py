@@ -19,8 +19,9 @@ import pytest
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 # A browser that calls home would be told apart from a page that does only with effort.
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--hide-scrollbars",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe",
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-sync", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
+    "--remote-debugging-pipe",
 )  # fmt: skip
 
 
@@ -110,7 +111,8 @@ def browser(folder: Path) -> Iterator[Page]:
 
     process = subprocess.Popen(
         [program, *_FLAGS, f"--user-data-dir={folder}"],
-        preexec_fn=wire, close_fds=False, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=wire, close_fds=False,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     os.close(theirs_in)
     os.close(theirs_out)

@@ -60,7 +60,7 @@ def test_calls_on_a_cpu(name: str, category: str | None) -> None:
         ("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)", "attention"),
         ("triton_tem_fused_flex_attention_0", "attention"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
-        ("void (anonymous namespace)::all_reduce_kernel<__nv_bfloat16, nvrar::Words>(nvrar::Group, nvrar::Call)", "communication"),
+        ("void (anonymous namespace)::all_reduce_kernel<__nv_bfloat16, nvrar::Words>(nvrar::Group)", "communication"),
         ("void (anonymous namespace)::one_shot_kernel<float>(nvrar::FlatGroup, nvrar::Call)", "communication"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "other"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<long>>", "other"),

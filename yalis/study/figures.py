@@ -143,7 +143,7 @@ def _draw_scaling(result: Result) -> Any:
                 axis.axvspan(min(crowded) / 1.4, counts[-1] * 1.25, color=_INK, alpha=0.07, linewidth=0)
         if crowded:
             efficiency.text(
-                counts[-1] * 1.22, 0.97, "crowded", ha="right", va="top", fontsize=8.5, style="italic",
+                counts[-1] * 1.22, 0.86, "crowded", ha="right", va="top", fontsize=8.5, style="italic",
                 transform=efficiency.get_xaxis_transform(),
             )  # fmt: skip
         efficiency.set_xlabel("ranks")
@@ -187,7 +187,7 @@ def _draw_profiles(found: Sequence[Result]) -> Any:
                 place += 1
             place += 0.45
         axis.set_yticks(ticks, names)
-        axis.invert_yaxis()
+        axis.set_ylim(place - 0.9, -0.6)
         axis.set_xlim(0, 1.17 * longest)
         axis.grid(axis="x")
         axis.grid(visible=False, axis="y")
@@ -249,7 +249,7 @@ def _draw_allreduce(result: Result) -> Any:
         latency.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
         speedup.set_ylim(bottom=0)
         speedup.axhline(1, linestyle=":", color=_INK, alpha=0.6, lw=1.2)
-        latency.set_title("" if delay is None else f"{delay / 1e3:g} ms between hosts, one way")
+        latency.set_title("" if len(delays) == 1 else f"{delay / 1e3:g} ms between hosts, one way")
         speedup.set_xlabel("size of the message")
     axes[0][0].set_ylabel("microseconds\nmedian, 10%..90%")
     axes[1][0].set_ylabel(f"speed-up over {baseline_of(result.rows, result.parameters['baseline'])}")

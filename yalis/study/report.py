@@ -198,7 +198,7 @@ def _scaling_card(given: Given) -> Card:
         Column("next token", _fixed("token_ms", 1, " ms")),
         Column("speed-up", _fixed("speedup", 2, "x")),
         Column("efficiency", _percent("efficiency")),
-        Column("", lambda row: row["crowded"] or (row["status"] if row["status"] != "ok" else ""), text=True),
+        Column("", lambda row: "crowded" * bool(row["crowded"]) if row["status"] == "ok" else row["status"], text=True),
     ]
     if len(result.parameters["machines"]) > 1:
         columns.insert(0, Column("machine", lambda row: str(row["machine"] or "")))
@@ -216,37 +216,41 @@ def _profile_card(group: list[Given]) -> Card:
     columns = [
         Column("split", lambda row: row["split"], text=True),
         Column("phase", lambda row: row["phase"], text=True),
-        Column("rank", lambda row: str(row["rank"])),
-        Column("all", _fixed("ms", 2, " ms")),
-        *(Column("idle, host" if part == "idle" else part, _part(part)) for part in PARTS),
+        Column("rank", lambda row: str(row["rank"]), text=True),
+        Column("all, ms", _fixed("ms", 2)),
+        *(Column("idle, host" if part == "idle" else part, partial(_part, part)) for part in PARTS),
         Column("accounted", _percent("accounted", 1)),
     ]
+    group = sorted(group, key=lambda given: len(given.result.rows))
     rows: list[Row] = []
     notes: list[str] = []
+    costs = []
     for given in group:
         facts = given.result.parameters
-        rows += [{**row, "split": facts["split"]} for row in given.result.rows]
-        if len(given.result.rows) > len(phases := dict.fromkeys(row["phase"] for row in given.result.rows)):
-            notes += [f"{facts['split']}, {phase}: {_spread_over_ranks(facts, phase)}" for phase in phases]
+        for phase in dict.fromkeys(row["phase"] for row in given.result.rows):
+            own = [row for row in given.result.rows if row["phase"] == phase]
+            rows += [
+                {**row, "split": facts["split"]} for row in [*own, *(_over_ranks(facts, phase) if own[1:] else [])]
+            ]
         if facts["watching_costs"] is not None:
-            notes.append(
-                f"{facts['split']}: a watched decode step takes {1 + facts['watching_costs']:.2f}x an unwatched one"
-            )
+            costs.append(f"{1 + facts['watching_costs']:.2f}x on {facts['split']}")
         notes += [f"{facts['split']}: {note}" for note in given.result.notes]
+    if costs:
+        notes.append(f"Watching costs time: a watched decode step takes {', '.join(costs)} of an unwatched one.")
     work = group[0].result.parameters["workload"]
     told = f"{_model(group[0].result)}, {work['batch']} x {work['prompt_len']} + {work['output_len']} tokens"
     found = [given.result for given in group]
     return Card("profile", told, group, Table(columns, rows), partial(figures.draw_profiles, found), notes)
 
 
-def _spread_over_ranks(facts: Row, phase: str) -> str:
-    """The slowest rank and the mean one, and the part in which ranks are furthest apart."""
-    whole, *parts = (one for one in facts["over_ranks"] if one["phase"] == phase)
-    worst = max(parts, key=lambda one: one["max_ms"] - one["mean_ms"])
-    return (
-        f"{whole['max_ms']:.2f} ms on the slowest rank, {whole['mean_ms']:.2f} ms on average; furthest apart in "
-        f"{worst['part']}: {worst['max_ms']:.2f} and {worst['mean_ms']:.2f} ms, imbalance {worst['imbalance']:.2f}"
-    )
+def _over_ranks(facts: Row, phase: str) -> list[Row]:
+    """What the ranks have in common, as rows below them."""
+    told = {one["part"]: one for one in facts["over_ranks"] if one["phase"] == phase}
+    rows = []
+    for rank, key in (("max", "max_ms"), ("mean", "mean_ms"), ("max / mean", "imbalance")):
+        row = {f"{part}_ms": one[key] for part, one in told.items() if part != "all"}
+        rows.append({"phase": phase, "rank": rank, "ms": told["all"][key], "accounted": None, **row})
+    return rows
 
 
 def _allreduce_card(given: Given) -> Card:
@@ -379,8 +383,9 @@ def _percent(name: str, digits: int = 0) -> Callable[[Row], str | None]:
     return lambda row: None if row[name] is None else f"{row[name]:.{digits}%}"
 
 
-def _part(part: str) -> Callable[[Row], str | None]:
-    return lambda row: f"{row[part + '_ms']:,.2f} ms · {row[part + '_ms'] / row['ms']:.0%}"
+def _part(part: str, row: Row) -> str:
+    share = f" · {row[part + '_ms'] / row['ms']:.0%}" if isinstance(row["rank"], int) else ""
+    return f"{row[part + '_ms']:,.2f}{share}"
 
 
 def _span(row: Row, low: str, high: str, digits: int) -> str | None:

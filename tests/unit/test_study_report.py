@@ -1,0 +1,162 @@
+"""The page of a report: what stands on it, what is refused, and that a browser shows it without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.browser import browser
+from yalis import results
+from yalis.cli.main import main
+from yalis.results import Result
+from yalis.study.profile import PARTS, over_ranks
+from yalis.study.report import find_results, write_report
+
+KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
+CPU = [{"type": "cpu", "name": "CPU, AVX512", "threads": 1}]
+ENGINE = {"model": "folder/tiny", "ranks_per_gpu": 1}
+
+
+def make_profile(ranks: int, devices: list[dict[str, Any]] = CPU, note: str = "") -> Result:
+    rows = []
+    for phase, scale in (("prefill", 40.0), ("decode", 4.0)):
+        for rank in range(ranks):
+            times = {f"{part}_ms": scale * (place + rank + 1) for place, part in enumerate(PARTS)}
+            rows.append(
+                {"phase": phase, "rank": rank, "steps": 3, "ms": sum(times.values()), **times, "accounted": 1.0}
+            )
+    facts = {
+        "workload": {"batch": 2, "prompt_len": 8, "output_len": 4}, "engine": ENGINE, "dtype": "float32",
+        "split": f"tp{ranks}", "over_ranks": over_ranks(rows), "names": {}, "watching_costs": 0.05,
+    }  # fmt: skip
+    topology = results.topology([0] * ranks)
+    return results.new("profile", facts, rows, f"yalis profile --tp {ranks}", devices, [note] if note else [], topology)
+
+
+def make_scaling() -> Result:
+    rows = []
+    for ranks, scheme, split, allreduce in (
+        (1, "one rank", "tp1", ""), (2, "tp", "tp2", "torch"), (4, "tp", "tp4", "torch"), (4, "grid", "tp2x2", "torch"),
+        (2, "tp", "tp2", "hierarchical"), (4, "tp", "tp4", "hierarchical"),
+    ):  # fmt: skip
+        seconds = 2.0 / ranks + 0.3 * ranks
+        row = dict.fromkeys(results.columns("scaling"))
+        row.update(ranks=ranks, scheme=scheme, split=split, allreduce=allreduce, status="ok", machine=1, hosts=1)
+        row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds, tokens_per_s=50.0)
+        row.update(first_token_ms=9.0, token_ms=3.0, speedup=2.3 / seconds, efficiency=2.3 / seconds / ranks)
+        row.update(same_tokens=1.0, crowded="4 ranks on 2 cores" if ranks == 4 else "", file="")
+        rows.append(row)
+    rows.append({**rows[-1], "status": "it <failed> & left", "seconds": None, "speedup": None, "efficiency": None})
+    facts = {"engine": ENGINE, "dtype": "float32", "machines": [{}], "baselines": {"1": "tp1"}}
+    return results.new("scaling", facts, rows, "yalis bench scaling --out 'my folder'", CPU)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One result of each kind that a page draws, and a profile of another machine."""
+    given = tmp_path / "results"
+    for result in (make_scaling(), make_profile(1), make_profile(2)):
+        results.write(result, given)
+    results.write(make_profile(1, [{"type": "cuda", "name": "H200", "memory_gib": 140}]), given)
+    for name in ("allreduce-lab-4x2-1ms", "latency-smollm2-135m-fp32", "pipeline-smollm2-135m-pp2"):
+        (given / f"{name}.json").write_bytes((KEPT / f"{name}.json").read_bytes())
+    return given
+
+
+def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    page = tmp_path / "report.html"
+    assert main(["report", str(folder), "-o", str(page), "--title", "Ours & theirs"]) == 0
+    assert capsys.readouterr().err.startswith(f"yalis: wrote {page} of 7 results, and 12 plots into ")
+    text = page.read_text()
+    assert "<h1>Ours &amp; theirs</h1>" in text
+    articles = re.findall(r"<article id='([\w-]+)'>(.*?)</article>", text, re.DOTALL)
+    # The two profiles of one machine share a figure; the third is of another machine.
+    assert [name for name, _ in articles] == ["scaling", "profile", "profile-2", "allreduce", "latency", "pipeline"]
+    for name, article in articles:
+        assert article.count("<svg") == 1
+        assert "<table>" in article
+        assert "<pre><code>yalis " in article
+        for suffix in (".png", ".svg"):
+            assert (tmp_path / "report-plots" / (name + suffix)).stat().st_size > 3000
+    shown = dict(articles)
+    assert "yalis bench scaling --out &#x27;my folder&#x27;" in shown["scaling"]
+    assert "shows overhead, not speed-up" in shown["scaling"]
+    assert "it &lt;failed&gt; &amp; left" in shown["scaling"]
+    assert "--tp 1" in shown["profile"]
+    assert "--tp 2" in shown["profile"]
+    assert "<td class='text'>max / mean</td>" in shown["profile"]
+    assert "H200" not in shown["profile"]
+    assert "no ratio joins them" in text
+    assert re.findall(r"(?:src|href)=['\"](?!#|data:)", text) == []
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_results_are_found_once_and_a_study_speaks_for_its_settings(tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    old = results.write(make_scaling(), study)
+    new = results.write(replace(make_scaling(), created="2100-01-01T00:00:00+00:00"), study)
+    results.write(make_profile(1), study / "tp1")
+    other = results.write(make_profile(2), tmp_path / "more" / "inside")
+    assert {given.path for given in find_results([tmp_path, study, new])} == {new, other}
+    assert [given.path for given in find_results([old])] == [old]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "is not a yalis result"),
+        (json.dumps({**asdict(make_profile(1)), "schema_version": 0}), "has schema version 0"),
+        (json.dumps({**asdict(make_profile(1)), "rows": []}), "nothing was measured"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(content: str | None, complaint: str, tmp_path: Path, capsys: Any) -> None:
+    if content is not None:
+        (tmp_path / "bad.json").write_text(content)
+    assert main(["report", str(tmp_path / "bad.json"), "-o", str(tmp_path / "report.html")]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert "bad.json" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_needs_results_and_a_name(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "empty")]) == 2
+    assert "there is no result in" in capsys.readouterr().err
+    kept = str(results.write(make_profile(1), tmp_path))
+    assert main(["report", kept, "-o", str(tmp_path / "report.pdf")]) == 2
+    assert "ends in .html" in capsys.readouterr().err
+
+
+def test_a_browser_shows_it_without_a_network(folder: Path, tmp_path: Path) -> None:
+    page, plots = write_report(find_results([folder]), tmp_path / "report.html", "A study")
+    with browser(tmp_path / "browser") as tab:
+        for dark in (False, True):
+            tab.open(page, dark)
+            boxes = tab.evaluate(
+                "[...document.querySelectorAll('figure svg')].map(x => {"
+                "const box = x.getBoundingClientRect(), text = x.querySelector('text');"
+                "return [box.width, box.height, x.querySelectorAll('path').length, getComputedStyle(text).fill]})"
+            )
+            assert len(boxes) == len(plots) // 2
+            for width, height, paths, _ in boxes:
+                assert width > 600
+                assert height > 100
+                assert paths > 10
+            # Text is dark on light and light on dark.
+            assert {fill for *_, fill in boxes} == {"rgb(228, 230, 234)" if dark else "rgb(31, 36, 49)"}
+            # Nothing is wider than the window; wide tables scroll on their own.
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        tab.open(page, width=420)
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert set(tab.requests) == {page.resolve().as_uri()}
+        assert tab.complaints == []
