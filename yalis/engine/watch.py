@@ -6,6 +6,7 @@ communicators. On a GPU it is the kernels and copies of every stream, whoever la
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -124,13 +125,13 @@ class _Session:
         self._device, self._on_gpu = device, device.type == "cuda"
         self.steps: list[StepFacts] = []
         self._begins: list[int] = []
-        self._spans: list[Span] = []
+        self._calls: list[tuple[str, int, int]] = []  # native ones and those of communicators
         self._stack = ExitStack()
         if self._on_gpu:
             torch.cuda.synchronize(device)
         else:
-            self._stack.enter_context(native.timed(self._heard("native")))
-            self._stack.enter_context(timed_groups(groups, self._heard("comm")))
+            self._stack.enter_context(native.timed(self._hear("native::")))
+            self._stack.enter_context(timed_groups(groups, self._hear("comm::")))
         # The profiler's clock is that of the date.
         self._offset = native.now() - time.time_ns()
         self._profiler = torch.profiler.profile(activities=[activity.CUDA if self._on_gpu else activity.CPU])
@@ -138,9 +139,11 @@ class _Session:
         with torch.profiler.record_function(_MARK):
             pass  # its thread is ours
 
-    def _heard(self, prefix: str) -> native.Listener:
+    def _hear(self, prefix: str) -> native.Listener:
+        keep = self._calls.append  # quick: it is the step's time
+
         def hear(name: str, begin: int, end: int) -> None:
-            self._spans.append(Span(f"{prefix}::{name}", begin, end))
+            keep((prefix + name, begin, end))
 
         return hear
 
@@ -158,7 +161,11 @@ class _Session:
         if not self.steps:
             return Watched(ended, [], {})
         events = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        spans = self._kernels(events) if self._on_gpu else [*self._operations(events), *self._spans]
+        spans = (
+            self._kernels(events)
+            if self._on_gpu
+            else [*self._operations(events), *itertools.starmap(Span, self._calls)]
+        )
         if not spans:
             raise YalisFailure("the profiler saw nothing run; another one may hold the device's counters")
         if self._on_gpu:
