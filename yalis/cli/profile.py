@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from yalis import results
-    from yalis.study import figures, plots
+    from yalis.study import plots
     from yalis.study.profile import ProfilePlan, measure
 
     if args.out is not None:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         tell(f"wrote {results.write(result, args.out)}")
     if args.plot is not None:
-        tell(f"drew {' and '.join(map(str, figures.save(figures.draw_profiles([result]), args.plot)))}")
+        tell(f"drew {' and '.join(map(str, plots.draw_profile(result, args.plot)))}")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""The figures of a report, all in one style: drawn once, for a page in light or dark and as files of their own.
+"""Results as figures, all in one style: for a page in light or dark, and for files of their own.
 
-matplotlib is needed only here and in plots.py.
+matplotlib is needed only here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from yalis.errors import YalisFailure
+from yalis.errors import YalisError
 from yalis.results import Result
 from yalis.study.allreduce import baseline_of, label, model
 
@@ -47,20 +47,25 @@ def styled(draw: Callable[[], Any]) -> Any:
         return draw()
 
 
-def save(figure: Any, file: Path) -> list[Path]:
-    """As PNG and SVG on white."""
+def need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise YalisError("drawing needs matplotlib, which is not installed; type pip install matplotlib") from None
+
+
+def save(figure: Any, file: Path, title: str, notes: Sequence[str] = ()) -> list[Path]:
+    """As PNG and SVG on white, with a title above and notes below: files are shown where no page says more."""
     import matplotlib
 
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=8.5, color=_INK)
     stem = file.with_suffix("") if file.suffix in (".png", ".svg") else file
     written = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
-    try:
-        with matplotlib.rc_context({**_STYLE, "svg.fonttype": "path"}):
-            for path in written:
-                # No date: the same results give the same file.
-                about = {"Date": None} if path.suffix == ".svg" else {}
-                figure.savefig(path, dpi=150, facecolor="white", metadata=about)
-    except OSError as error:
-        raise YalisFailure(f"cannot write {path}: {error.strerror}; give another file") from error
+    with matplotlib.rc_context({**_STYLE, "svg.fonttype": "path"}):
+        for path in written:
+            # No date: the same results give the same file.
+            figure.savefig(path, dpi=150, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else {})
     return written
 
 

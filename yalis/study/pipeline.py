@@ -20,6 +20,7 @@ from yalis.engine.device import resolve_device
 from yalis.engine.engine import Engine
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError
+from yalis.study import bandwidth
 from yalis.types import SamplingParams
 
 
@@ -80,7 +81,7 @@ def measure(
                 passed = _pass(llm, engine, m, prompts)
                 if number >= plan.warmup:
                     passes[m].append(passed)
-        device = {"type": llm.device.type, "name": str(llm.device), "ranks": config.tp[0] * config.tp[1] * config.pp}
+        device = {**bandwidth.describe(llm.device), "ranks": config.tp[0] * config.tp[1] * config.pp}
     base = median(one.seconds for one in passes[plan.micro_batches[0]])
     rows = [_row(config.pp, m, passes[m], base) for m in plan.micro_batches]
     parameters = {**asdict(plan), "engine": asdict(config)}

@@ -27,8 +27,7 @@ from yalis.launch.environment import find_place
 from yalis.spec import read_spec
 from yalis.study import bandwidth
 from yalis.study.latency import LatencyPlan, fit
-from yalis.study.scaling import Setting
-from yalis.study.scaling import _crowding as crowding
+from yalis.study.scaling import Setting, crowding
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import SamplingParams
 

@@ -18,7 +18,8 @@ from yalis.errors import YalisError, YalisFailure
 from yalis.results import Result
 from yalis.study import figures
 from yalis.study.allreduce import label
-from yalis.study.scaling import _crowding as crowding
+from yalis.study.plots import model_name
+from yalis.study.scaling import crowding
 
 Row = dict[str, Any]
 
@@ -54,6 +55,11 @@ class Card:
     table: Table
     draw: Callable[[], Any] | None  # None: the table says it all
     notes: Sequence[str] = ()
+
+    @property
+    def drawn_notes(self) -> list[str]:
+        """What must be said wherever the plot is shown."""
+        return list(dict.fromkeys(note for given in self.given for note in given.result.notes))
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,8 @@ def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, 
                 drawing = ""
                 if card.draw is not None:
                     figure = card.draw()
-                    plots += figures.save(figure, folder / name)
                     drawing = figures.inline(figure, name)
+                    plots += figures.save(figure, folder / name, f"{section.title}: {card.title}", card.drawn_notes)
                 cards.append(_card(card, name, drawing, machines))
             head = f"<h2>{_text(section.title)}</h2><p class='about'>{_text(section.about)}</p>"
             parts.append(f"<section>{head}{''.join(cards)}</section>")
@@ -121,10 +127,7 @@ def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, 
 def _check_page(page: Path) -> None:
     if page.suffix != ".html":
         raise YalisError(f"--output is {page}, which is no page; give a name that ends in .html")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise YalisError("drawing needs matplotlib, which is not installed; type pip install matplotlib") from None
+    figures.need_matplotlib()
 
 
 # What goes where
@@ -207,7 +210,7 @@ def _scaling_card(given: Given) -> Card:
         notes.insert(0, "Shaded: more ranks than cores or GPUs. There a figure shows overhead, not speed-up.")
     good = any(row["status"] == "ok" for row in result.rows)
     draw = partial(figures.draw_scaling, result) if good else None
-    return Card("scaling", _model(result), [given], Table(columns, result.rows), draw, notes)
+    return Card("scaling", model_name(result), [given], Table(columns, result.rows), draw, notes)
 
 
 def _profile_card(group: list[Given]) -> Card:
@@ -238,7 +241,7 @@ def _profile_card(group: list[Given]) -> Card:
     if costs:
         notes.append(f"Watching costs time: a watched decode step takes {', '.join(costs)} of an unwatched one.")
     work = group[0].result.parameters["workload"]
-    told = f"{_model(group[0].result)}, {work['batch']} x {work['prompt_len']} + {work['output_len']} tokens"
+    told = f"{model_name(group[0].result)}, {work['batch']} x {work['prompt_len']} + {work['output_len']} tokens"
     found = [given.result for given in group]
     return Card("profile", told, group, Table(columns, rows), partial(figures.draw_profiles, found), notes)
 
@@ -305,7 +308,7 @@ def _latency_card(given: Given) -> Card:
         if row["share_of_floor"] is not None
     ]
     draw = partial(figures.draw_shares, bars) if bars else None
-    title = f"{_model(result)}: a decode step"
+    title = f"{model_name(result)}: a decode step"
     return Card("latency", title, [given], Table(columns, result.rows), draw, result.notes)
 
 
@@ -350,7 +353,7 @@ def _throughput_card(given: Given) -> Card:
         ("the job", row["engine"], row["share_of_floor"]) for row in result.rows if row["share_of_floor"] is not None
     ]
     draw = partial(figures.draw_shares, bars) if bars else None
-    return Card("throughput", _model(result), [given], Table(columns, result.rows), draw, result.notes)
+    return Card("throughput", model_name(result), [given], Table(columns, result.rows), draw, result.notes)
 
 
 def _pipeline_card(given: Given) -> Card:
@@ -364,7 +367,7 @@ def _pipeline_card(given: Given) -> Card:
         Column("speed-up", _fixed("speedup", 2, "x")),
     ]
     draw = partial(figures.draw_pipeline, result)
-    title = f"{_model(result)}, {result.rows[0]['stages']} stages"
+    title = f"{model_name(result)}, {result.rows[0]['stages']} stages"
     return Card("pipeline", title, [given], Table(columns, result.rows), draw, result.notes)
 
 
@@ -398,12 +401,6 @@ def _engine(row: Row) -> str:
 
 def _work(row: Row) -> str:
     return f"{row['batch']}x{row['prompt_len']}x{row['output_len']}"
-
-
-def _model(result: Result) -> str:
-    facts = result.parameters
-    name = Path(facts["engine"]["model"]).name.removesuffix(".json")
-    return ", ".join(filter(None, [name, facts.get("dtype", "")]))
 
 
 # The page

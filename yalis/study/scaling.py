@@ -218,7 +218,7 @@ def _row(plan: ScalingPlan, setting: Setting, result: Result | None, machines: l
     for name in ("status", "seconds", "seconds_low", "seconds_high", "tokens_per_s", "first_token_ms", "token_ms"):
         row[name] = measured[name]
     row["machine"] = 1 + machines.index(results.machine(result))
-    row["crowded"] = _crowding(result)
+    row["crowded"] = crowding(result)
     if path := _newest(plan.folder / setting.folder):
         row["file"] = str(path.relative_to(plan.folder))
     if result.topology is not None:
@@ -240,7 +240,7 @@ def _why_missing(log: Path) -> str:
     return f"no result yet; its log ends: {lines[-1]}" if lines else "no result yet"
 
 
-def _crowding(result: Result) -> str:
+def crowding(result: Result) -> str:
     """How ranks share what each should have for itself; empty where they do not."""
     topology = result.topology or results.topology([0])
     most = max(topology["ranks_per_host"])
