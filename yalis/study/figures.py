@@ -58,14 +58,19 @@ def save(figure: Any, file: Path, title: str, notes: Sequence[str] = ()) -> list
     """As PNG and SVG on white, with a title above and notes below: files are shown where no page says more."""
     import matplotlib
 
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
-    figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=8.5, color=_INK)
+    if figure.legends:  # above it: a legend and a title of the figure would want the same place
+        figure.legends[0].set_title(title, prop={"size": 12, "weight": "bold"})
+        figure.legends[0].get_title().set_color(_INK)
+    else:
+        figure.suptitle(title, fontsize=12, fontweight="bold", color=_INK)
+    figure.supxlabel("\n".join(notes), fontsize=8.5, color=_INK)
     stem = file.with_suffix("") if file.suffix in (".png", ".svg") else file
     written = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
     with matplotlib.rc_context({**_STYLE, "svg.fonttype": "path"}):
         for path in written:
             # No date: the same results give the same file.
-            figure.savefig(path, dpi=150, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else {})
+            about = {"Date": None} if path.suffix == ".svg" else {}
+            figure.savefig(path, dpi=150, facecolor="white", metadata=about)
     return written
 
 
@@ -194,6 +199,7 @@ def _draw_profiles(found: Sequence[Result]) -> Any:
         axis.set_yticks(ticks, names)
         axis.set_ylim(place - 0.9, -0.6)
         axis.set_xlim(0, 1.17 * longest)
+        axis.locator_params(axis="x", nbins=5)
         axis.grid(axis="x")
         axis.grid(visible=False, axis="y")
         axis.tick_params(axis="y", length=0)
