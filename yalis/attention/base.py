@@ -72,9 +72,8 @@ class AttentionBackend(ABC):
     """Reads the paged cache. One object serves all layers of a rank."""
 
     name: ClassVar[str]
-    capturable: ClassVar[bool] = (
-        False  # a decode step can be recorded and replayed: all it reads is in the batch's tensors
-    )
+    #: whether a decode step can be recorded and replayed: all it reads is in the batch's tensors
+    capturable: bool = False
 
     def __init__(self, needs: AttentionNeeds) -> None:
         self.needs = needs

@@ -27,7 +27,6 @@ class Shared:
 
 class TritonAttention(AttentionBackend):
     name = "triton"
-    capturable = True
 
     def __init__(self, needs: AttentionNeeds) -> None:
         super().__init__(needs)
@@ -35,7 +34,8 @@ class TritonAttention(AttentionBackend):
 
         self.kernels: Any = paged_attention
         self.programs = 4
-        if needs.device.type == "cuda":
+        self.capturable = needs.device.type == "cuda"
+        if self.capturable:
             self.programs = 3 * torch.cuda.get_device_properties(needs.device).multi_processor_count
         self.prompts = FlashAttention(needs) if FlashAttention.unusable(needs) is None else None
 
