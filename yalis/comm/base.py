@@ -23,8 +23,13 @@ class Communicator(ABC):
 
     rank: int
     size: int
-    #: whether a CUDA graph may capture these calls; where not, the step runs uncaptured
+    #: whether a CUDA graph may capture an all_reduce; where not, the step runs uncaptured
     capturable: bool
+
+    @property
+    def gather_capturable(self) -> bool:
+        """Whether it may capture the other collectives too."""
+        return self.capturable
 
     @abstractmethod
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:

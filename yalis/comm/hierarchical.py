@@ -233,6 +233,7 @@ class HierarchicalGroup(OverTorch):
 
     def __init__(self, under: TorchGroup, nodes: Nodes, tuned: Tuned, neighbours: Neighbours | None) -> None:
         super().__init__(under)
+        self.capturable = False  # made of sends and receives
         self._summing = Summing(under, nodes, self.rank, neighbours)
         self._options = lru_cache(256)(
             lambda size: options(tuned.best(size, "hierarchical"), size, len(nodes), under.early)

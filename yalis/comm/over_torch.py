@@ -22,6 +22,10 @@ class OverTorch(Communicator):
         self.under = under
         self.rank, self.size, self.capturable = under.rank, under.size, under.capturable
 
+    @property
+    def gather_capturable(self) -> bool:
+        return self.under.capturable
+
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return self.under.all_gather(x, dim)
 

@@ -135,19 +135,19 @@ class GlooGroup(TorchGroup):
 
 
 class NcclGroup(TorchGroup):
-    """A group of GPU ranks. Collectives run on the current stream; CUDA graphs may capture them, not `send` and `recv`.
+    """A group of GPU ranks. Collectives run on the current stream; CUDA graphs may capture them, not `send` and `recv`,
+    and not where ranks share a GPU, between which NCCL uses sockets and the host's help.
 
     Each direction between two ranks is a channel with a communicator and a stream of its own: a send that waits for its
     receiver holds up neither computing, nor collectives, nor what comes the other way. A channel is made by its first
     message, for which the sender waits for the receiver.
     """
 
-    capturable = True
     early = False  # a receive takes its place on the stream
 
-    def __init__(self, store: Any, device: torch.device, rank: int, size: int) -> None:
+    def __init__(self, store: Any, device: torch.device, rank: int, size: int, shared: bool) -> None:
         super().__init__(_nccl(dist.PrefixStore("all", store), rank, size), rank, size)
-        self._store, self._device = store, device
+        self._store, self._device, self.capturable = store, device, not shared
         self._channels: dict[tuple[int, int], Any] = {}
         # NCCL connects in the first collective: better here, where all ranks are, than inside a graph capture.
         self.barrier()
@@ -215,7 +215,8 @@ class TorchBackend(CommBackend):
         if world.size > 1:
             gpu = _bind(device) if device.type == "cuda" else None
             gpus = self._meet(gpu)
-            if gpu is not None and len(set(gpus)) < len(gpus):
+            self._shared = gpu is not None and len(set(gpus)) < len(gpus)
+            if self._shared:
                 one_host = all(member.node == 0 for member in world.members)
                 env.let_nccl_share_a_gpu(world.rank, one_host)
             if gpu is None:
@@ -259,7 +260,7 @@ class TorchBackend(CommBackend):
         store = dist.PrefixStore(name, self._store)
         group: TorchGroup
         if self.device.type == "cuda":
-            group = NcclGroup(store, self.device, rank, len(ranks))
+            group = NcclGroup(store, self.device, rank, len(ranks), self._shared)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._timeout = [self._gloo_device], PATIENCE

@@ -135,7 +135,8 @@ class Grid:
     @property
     def capturable(self) -> bool:
         """Whether a step's collectives may be recorded and replayed."""
-        return all(group.capturable for group in (self.over_rows, self.over_cols, self.everyone))
+        sums = all(group.capturable for group in (self.over_rows, self.over_cols, self.everyone))
+        return sums and (self.cols == 1 or self.over_cols.gather_capturable)
 
     def hidden(self, size: int) -> range:
         """This rank's part of the hidden size."""
