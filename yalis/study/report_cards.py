@@ -1,0 +1,343 @@
+"""What a report shows of each kind of result: a plot, its table, and what must be said beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from yalis import results
+from yalis.results import Result
+from yalis.study import figures
+from yalis.study.allreduce import label
+from yalis.study.plots import model_name
+from yalis.study.profile import PARTS
+from yalis.study.scaling import crowding
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A result and where it came from."""
+
+    path: Path
+    result: Result
+
+
+@dataclass(frozen=True)
+class Column:
+    head: str
+    cell: Callable[[Row], str | None]  # None: not known
+    text: bool = False  # set to the left; numbers to the right
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A plot with what belongs to it."""
+
+    kind: str
+    title: str
+    given: Sequence[Given]  # all of one machine
+    table: Table
+    draw: Callable[[], Any] | None  # None: the table says it all
+    notes: Sequence[str] = ()
+
+    @property
+    def drawn_notes(self) -> list[str]:
+        """What must be said wherever the plot is shown."""
+        return list(dict.fromkeys(note for given in self.given for note in given.result.notes))
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    about: str
+    cards: list[Card] = field(default_factory=list)
+
+
+def make_sections(found: Sequence[Given]) -> list[Section]:
+    """Those that have something to show."""
+    scaling = Section(
+        "Strong scaling",
+        "One job over more and more ranks. The dotted line is what it would be if ranks shared the work for nothing.",
+    )
+    profile = Section(
+        "Where the time goes",
+        "Each rank's own timeline. Communication includes waiting for other ranks; idle is the sum of the gaps in "
+        "which nothing ran: on a CPU the host's own work, on a GPU waiting for the host.",
+    )
+    allreduce = Section(
+        "All-reduce",
+        "Time until every rank has the sum, by size of the message. Bands are the tenth to the ninetieth percentile.",
+    )
+    floor = Section(
+        "Share of the floor",
+        "The floor is the time that reading every byte once at the device's measured bandwidth, or multiplying at its "
+        "measured rate, would take. 100% cannot be beaten.",
+    )
+    throughput = Section("Throughput", "Whole jobs: from the first arrival to the last token.")
+    pipeline = Section("Pipeline", "How long stages stand idle while micro-batches pass.")
+    by_kind: dict[str, list[Given]] = {}
+    for given in found:
+        by_kind.setdefault(given.result.kind, []).append(given)
+    for given in by_kind.get("scaling", []):
+        scaling.cards.append(_scaling_card(given))
+    for group in _alike(by_kind.get("profile", []), _profile_key):
+        profile.cards.append(_profile_card(group))
+    for given in by_kind.get("allreduce", []):
+        allreduce.cards.append(_allreduce_card(given))
+    for given in by_kind.get("latency", []):
+        floor.cards.append(_latency_card(given))
+    for given in by_kind.get("kernels", []):
+        floor.cards.append(_kernels_card(given))
+    for given in by_kind.get("throughput", []):
+        throughput.cards.append(_throughput_card(given))
+    for given in by_kind.get("pipeline", []):
+        pipeline.cards.append(_pipeline_card(given))
+    everything = (scaling, profile, allreduce, floor, throughput, pipeline)
+    return [section for section in everything if section.cards]
+
+
+def _alike(found: Iterable[Given], key: Callable[[Result], str]) -> list[list[Given]]:
+    """Results that may stand side by side: of one machine, and alike in what `key` tells."""
+    groups: dict[str, list[Given]] = {}
+    for given in found:
+        alike = json.dumps([results.machine(given.result), key(given.result)], sort_keys=True)
+        groups.setdefault(alike, []).append(given)
+    return list(groups.values())
+
+
+def _profile_key(result: Result) -> str:
+    facts = result.parameters
+    return json.dumps([facts["engine"]["model"], facts["dtype"], facts["workload"]], sort_keys=True)
+
+
+def _scaling_card(given: Given) -> Card:
+    result = given.result
+    columns = [
+        Column("ranks", lambda row: str(row["ranks"])),
+        Column("split", lambda row: row["split"], text=True),
+        Column("all-reduce", lambda row: row["allreduce"] or "none", text=True),
+        Column("the job", _seconds("seconds")),
+        Column("10%..90%", lambda row: _span(row, "seconds_low", "seconds_high", 3)),
+        Column("tokens/s", _fixed("tokens_per_s", 1)),
+        Column("first token", _fixed("first_token_ms", 1, " ms")),
+        Column("next token", _fixed("token_ms", 1, " ms")),
+        Column("speed-up", _fixed("speedup", 2, "x")),
+        Column("efficiency", _percent("efficiency")),
+        Column("", lambda row: "crowded" * bool(row["crowded"]) if row["status"] == "ok" else row["status"], text=True),
+    ]
+    if len(result.parameters["machines"]) > 1:
+        columns.insert(0, Column("machine", lambda row: str(row["machine"] or "")))
+    notes = list(result.notes)
+    if any(row["crowded"] for row in result.rows):
+        notes.insert(0, "Shaded: more ranks than cores or GPUs. There a figure shows overhead, not speed-up.")
+    good = any(row["status"] == "ok" for row in result.rows)
+    draw = partial(figures.draw_scaling, result) if good else None
+    return Card("scaling", model_name(result), [given], Table(columns, result.rows), draw, notes)
+
+
+def _profile_card(group: list[Given]) -> Card:
+    columns = [
+        Column("split", lambda row: row["split"], text=True),
+        Column("phase", lambda row: row["phase"], text=True),
+        Column("rank", lambda row: str(row["rank"]), text=True),
+        Column("all, ms", _fixed("ms", 2)),
+        *(Column("idle, host" if part == "idle" else part, partial(_part, part)) for part in PARTS),
+        Column("accounted", _percent("accounted", 1)),
+    ]
+    group = sorted(group, key=lambda given: len(given.result.rows))
+    rows: list[Row] = []
+    notes: list[str] = []
+    costs = []
+    for given in group:
+        facts = given.result.parameters
+        for phase in dict.fromkeys(row["phase"] for row in given.result.rows):
+            own = [row for row in given.result.rows if row["phase"] == phase]
+            rows += [
+                {**row, "split": facts["split"]} for row in [*own, *(_over_ranks(facts, phase) if own[1:] else [])]
+            ]
+        if facts["watching_costs"] is not None:
+            costs.append(f"{1 + facts['watching_costs']:.2f} times ({facts['split']})")
+        notes += [f"{facts['split']}: {note}" for note in given.result.notes]
+    if costs:
+        notes.append(
+            f"Watching costs time: a watched decode step takes {', '.join(costs)} as long as an unwatched one."
+        )
+    work = group[0].result.parameters["workload"]
+    told = f"{model_name(group[0].result)}, {work['batch']} x {work['prompt_len']} + {work['output_len']} tokens"
+    found = [given.result for given in group]
+    return Card("profile", told, group, Table(columns, rows), partial(figures.draw_profiles, found), notes)
+
+
+def _over_ranks(facts: Row, phase: str) -> list[Row]:
+    """What the ranks have in common, as rows below them."""
+    told = {one["part"]: one for one in facts["over_ranks"] if one["phase"] == phase}
+    rows = []
+    for rank, key in (("max", "max_ms"), ("mean", "mean_ms"), ("max / mean", "imbalance")):
+        row = {f"{part}_ms": one[key] for part, one in told.items() if part != "all"}
+        rows.append({"phase": phase, "rank": rank, "ms": told["all"][key], "accounted": None, **row})
+    return rows
+
+
+def _allreduce_card(given: Given) -> Card:
+    result = given.result
+    columns = [
+        Column("way", label, text=True),
+        Column("size", lambda row: figures.size_name(row["bytes"])),
+        Column("dtype", lambda row: row["dtype"], text=True),
+        Column("mode", lambda row: row["mode"], text=True),
+        Column("median", _fixed("median_us", 1, " us")),
+        Column("10%..90%", lambda row: _span(row, "low_us", "high_us", 0)),
+        Column("bus", _fixed("bus_gb_per_s", 3, " GB/s")),
+        Column("speed-up", _fixed("speedup", 2, "x")),
+        Column("", lambda row: row["status"] if row["status"] != "ok" else "", text=True),
+    ]
+    if len({row["delay_us"] for row in result.rows}) > 1:
+        columns.insert(1, Column("delay", _fixed("delay_us", 0, " us")))
+    facts = result.parameters
+    notes = list(result.notes)
+    if facts.get("lab"):
+        notes.append(
+            f"The {len(facts['nodes'])} hosts are network namespaces of one machine with {result.host['cores']} cores; "
+            "delays are those of the lab. Compare ways with each other, not with a cluster."
+        )
+    elif result.devices[0]["type"] == "cpu" and facts["ranks"] > result.host["cores"]:
+        notes.append(f"{facts['ranks']} ranks on {result.host['cores']} cores: this shows overhead, not speed-up.")
+    elif facts["ranks_per_gpu"] > 1:
+        notes.append(f"Up to {facts['ranks_per_gpu']} ranks share a GPU: this is no network's speed.")
+    title = f"{facts['ranks']} ranks ({facts['shape']})"
+    delays = [row["delay_us"] for row in result.rows if row["delay_us"] is not None]
+    if delays and len(set(delays)) == 1:
+        title += f", {delays[0] / 1e3:g} ms between hosts"
+    measured = any(row["median_us"] is not None for row in result.rows)
+    draw = partial(figures.draw_allreduce, result) if measured else None
+    return Card("allreduce", title, [given], Table(columns, result.rows), draw, notes)
+
+
+def _latency_card(given: Given) -> Card:
+    result = given.result
+    columns = [
+        Column("engine", _engine, text=True),
+        Column("batch x in x out", _work),
+        Column("first token", _fixed("first_token_ms", 1, " ms")),
+        Column("decode step", _fixed("decode_ms", 2, " ms")),
+        Column("10%..90%", lambda row: _span(row, "decode_ms_low", "decode_ms_high", 2)),
+        Column("tokens/s", _fixed("tokens_per_s", 1)),
+        Column("floor", _fixed("floor_ms", 2, " ms")),
+        Column("of floor", _percent("share_of_floor")),
+        Column("step over ours", _fixed("ratio", 2, "x")),
+        Column("same tokens", _percent("same_tokens")),
+        Column("", lambda row: row["status"] if row["status"] != "ok" else "", text=True),
+    ]
+    bars = [
+        (f"decode {_work(row)}", row["engine"], row["share_of_floor"])
+        for row in result.rows
+        if row["share_of_floor"] is not None
+    ]
+    draw = partial(figures.draw_shares, bars) if bars else None
+    title = f"{model_name(result)}: a decode step"
+    return Card("latency", title, [given], Table(columns, result.rows), draw, result.notes)
+
+
+def _kernels_card(given: Given) -> Card:
+    result = given.result
+    columns = [
+        Column("kernel", lambda row: row["kernel"], text=True),
+        Column("shape", lambda row: row["shape"], text=True),
+        Column("rows", lambda row: str(row["rows"])),
+        Column("ours", _fixed("us", 1, " us")),
+        Column("torch", _fixed("torch_us", 1, " us")),
+        Column("torch over ours", _fixed("ratio", 2, "x")),
+        Column("GB/s", _fixed("gb_per_s", 1)),
+        Column("of floor", _percent("share_of_floor")),
+        Column("", lambda row: row["status"] if row["status"] != "ok" else "", text=True),
+    ]
+    bars = [
+        (f"{row['kernel']} {row['shape']}", f"{row['rows']} rows", row["share_of_floor"])
+        for row in sorted(result.rows, key=lambda row: (row["kernel"], row["shape"]))
+        if row["share_of_floor"] is not None
+    ]
+    draw = partial(figures.draw_shares, bars) if bars else None
+    title = f"Kernels of a decode step, {result.parameters['dtype']}"
+    return Card("kernels", title, [given], Table(columns, result.rows), draw, result.notes)
+
+
+def _throughput_card(given: Given) -> Card:
+    result = given.result
+    columns = [
+        Column("engine", _engine, text=True),
+        Column("requests", lambda row: str(row["requests"])),
+        Column("the job", _seconds("seconds")),
+        Column("10%..90%", lambda row: _span(row, "seconds_low", "seconds_high", 3)),
+        Column("tokens/s", _fixed("tokens_per_s", 1)),
+        Column("first token", _fixed("first_token_ms", 1, " ms")),
+        Column("99%", _fixed("first_token_ms_p99", 1, " ms")),
+        Column("next token", _fixed("token_ms", 1, " ms")),
+        Column("of floor", _percent("share_of_floor")),
+        Column("", lambda row: row["status"] if row["status"] != "ok" else "", text=True),
+    ]
+    bars = [
+        ("the job", row["engine"], row["share_of_floor"]) for row in result.rows if row["share_of_floor"] is not None
+    ]
+    draw = partial(figures.draw_shares, bars) if bars else None
+    crowded = crowding(result)
+    notes = [*result.notes, *([f"{crowded}: this shows overhead, not speed-up."] if crowded else [])]
+    return Card("throughput", model_name(result), [given], Table(columns, result.rows), draw, notes)
+
+
+def _pipeline_card(given: Given) -> Card:
+    result = given.result
+    columns = [
+        Column("stages", lambda row: str(row["stages"])),
+        Column("micro-batches", lambda row: str(row["micro_batches"])),
+        Column("a pass", lambda row: f"{row['seconds'] * 1e3:.0f} ms"),
+        Column("idle", _percent("idle_share")),
+        Column("ideal", _percent("ideal_idle_share")),
+        Column("speed-up", _fixed("speedup", 2, "x")),
+    ]
+    draw = partial(figures.draw_pipeline, result)
+    title = f"{model_name(result)}, {result.rows[0]['stages']} stages"
+    return Card("pipeline", title, [given], Table(columns, result.rows), draw, result.notes)
+
+
+# Cells
+
+
+def _fixed(name: str, digits: int, unit: str = "") -> Callable[[Row], str | None]:
+    return lambda row: None if row[name] is None else f"{row[name]:,.{digits}f}{unit}"
+
+
+def _seconds(name: str) -> Callable[[Row], str | None]:
+    return _fixed(name, 3, " s")
+
+
+def _percent(name: str, digits: int = 0) -> Callable[[Row], str | None]:
+    return lambda row: None if row[name] is None else f"{row[name]:.{digits}%}"
+
+
+def _part(part: str, row: Row) -> str:
+    share = f" · {row[part + '_ms'] / row['ms']:.0%}" if isinstance(row["rank"], int) else ""
+    return f"{row[part + '_ms']:,.2f}{share}"
+
+
+def _span(row: Row, low: str, high: str, digits: int) -> str | None:
+    return None if row[low] is None else f"{row[low]:,.{digits}f}..{row[high]:,.{digits}f}"
+
+
+def _engine(row: Row) -> str:
+    return f"{row['engine']} {row['version']}".strip()
+
+
+def _work(row: Row) -> str:
+    return f"{row['batch']}x{row['prompt_len']}x{row['output_len']}"
