@@ -56,11 +56,21 @@ def make_scaling() -> Result:
     return results.new("scaling", facts, rows, "yalis bench scaling --out 'my folder'", CPU)
 
 
+def make_kernels() -> Result:
+    rows = []
+    for kernel in ("down", "gate and up"):
+        for count in (1, 16):
+            row = dict.fromkeys(results.columns("kernels"))
+            row.update(kernel=kernel, shape="64x64", rows=count, status="ok", us=3.0, share_of_floor=0.5 + count / 40)
+            rows.append(row)
+    return results.new("kernels", {"dtype": "bfloat16"}, rows, "yalis bench kernels", CPU)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """One result of each kind that a page draws, and a profile of another machine."""
     given = tmp_path / "results"
-    for result in (make_scaling(), make_profile(1), make_profile(2)):
+    for result in (make_scaling(), make_profile(1), make_profile(2), make_kernels()):
         results.write(result, given)
     results.write(make_profile(1, [{"type": "cuda", "name": "H200", "memory_gib": 140}]), given)
     for name in ("allreduce-lab-4x2-1ms", "latency-smollm2-135m-fp32", "pipeline-smollm2-135m-pp2"):
@@ -71,12 +81,13 @@ def folder(tmp_path: Path) -> Path:
 def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
     page = tmp_path / "report.html"
     assert main(["report", str(folder), "-o", str(page), "--title", "Ours & theirs"]) == 0
-    assert capsys.readouterr().err.startswith(f"yalis: wrote {page} of 7 results, and 12 plots into ")
+    assert capsys.readouterr().err.startswith(f"yalis: wrote {page} of 8 results, and 14 plots into ")
     text = page.read_text()
     assert "<h1>Ours &amp; theirs</h1>" in text
     articles = re.findall(r"<article id='([\w-]+)'>(.*?)</article>", text, re.DOTALL)
     # The two profiles of one machine share a figure; the third is of another machine.
-    assert [name for name, _ in articles] == ["scaling", "profile", "profile-2", "allreduce", "latency", "pipeline"]
+    drawn = ["scaling", "profile", "profile-2", "allreduce", "latency", "kernels", "pipeline"]
+    assert [name for name, _ in articles] == drawn
     for name, article in articles:
         assert article.count("<svg") == 1
         assert "<table>" in article

@@ -301,6 +301,30 @@ def _draw_shares(bars: Sequence[tuple[str, str, float]]) -> Any:
     return figure
 
 
+def draw_kernels(points: Sequence[tuple[str, int, float]]) -> Any:
+    """How near kernels come to the device's floor: (kernel, rows of input, share) each."""
+    return styled(lambda: _draw_kernels(points))
+
+
+def _draw_kernels(points: Sequence[tuple[str, int, float]]) -> Any:
+    names = list(dict.fromkeys(name for name, _, _ in points))
+    figure, ((axis,),) = _figure(1.3 + 0.3 * len(names))
+    sizes = sorted({rows for _, rows, _ in points})
+    for place, rows in enumerate(sizes):
+        own = [(share, names.index(name)) for name, size, share in points if size == rows]
+        look = {"color": _LINES[place % len(_LINES)], "marker": _MARKERS[place % len(_MARKERS)]}
+        axis.plot(*zip(*own, strict=True), linestyle="none", label=f"{rows} rows", alpha=0.85, markersize=6.5, **look)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.axvline(1, linestyle=":", color=_INK, alpha=0.6, lw=1.2)
+    axis.set_xlim(0, max(1.02, 1.05 * max(share for _, _, share in points)))
+    axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axis.grid(axis="both")
+    axis.set_xlabel("share of the floor")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=min(8, len(sizes)))
+    return figure
+
+
 def draw_pipeline(result: Result) -> Any:
     """How long stages stand idle, by number of micro-batches."""
     return styled(lambda: _draw_pipeline(result))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,64 +62,59 @@ class Card:
 class Section:
     title: str
     about: str
-    cards: list[Card] = field(default_factory=list)
+    cards: Sequence[Card]
+
+
+#: Title, what it is about, and the kinds of results it shows.
+_SECTIONS = (
+    (
+        "Strong scaling",
+        "One job over more and more ranks. The dotted line is what it would be if ranks shared the work for nothing.",
+        ("scaling",),
+    ),
+    (
+        "Where the time goes",
+        "Each rank's own timeline. Communication includes waiting for other ranks; idle is the sum of the gaps in "
+        "which nothing ran: on a CPU the host's own work, on a GPU waiting for the host.",
+        ("profile",),
+    ),
+    (
+        "All-reduce",
+        "Time until every rank has the sum, by size of the message. Bands are the tenth to the ninetieth percentile.",
+        ("allreduce",),
+    ),
+    (
+        "Share of the floor",
+        "The floor is the time that reading every byte once at the device's measured bandwidth, or multiplying at its "
+        "measured rate, would take.",
+        ("latency", "kernels"),
+    ),
+    ("Throughput", "Whole jobs: from the first arrival to the last token.", ("throughput",)),
+    ("Pipeline", "How long stages stand idle while micro-batches pass.", ("pipeline",)),
+)
 
 
 def make_sections(found: Sequence[Given]) -> list[Section]:
     """Those that have something to show."""
-    scaling = Section(
-        "Strong scaling",
-        "One job over more and more ranks. The dotted line is what it would be if ranks shared the work for nothing.",
-    )
-    profile = Section(
-        "Where the time goes",
-        "Each rank's own timeline. Communication includes waiting for other ranks; idle is the sum of the gaps in "
-        "which nothing ran: on a CPU the host's own work, on a GPU waiting for the host.",
-    )
-    allreduce = Section(
-        "All-reduce",
-        "Time until every rank has the sum, by size of the message. Bands are the tenth to the ninetieth percentile.",
-    )
-    floor = Section(
-        "Share of the floor",
-        "The floor is the time that reading every byte once at the device's measured bandwidth, or multiplying at its "
-        "measured rate, would take. 100% cannot be beaten.",
-    )
-    throughput = Section("Throughput", "Whole jobs: from the first arrival to the last token.")
-    pipeline = Section("Pipeline", "How long stages stand idle while micro-batches pass.")
-    by_kind: dict[str, list[Given]] = {}
-    for given in found:
-        by_kind.setdefault(given.result.kind, []).append(given)
-    for given in by_kind.get("scaling", []):
-        scaling.cards.append(_scaling_card(given))
-    for group in _alike(by_kind.get("profile", []), _profile_key):
-        profile.cards.append(_profile_card(group))
-    for given in by_kind.get("allreduce", []):
-        allreduce.cards.append(_allreduce_card(given))
-    for given in by_kind.get("latency", []):
-        floor.cards.append(_latency_card(given))
-    for given in by_kind.get("kernels", []):
-        floor.cards.append(_kernels_card(given))
-    for given in by_kind.get("throughput", []):
-        throughput.cards.append(_throughput_card(given))
-    for given in by_kind.get("pipeline", []):
-        pipeline.cards.append(_pipeline_card(given))
-    everything = (scaling, profile, allreduce, floor, throughput, pipeline)
-    return [section for section in everything if section.cards]
+    sections = []
+    for title, about, kinds in _SECTIONS:
+        cards: list[Card] = []
+        for kind in kinds:
+            own = [given for given in found if given.result.kind == kind]
+            cards += [_profile_card(group) for group in _alike(own)] if kind == "profile" else map(_CARDS[kind], own)
+        if cards:
+            sections.append(Section(title, about, cards))
+    return sections
 
 
-def _alike(found: Iterable[Given], key: Callable[[Result], str]) -> list[list[Given]]:
-    """Results that may stand side by side: of one machine, and alike in what `key` tells."""
+def _alike(profiles: Sequence[Given]) -> list[list[Given]]:
+    """Those that may stand side by side: of one machine, model, dtype and workload."""
     groups: dict[str, list[Given]] = {}
-    for given in found:
-        alike = json.dumps([results.machine(given.result), key(given.result)], sort_keys=True)
-        groups.setdefault(alike, []).append(given)
+    for given in profiles:
+        facts = given.result.parameters
+        told = [results.machine(given.result), facts["engine"]["model"], facts["dtype"], facts["workload"]]
+        groups.setdefault(json.dumps(told, sort_keys=True), []).append(given)
     return list(groups.values())
-
-
-def _profile_key(result: Result) -> str:
-    facts = result.parameters
-    return json.dumps([facts["engine"]["model"], facts["dtype"], facts["workload"]], sort_keys=True)
 
 
 def _scaling_card(given: Given) -> Card:
@@ -263,12 +258,12 @@ def _kernels_card(given: Given) -> Card:
         Column("of floor", _percent("share_of_floor")),
         Column("", lambda row: row["status"] if row["status"] != "ok" else "", text=True),
     ]
-    bars = [
-        (f"{row['kernel']} {row['shape']}", f"{row['rows']} rows", row["share_of_floor"])
-        for row in sorted(result.rows, key=lambda row: (row["kernel"], row["shape"]))
+    points = [
+        (f"{row['kernel']} {row['shape']}", row["rows"], row["share_of_floor"])
+        for row in result.rows
         if row["share_of_floor"] is not None
     ]
-    draw = partial(figures.draw_shares, bars) if bars else None
+    draw = partial(figures.draw_kernels, points) if points else None
     title = f"Kernels of a decode step, {result.parameters['dtype']}"
     return Card("kernels", title, [given], Table(columns, result.rows), draw, result.notes)
 
@@ -309,6 +304,16 @@ def _pipeline_card(given: Given) -> Card:
     draw = partial(figures.draw_pipeline, result)
     title = f"{model_name(result)}, {result.rows[0]['stages']} stages"
     return Card("pipeline", title, [given], Table(columns, result.rows), draw, result.notes)
+
+
+_CARDS: dict[str, Callable[[Given], Card]] = {
+    "scaling": _scaling_card,
+    "allreduce": _allreduce_card,
+    "latency": _latency_card,
+    "kernels": _kernels_card,
+    "throughput": _throughput_card,
+    "pipeline": _pipeline_card,
+}
 
 
 # Cells
