@@ -247,7 +247,7 @@ def crowding(result: Result) -> str:
     if result.devices[0]["type"] == "cpu":
         cores = result.host["cores"]
         # Slurm gives every rank cores of its own, and the first sees only those.
-        return f"{most} ranks on {cores} cores" if most > cores and topology["launcher"] != "srun" else ""
+        return f"{most} ranks on {cores} cores" if most > cores and topology.get("launcher") != "srun" else ""
     shared = min(most, result.parameters["engine"]["ranks_per_gpu"])
     return f"{shared} ranks on a GPU" if shared > 1 else ""
 
