@@ -117,12 +117,12 @@ def _draw_scaling(result: Result) -> Any:
     ]
     figure, axes = _figure(6.2, 2, len(groups), sharex=True, sharey="row")
     schemes = [name for name in dict.fromkeys(row["scheme"] for row in good) if name != "one rank"]
+    counts = sorted({row["ranks"] for row in good})
     handles: dict[str, Any] = {}
     for column, (machine, backend) in enumerate(groups):
         time, efficiency = axes[0][column], axes[1][column]
         here = [row for row in good if row["machine"] == machine and row["allreduce"] in (backend, "")]
         base = min(here, key=lambda row: (row["ranks"], row["seconds"]))
-        counts = sorted({row["ranks"] for row in here})
         (handles["ideal"],) = time.plot(
             counts, [base["seconds"] * base["ranks"] / count for count in counts], ":", color=_INK, alpha=0.6, lw=1.2
         )
