@@ -144,7 +144,7 @@ def measure(
         **asdict(plan),
         "engine": asdict(config),
         "dtype": str(dtype).removeprefix("torch."),
-        "split": Setting(split_of(config)).label,
+        "split": _label(config),
         "over_ranks": over_ranks(rows),
         "names": {phase: seen[phase].names(phase) for phase in PHASES},
         "unwatched_decode_ms": sum(unwatched) / len(unwatched) / 1e6 if unwatched else None,
@@ -193,6 +193,13 @@ def _run(
             "give a larger --kv-memory, --kv-blocks or --max-batch-tokens, or a smaller --workload"
         )
     return {PREFILL: prefill, DECODE: decode}, alone
+
+
+def _label(config: EngineConfig) -> str:
+    """ "tp2 nvrar"; what --allreduce auto chose is not told."""
+    split = split_of(config)
+    named = split.size > 1 and config.allreduce != "auto"
+    return Setting(split).label + (f" {config.allreduce}" if named else "")
 
 
 def over_ranks(rows: list[Row]) -> list[dict[str, Any]]:

@@ -1,0 +1,57 @@
+#!/bin/bash
+# Where the time of prefill and decode goes, alone and between ranks that share one GPU. usage: breakdown_on_one_gpu.sh FOLDER [STEP ...]
+# Steps: tests tp1 tp2 tp4 report (all if none is named; the last needs matplotlib). Results go into FOLDER as JSON.
+# SHAPE, WORK and ALLREDUCE (several: "nvrar torch") choose what runs; LIMIT is what a step may take, in seconds. With the Python that
+# holds the GPU's torch as $PYTHON; MPS is started for the ranks that share, and stopped.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+folder=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+steps=${*:-tests tp1 tp2 tp4 report}
+python=${PYTHON:-python3}
+failures=0
+
+step() {
+  local name=$1 began=$SECONDS
+  shift
+  if timeout "${LIMIT:-200}" "$@" >"$folder/$name.txt" 2>&1; then
+    echo "ok    $name ($((SECONDS - began)) s)"
+    tail -n "${LINES_SHOWN:-45}" "$folder/$name.txt"
+  else
+    failures=$((failures + 1))
+    echo "FAIL  $name ($((SECONDS - began)) s), the end of $folder/$name.txt:"
+    tail -n 20 "$folder/$name.txt"
+  fi
+}
+
+# profile NAME FLAG ...
+profile() {
+  local name=$1
+  shift
+  step "$name" "$python" -m yalis profile --model "benchmarks/shapes/${SHAPE:-llama-3.1-8b}.json" --load random --dtype bfloat16 \
+    --device cuda --workload "${WORK:-16x512x128}" --max-batch-tokens 40960 --max-num-seqs 16 --max-model-len 4608 --out "$folder" "$@"
+}
+
+share() {
+  [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] && return
+  export CUDA_MPS_PIPE_DIRECTORY=$folder/mps CUDA_MPS_LOG_DIRECTORY=$folder/mps YALIS_NVRAR_TIMEOUT=60
+  mkdir -p "$folder/mps"
+  nvidia-cuda-mps-control -d || exit 1
+  trap 'echo quit -t 1 | nvidia-cuda-mps-control' EXIT
+}
+
+for name in $steps; do
+  case $name in
+  tests) step tests "$python" -m pytest tests/gpu/test_gpu_profile.py -p no:cacheprovider -rfEsP --durations=3 ;;
+  tp1) profile tp1 ;;
+  tp2 | tp4)
+    share
+    for way in ${ALLREDUCE:-nvrar torch}; do
+      profile "$name-$way" --tp "${name#tp}" --ranks-per-gpu 4 --allreduce "$way"
+    done
+    ;;
+  report) step report "$python" -m yalis report "$folder" -o "$folder/report.html" ;;
+  *) echo "unknown step $name" && failures=$((failures + 1)) ;;
+  esac
+done
+exit $failures
