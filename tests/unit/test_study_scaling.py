@@ -205,6 +205,18 @@ def test_ranks_that_share_are_crowded(tmp_path: Path) -> None:
         assert row["crowded"] == crowded
 
 
+def test_one_rank_with_all_cores_leaves_nothing_to_gain(tmp_path: Path) -> None:
+    for threads, note in (
+        (2, ["one rank had all the cores that 2 ranks had, so there was no speed-up to gain"]),
+        (1, []),
+    ):
+        study = plan(tmp_path / str(threads), ranks=(1, 2), schemes=("tp",))
+        one, two = list_settings(study)
+        write(study, one, 1.0, devices=[{"type": "cpu", "name": "CPU", "threads": threads}])
+        write(study, two, 1.0, devices=[{"type": "cpu", "name": "CPU", "threads": 1}])
+        assert gather(CONFIG, study, [one, two], "").notes == note
+
+
 def test_other_tokens_are_a_failure_in_float32_and_a_share_elsewhere(tmp_path: Path) -> None:
     for dtype, status in (("float32", "wrong tokens: 50% of its answers equal those of tp1"), ("bfloat16", "ok")):
         study = plan(tmp_path / dtype, ranks=(1, 2), schemes=("tp",))

@@ -280,11 +280,30 @@ def _add_ratios(rows: list[Row], measured: dict[Setting, Result], settings: Sequ
 def _notes(rows: list[Row], measured: dict[Setting, Result], machines: list[dict[str, Any]]) -> Iterator[str]:
     for crowded in dict.fromkeys(row["crowded"] for row in rows if row["crowded"]):
         yield f"{crowded}: these rows show what the split costs, not how it scales"
+    if counts := _no_more_cores(measured):
+        told = ", ".join(map(str, counts))
+        yield f"one rank had all the cores that {told} ranks had, so there was no speed-up to gain"
     if len(machines) > 1:
         yield f"measured on {len(machines)} kinds of machine; speed-ups are within each"
     revisions = {str(result.revision)[:10] for result in measured.values()}
     if len(revisions) > 1:
         yield f"measured at {len(revisions)} revisions: {', '.join(sorted(revisions))}"
+
+
+def _no_more_cores(measured: dict[Setting, Result]) -> list[int]:
+    """Numbers of CPU ranks that only share out the cores that a single rank used."""
+    used = {setting: _cores(result) for setting, result in measured.items() if result.devices[0]["type"] == "cpu"}
+    alone = max((count for setting, count in used.items() if setting.ranks == 1), default=0)
+    return sorted({setting.ranks for setting, count in used.items() if setting.ranks > 1 and count <= alone})
+
+
+def _cores(result: Result) -> int:
+    """Cores that the ranks of a CPU job can use together."""
+    topology = result.topology or results.topology([0])
+    wanted: int = topology["ranks"] * result.devices[0].get("threads", 1)
+    if topology["launcher"] == "srun":
+        return wanted
+    return min(wanted, result.host["cores"] * len(topology["ranks_per_host"]))
 
 
 def failed(result: Result) -> list[Row]:
