@@ -9,6 +9,7 @@ folder=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 steps=${*:-table job startup profile}
 python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # where yalis is not installed
 shapes=${SHAPES:-benchmarks/shapes}
 failures=0
 

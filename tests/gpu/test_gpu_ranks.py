@@ -42,7 +42,7 @@ def mps(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_splits_on_one_gpu(models, mps, ranks, tmp_path):
     splits = [split for split in SPLITS[ranks] if ("dp" not in split and split.get("pp") != ranks) or ranks == 2]
-    compare(models, mps, tmp_path, ranks, splits, {})
+    compare(models, mps, tmp_path, FEW if ranks == 2 else FEW[::2], ranks, splits, {})
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"nvrar cannot be built here: {missing()}")
@@ -51,13 +51,13 @@ def test_splits_on_one_gpu(models, mps, ranks, tmp_path):
 )
 def test_tokens_with_nvrar(models, mps, ranks, ranks_per_node, splits, tmp_path):
     fields = {"allreduce": "nvrar", "ranks_per_node": ranks_per_node}
-    compare(models, mps, tmp_path, ranks, [{"tp": tp} for tp in splits], fields)
+    compare(models, mps, tmp_path, FEW[:3], ranks, [{"tp": tp} for tp in splits], fields)
 
 
-def compare(models, mps, tmp_path, ranks, splits, more):
+def compare(models, mps, tmp_path, cases, ranks, splits, more):
     """fp32 exactly; bf16 within twice transformers' own error, and another token only at a near-tie."""
     exact, close = [], []
-    for number, case in enumerate(FEW):
+    for number, case in enumerate(cases):
         reference, _ = models.find(case)
         forced = tmp_path / f"{case}.json"
         pairs = zip(reference.prompts, reference.tokens, strict=True)
