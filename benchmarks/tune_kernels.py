@@ -1,6 +1,6 @@
 """Find the fastest launches of products with few rows on this GPU: lines for TUNED in yalis/kernels/skinny.py.
 
-python benchmarks/tune_kernels.py [--rows 1,16,64] [--dtype bfloat16] [--processes 16]
+PYTHONPATH=. python benchmarks/tune_kernels.py [--rows 1,16,64] [--dtype bfloat16] [--processes 16]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TextIO
 
 import torch
 
-from yalis.kernels.skinny import Problem, candidates
+from yalis.kernels.skinny import MOST_NORMED, Problem, candidates
 from yalis.study.kernels import LLAMA_8B, build, matrices, tune
 
 
@@ -27,11 +27,13 @@ def main() -> None:
     problems = []
     for rows in map(int, args.rows.split(",")):
         for name, (outputs, inputs) in matrices(LLAMA_8B).items():
-            gated = name == "gate_up"
-            problems.append(Problem(rows, outputs // 2 if gated else outputs, inputs, dtype.itemsize, gated))
+            gated, normed = name == "gate_up", name in ("qkv", "gate_up", "head") and rows <= MOST_NORMED
+            problems.append(Problem(rows, outputs // 2 if gated else outputs, inputs, dtype.itemsize, gated, normed))
     jobs = {(problem, shape) for problem in problems for shape in candidates(problem)}
     # Launches of equal inputs share a kernel, so one of them is enough; compiling is what takes the time.
-    unlike = {(p.rows, p.inputs if p.rows == 1 else 0, p.gated, shape): (p, shape, dtype) for p, shape in jobs}
+    unlike = {
+        (p.rows, p.inputs if p.rows == 1 else 0, p.gated, p.normed, shape): (p, shape, dtype) for p, shape in jobs
+    }
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(build, *job) for job in unlike.values()]:
             done.result()

@@ -96,6 +96,8 @@ def test_the_norm_rounds_before_the_product(rows: int) -> None:
     norm = (draw(96, dtype=torch.float16), 1e-5)
     apart = skinny.linear(reference.rms_norm(x, *norm), weight)
     assert torch.equal(skinny.linear(x, weight, norm=norm), apart)
+    shape = Shape(16, 32, 4, apart=True) if rows > 1 else Shape(2, 32, 4, apart=True)
+    check(skinny.linear(x, weight, norm=norm, shape=shape), apart)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

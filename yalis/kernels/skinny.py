@@ -227,6 +227,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int = 1  # of loads in flight, with several rows
     splits: int = 1  # of the columns, with several rows
+    apart: bool = False  # an RMSNorm of the input is a launch of its own
 
 
 class Problem(NamedTuple):
@@ -237,11 +238,13 @@ class Problem(NamedTuple):
     inputs: int
     itemsize: int
     gated: bool = False
+    normed: bool = False  # of up to MOST_NORMED rows; of more the norm is always apart
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, gated: bool = False) -> Problem:
+    def of(cls, x: Tensor, weight: Tensor, gated: bool = False, normed: bool = False) -> Problem:
         rows = 1 if x.shape[0] == 1 else max(16, triton.next_power_of_2(x.shape[0]))
-        return cls(rows, weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1], x.itemsize, gated)
+        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+        return cls(rows, outputs, weight.shape[1], x.itemsize, gated, normed)
 
 
 #: By search on a GPU: what benchmarks/tune_kernels.py prints.
@@ -280,7 +283,8 @@ def candidates(problem: Problem) -> Iterator[Shape]:
         for outputs, warps, loads in product((1, 2, 4), (2, 4, 8, 16), (1, 2)):
             inputs = 32 * wide * warps * loads  # each thread so many loads of 16 bytes from each row
             if problem.inputs % inputs == 0 and outputs * loads <= 4:
-                yield Shape(outputs, inputs, warps)
+                for apart in (False, True) if problem.normed else (False,):
+                    yield Shape(outputs, inputs, warps, apart=apart)
         return
     for outputs, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), (3, 5), (1, 2, 4, 8)):
         halves = 2 if problem.gated else 1
@@ -329,15 +333,15 @@ def _launch(
     rows, inputs = x.shape
     assert 1 <= rows <= MOST_ROWS, f"{rows} rows"
     assert weight.stride(1) == 1, "the numbers of a row lie side by side"
-    if norm is not None and rows > MOST_NORMED:
+    problem = Problem.of(x, weight, activation != "", norm is not None and rows <= MOST_NORMED)
+    shape = shape or choose(problem, _processors(x.device))
+    if norm is not None and (shape.apart or not problem.normed):
         x, _ = add_rms_norm(x, None, *norm, pdl=pdl)
         norm = None
     if x.stride(1) != 1:
         x = x.contiguous()
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    problem = Problem.of(x, weight, activation != "")
-    shape = shape or choose(problem, _processors(x.device))
     outputs = problem.outputs
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(outputs, shape.outputs)

@@ -523,7 +523,7 @@ def tune(
             trial = _product(problem, dtype, device)
             times: list[tuple[float, Shape]] = []
             for shape in candidates(problem):
-                kit = Kernels(shape=shape)
+                kit = Kernels(pdl=True, shape=shape)  # as a decode step launches them
                 if fits(trial, kit) and find_error(trial, kit) <= _TOLERANCE[dtype]:
                     times.append((seconds(partial(trial.run, kit), len(trial.copies), device, 5), shape))
             if times:
@@ -547,7 +547,7 @@ def build(problem: Problem, shape: Shape, dtype: torch.dtype) -> None:
     """Leave a launch's compiled kernel in Triton's cache: for many processes, before a search."""
     small = problem._replace(outputs=min(problem.outputs, 1024))
     with torch.inference_mode():
-        fits(_product(small, dtype, torch.device("cuda"), most=1), Kernels(shape=shape))
+        fits(_product(small, dtype, torch.device("cuda"), most=1), Kernels(pdl=True, shape=shape))
 
 
 def _product(problem: Problem, dtype: torch.dtype, device: torch.device, most: int = _MOST_COPIES) -> Trial:
@@ -555,6 +555,10 @@ def _product(problem: Problem, dtype: torch.dtype, device: torch.device, most: i
     x = _numbers(problem.rows, problem.inputs, dtype=dtype, device=device)
     count = min(most, _copies(outputs * problem.inputs * dtype.itemsize, device))
     weights = [_matrix(outputs, problem.inputs, dtype, device) for _ in range(count)]
-    operation = _call("gated_linear" if problem.gated else "linear")
+    norm = (_numbers(problem.inputs, dtype=dtype, device=device), _EPS) if problem.normed else None
     flops = 2.0 * problem.rows * weights[0].numel()
-    return Trial("", "", problem.rows, float(weights[0].nbytes), flops, operation, [(x, w) for w in weights])
+
+    def operation(kit: Kit, weight: Tensor) -> Tensor:
+        return kit.gated_linear(x, weight, norm) if problem.gated else kit.linear(x, weight, None, norm)
+
+    return Trial("", "", problem.rows, float(weights[0].nbytes), flops, operation, [(w,) for w in weights])
