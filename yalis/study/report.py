@@ -33,7 +33,7 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(path.glob("*.json"))
-    if studies := [file for file in files if file.name.startswith("scaling-")]:
+    if studies := [file for file in files if file.name.startswith("scaling")]:
         return [file for file in files if file not in studies[:-1]]  # told anew each time, so the last counts
     return [*files, *(file for folder in sorted(path.iterdir()) if folder.is_dir() for file in _files(folder))]
 
