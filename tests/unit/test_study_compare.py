@@ -75,6 +75,14 @@ def test_rows_are_found_by_what_they_measure() -> None:
         compare(latency(step(8, batch=8)), new, 0.05)
 
 
+def test_a_row_that_failed_has_no_figure_however_quick_it_was() -> None:
+    good, wrong = step(10, batch=2), step(1, batch=2, status="wrong tokens: 0% of its answers equal those of tp1")
+    broken = compare(latency(step(1), good), latency(step(1), wrong), 0.05)
+    assert [(change.before, change.after, change.verdict) for change in broken.slower] == [(10, None, "failed")]
+    mended = compare(latency(step(1), wrong), latency(step(1), good), 0.05).changes[1]
+    assert (mended.before, mended.after, mended.verdict) == (None, 10, "mended")
+
+
 def test_machines_and_work_must_be_the_same() -> None:
     result = latency(step(1))
     other_cpu = replace(result, host={**result.host, "cpu": "another"})

@@ -175,7 +175,7 @@ def _row_changes(kind: Kind, key: tuple[str, ...], old: Row | None, new: Row | N
     pairs = zip(kind.identity, key, strict=True)
     setting = ", ".join(f"{name} {value}" for name, value in pairs if value not in ("", "None", "{}"))
     for figure in kind.figures:
-        before, after = (None if row is None else row[figure.column] for row in (old, new))
+        before, after = (_value(figure, row) for row in (old, new))
         sure = True
         verdict: Verdict
         if before is None or after is None:
@@ -191,6 +191,14 @@ def _row_changes(kind: Kind, key: tuple[str, ...], old: Row | None, new: Row | N
             assert new is not None
             verdict, sure = _judge(figure, old, new, noise)
         yield Change(setting, figure, before, after, verdict, sure)
+
+
+def _value(figure: Figure, row: Row | None) -> float | None:
+    """What counts: a row that failed may still carry the time it took to be wrong."""
+    if row is None or row.get("status", "ok") != "ok":
+        return None
+    value: float | None = row[figure.column]
+    return value
 
 
 def _judge(figure: Figure, old: Row, new: Row, noise: float) -> tuple[Verdict, bool]:
