@@ -99,6 +99,12 @@ def test_machines_and_work_must_be_the_same() -> None:
     ):
         with pytest.raises(YalisError, match="not of the same work"):
             compare(result, changed, 0.05)
+    with pytest.raises(YalisError, match="not of the same work: prompts_digest is a and b"):
+        compare(latency(step(1), prompts_digest="a"), latency(step(1), prompts_digest="b"), 0.05)
+    assert compare(latency(step(1)), latency(step(1), prompts_digest="b"), 0.05).changes
+    dated = latency(step(1), dataset="in.jsonl"), latency(step(1), dataset="in.jsonl", prompts_digest="b")
+    with pytest.raises(YalisError, match="not of the same work: prompts_digest"):
+        compare(*dated, 0.05)
     allreduce = replace(result, kind="allreduce")
     with pytest.raises(YalisError, match="one result is of kind latency and one of allreduce"):
         compare(result, allreduce, 0.05)

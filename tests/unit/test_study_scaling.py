@@ -17,7 +17,7 @@ from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.results import Result
-from yalis.study.jobs import ThroughputPlan
+from yalis.study.jobs import ThroughputPlan, digest_of, read_dataset
 from yalis.study.plots import draw_scaling
 from yalis.study.scaling import LOG, ScalingPlan, Setting, failed, find_result, gather, list_settings
 from yalis.study.scaling_jobs import SlurmPlan, command_words, write_scripts
@@ -116,6 +116,7 @@ def write(
     config: EngineConfig = CONFIG,
     answers: str = "same",
     dtype: str = "float32",
+    digest: str = "0123",
     **changed: Any,
 ) -> None:
     """A result as the setting's command leaves it."""
@@ -124,6 +125,7 @@ def write(
     row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds)
     row.update(tokens_per_s=8 / seconds, first_token_ms=1.0, token_ms=2.0)
     facts = {**asdict(study.work), "engine": asdict(setting.apply(config)), "dtype": dtype, "answers": [answers, "b"]}
+    facts["prompts_digest"] = digest
     device = {"type": "cpu", "name": "CPU"}
     result = results.new("throughput", facts, [row], "", [device], topology=results.topology([0] * setting.ranks))
     results.write(replace(result, host={**result.host, "cores": 2}, **changed), study.folder / setting.folder)
@@ -242,6 +244,23 @@ def test_a_folder_of_another_study_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(YalisError, match=r"is of another study: its \w+ is .*; give another --out"):
             find_result(config, other, one)
+
+
+def test_a_dataset_that_was_rewritten_is_other_work(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    work = ThroughputPlan((), dataset=str(file))
+    study = ScalingPlan(tmp_path / "study", ranks=(1, 2), schemes=("tp",), work=work)
+    one, two = list_settings(study)
+    write(study, one, 2.0, digest=digest_of(read_dataset(file, None)))
+    assert find_result(CONFIG, study, one) is not None
+    file.write_text('{"prompt": "a"}\n{"prompt": "another"}\n')
+    with pytest.raises(YalisError, match=r"of other requests than .* holds now; give another --out"):
+        find_result(CONFIG, study, one)
+    write(study, two, 1.0, digest=digest_of(read_dataset(file, None)))
+    file.unlink()
+    with pytest.raises(YalisError, match="are of different requests, and no ratio joins those"):
+        gather(CONFIG, study, [one, two], "")
 
 
 def test_a_study_under_a_launcher_is_refused(

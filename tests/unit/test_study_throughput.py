@@ -19,7 +19,7 @@ from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import bandwidth
-from yalis.study.jobs import Job, ThroughputPlan, draw_jobs, read_dataset
+from yalis.study.jobs import Job, ThroughputPlan, digest_of, draw_jobs, read_dataset
 from yalis.study.spread import percentiles
 from yalis.study.throughput import Ours, Run, find_floor
 from yalis.study.workloads import NAMED, Workload, read_workload
@@ -71,6 +71,9 @@ def test_a_workload_all_at_once(model: str, tmp_path: Path, capsys: pytest.Captu
     assert (row["cached_tokens"], row["preemptions"]) == (0, 0)
     assert result.topology == {"ranks": 1, "ranks_per_host": [1], "launcher": ""}
     assert len(set(result.parameters["answers"])) == 3
+    vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    counted = draw_jobs(ThroughputPlan((Workload(3, 9, 5),)), None, vocabulary, 1)
+    assert result.parameters["prompts_digest"] == digest_of(counted)
 
 
 def test_ours_beside_its_peer(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from yalis.engine.offline_input import BadLine, parse, read_raw
@@ -84,6 +87,14 @@ def read_dataset(path: Path, most: int | None) -> list[Job]:
     if len(jobs) < (most or 1):
         raise YalisError(f"{path} has {len(jobs)} requests; give a file with at least {most or 1}")
     return jobs
+
+
+def digest_of(jobs: Iterable[Job]) -> str:
+    """Equal where the requests are, whatever the file is called that they came from."""
+    told = hashlib.sha256()
+    for job in jobs:
+        told.update(json.dumps([job.prompt, asdict(job.sampling)], sort_keys=True).encode())
+    return told.hexdigest()[:16]
 
 
 def check_length(plan: ThroughputPlan, limit: int) -> None:

@@ -20,7 +20,7 @@ from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.results import Result
-from yalis.study.jobs import ThroughputPlan
+from yalis.study.jobs import ThroughputPlan, digest_of, read_dataset
 
 Row = dict[str, Any]
 
@@ -163,6 +163,7 @@ def find_result(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> Re
         return None
     result = results.read(path)
     _check_same(path, result.parameters, asdict(plan.work))
+    _check_dataset(path, result.parameters, plan.work)
     _check_same(path, result.parameters["engine"], asdict(setting.apply(config)))
     return result
 
@@ -181,10 +182,34 @@ def _check_same(path: Path, told: dict[str, Any], asked: dict[str, Any]) -> None
             )
 
 
+def _check_dataset(path: Path, told: dict[str, Any], work: ThroughputPlan) -> None:
+    """Refuse a result of other lines than the dataset has now. Where it is not at hand, results are still compared."""
+    if work.dataset is None or not (file := Path(work.dataset)).exists():
+        return
+    if told.get("prompts_digest") != digest_of(read_dataset(file, work.requests)):
+        raise YalisError(
+            f"{path} is of other requests than {file} holds now; give another --out, or remove it, and the same "
+            "command measures it again"
+        )
+
+
+def _check_same_prompts(measured: Sequence[Result], plan: ScalingPlan) -> str | None:
+    """The digest that all results share. An older yalis told none, which does where a seed says what was drawn."""
+    digests = {result.parameters.get("prompts_digest") for result in measured}
+    if plan.work.dataset is None:
+        digests.discard(None)
+    if len(digests) > 1:
+        raise YalisError(
+            f"the results in {plan.folder} are of different requests, and no ratio joins those; give another --out"
+        )
+    return next(iter(digests), None)
+
+
 def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting], command: str) -> Result:
     """All that came back, as one result; settings without one are rows that say why."""
     found = {setting: find_result(config, plan, setting) for setting in settings}
     measured = {setting: result for setting, result in found.items() if result is not None}
+    digest = _check_same_prompts(list(measured.values()), plan)
     machines: list[dict[str, Any]] = []
     for result in measured.values():
         if (machine := results.machine(result)) not in machines:
@@ -197,6 +222,7 @@ def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting],
         "engine": asdict(config),
         "machines": machines,
         "baselines": bases,
+        "prompts_digest": digest,
     }
     notes = list(_notes(rows, measured, machines))
     if not measured:
@@ -267,7 +293,8 @@ def _add_ratios(rows: list[Row], measured: dict[Setting, Result], settings: Sequ
         exact = measured[setting].parameters["dtype"] == "float32"
         for other, row in here:
             answers = measured[other].parameters["answers"]
-            row["same_tokens"] = sum(a == b for a, b in zip(right, answers, strict=True)) / len(right)
+            equal = sum(a == b for a, b in zip(right, answers, strict=False))
+            row["same_tokens"] = equal / max(len(right), len(answers))
             if exact and row["same_tokens"] < 1:
                 share = f"{row['same_tokens']:.0%} of its answers"
                 row["status"] = f"wrong tokens: {share} equal those of {setting.folder}"

@@ -30,7 +30,7 @@ from yalis.launch.environment import find_place
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_flops
 from yalis.spec import ModelSpec, read_spec
 from yalis.study import bandwidth, peers
-from yalis.study.jobs import Job, ThroughputPlan, check_length, draw_jobs, read_dataset
+from yalis.study.jobs import Job, ThroughputPlan, check_length, digest_of, draw_jobs, read_dataset
 from yalis.study.spread import percentiles, spread
 from yalis.types import RequestOutput
 
@@ -174,6 +174,7 @@ def measure(
         "engine": asdict(config),
         "dtype": str(dtype).removeprefix("torch."),
         **({} if rates is None else asdict(rates)),
+        "prompts_digest": digest_of(turns[plan.warmup]),  # of the run that gave these answers
         "answers": [_digest(tokens) for tokens in ours[0].tokens],
     }
     return results.new("throughput", parameters, rows, command, [described], topology=topology)
