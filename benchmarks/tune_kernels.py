@@ -13,7 +13,7 @@ from typing import TextIO
 
 import torch
 
-from yalis.kernels.skinny import MOST_NORMED, Problem, candidates
+from yalis.kernels.skinny import Problem, candidates
 from yalis.study.kernels import LLAMA_8B, build, matrices, tune
 
 
@@ -27,8 +27,12 @@ def main() -> None:
     problems = []
     for rows in map(int, args.rows.split(",")):
         for name, (outputs, inputs) in matrices(LLAMA_8B).items():
-            gated, normed = name == "gate_up", name in ("qkv", "gate_up", "head") and rows <= MOST_NORMED
-            problems.append(Problem(rows, outputs // 2 if gated else outputs, inputs, dtype.itemsize, gated, normed))
+            gated, follows_norm = name == "gate_up", name in ("qkv", "gate_up", "head")
+            size = outputs // 2 if gated else outputs
+            if not follows_norm or rows > 1:
+                problems.append(Problem(rows, size, inputs, dtype.itemsize, gated))
+            if follows_norm and rows <= 16:  # up to MOST_NORMED rows are filled up to 16
+                problems.append(Problem(rows, size, inputs, dtype.itemsize, gated, normed=True))
     jobs = {(problem, shape) for problem in problems for shape in candidates(problem)}
     # Launches of equal inputs share a kernel, so one of them is enough; compiling is what takes the time.
     unlike = {

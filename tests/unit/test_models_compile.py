@@ -101,6 +101,20 @@ def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     assert not {target for target in called if "clone" in target or "copy" in target}, "of the cache?"
 
 
+def test_engine_after_engine() -> None:
+    """torch keeps a few graphs for a piece of code and gives up beyond; those of other engines do not count."""
+    case = next(case for case in CASES if case.name == "gemma2")  # two kinds of layers
+    for _ in range(4):
+        model = make_model(case)
+        model.compile(backend="eager")
+        dim, kv_heads = model.spec.head_dim, model.spec.num_kv_heads
+        needs = AttentionNeeds(model.spec.num_heads, kv_heads, dim, torch.float32, torch.device("cpu"), BLOCK_SIZE)
+        attention = choose_backend("auto", needs)(needs)
+        caches = [LayerCache(*torch.zeros(2, BLOCKS, BLOCK_SIZE, kv_heads, dim)) for _ in model.layers]
+        for lengths in ((5, 9), (1,)):
+            model(make_batch(lengths, 0), caches, attention)
+
+
 @pytest.mark.parametrize("split", [Split(2), Split(1, 2)], ids=["rows", "columns"])
 def test_ranks_sum_within_compiled_blocks(split: Split) -> None:
     """Two ranks of a model whose hidden states, or whose heads, are split: as uncompiled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,11 +99,16 @@ class Engine:
 
         A step that fails ends the engine: what the device holds is then unknown.
         """
+        with self._ending_with_a_failed_step():
+            return self._step()
+
+    @contextlib.contextmanager
+    def _ending_with_a_failed_step(self) -> Iterator[None]:
         if self._broken is not None:
             raise YalisFailure(f"this model stopped working in an earlier step ({self._broken}); load it anew")
         world = self.team.world
         try:
-            return self._step()
+            yield
         except BaseException as error:
             # Another rank's end shows here as a collective that broke.
             if isinstance(error, Exception) and (failure := world.explain(error)) is not None:
@@ -168,8 +174,9 @@ class Engine:
         return self.team.rest()
 
     def _finish_launched(self) -> None:
-        while self._launched:
-            self._early += self._commit_oldest()
+        with self._ending_with_a_failed_step():
+            while self._launched:
+                self._early += self._commit_oldest()
 
     def settle(self) -> None:
         """Wait for the steps that are on their way; what they give is dropped, since nobody waits for it any more."""

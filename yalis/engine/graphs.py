@@ -68,7 +68,7 @@ class DecodeGraphs:
             return Forwarded(self._forward(batch), owners)
 
     def forget(self) -> None:
-        """Let go of what was recorded; nothing is replayed from now on."""
+        """Let go of what holds communicators; nothing of that is replayed from now on."""
 
     def _launches(self) -> AbstractContextManager[None]:
         return dependent_launches(self._last_tokens.device) if self._dependent else nullcontext()

@@ -199,6 +199,7 @@ class Runner:
                 steps = [_rehearsed(slot, length, self.block_size) for slot, length in enumerate(lengths)]
                 DecodeGraphs.run(self.graphs, self.packer.pack(steps), self._idle_hidden(sum(lengths)))
 
+    @torch.inference_mode()
     def _idle_hidden(self, rows: int) -> Tensor | None:
         """Room for what the stage before gives."""
         if self.stage.first:

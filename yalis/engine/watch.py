@@ -68,7 +68,7 @@ class Watched:
 
 
 class StepWatch:
-    """Of one rank. Costs nothing but two calls a step while nobody watches: the marks that external profilers show."""
+    """Of one rank. While nobody watches, a step costs the mark that external profilers show, on a GPU alone."""
 
     def __init__(self, device: torch.device, groups: Sequence[Communicator]) -> None:
         self._on_gpu, self._device, self._groups = device.type == "cuda", device, groups

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from yalis.kernels.dependent import option
-from yalis.kernels.fused import argmax, follow
+from yalis.kernels.fused import argmax, dense, follow
 
 _BLOCK = 128
 
@@ -56,6 +56,7 @@ def _settle(
 
 def settle(logits: Tensor, last: Tensor, owners: Tensor, none: int, pdl: bool = False) -> Tensor:
     """The best token of each row of logits [R, V], `none` for a row with NaN; its owner's last token from now on."""
+    logits = dense(logits)
     places = argmax(logits, pdl)
     out = torch.empty_like(places)
     rows = logits.shape[0]

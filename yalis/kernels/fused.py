@@ -80,12 +80,12 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(the norm of x + residual, x + residual), the second rounded before the first is taken of it."""
     rows, cols = x.shape
-    x = _dense(x)
+    x = dense(x)
     y = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
     if residual is None:
         summed, other = x, x
     else:
-        summed, other = torch.empty_like(y), _dense(residual)
+        summed, other = torch.empty_like(y), dense(residual)
     if rows:
         block = triton.next_power_of_2(cols)
         _add_rms_norm[(rows,)](
@@ -200,7 +200,7 @@ def _gated(
 
 def gated(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
     """activation(gate) * up, for the two halves of gate_up [T, 2 * width]; silu, gelu or gelu_tanh."""
-    gate_up = _dense(gate_up)
+    gate_up = dense(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
@@ -242,7 +242,7 @@ def _best_of_parts(place_ptr, best_ptr, parts, BP: tl.constexpr, PDL: tl.constex
 
 def argmax(logits: Tensor, pdl: bool = False) -> Tensor:
     """The place of each row's highest logit, [R, V] -> [R] int64: the first among equals, and NaN before any number."""
-    logits = _dense(logits)
+    logits = dense(logits)
     rows, vocab = logits.shape
     block = min(2048, triton.next_power_of_2(vocab))
     parts = triton.cdiv(vocab, block)
@@ -258,6 +258,6 @@ def argmax(logits: Tensor, pdl: bool = False) -> Tensor:
     return places
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Rows may skip elements, columns may not."""
+def dense(x: Tensor) -> Tensor:
+    """x, whose rows may skip elements and whose columns may not."""
     return x if x.stride(1) == 1 else x.contiguous()

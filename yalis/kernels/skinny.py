@@ -291,7 +291,8 @@ def candidates(problem: Problem) -> Iterator[Shape]:
         tiles = -(-problem.outputs // outputs) * splits
         held = stages * inputs * (outputs * halves + problem.rows) * problem.itemsize
         if tiles >= 100 and (splits == 1 or tiles <= 1200) and 24_000 <= held <= 200_000:
-            yield Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits)
+            for apart in (False, True) if problem.normed else (False,):
+                yield Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits, apart)
 
 
 def linear(

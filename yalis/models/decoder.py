@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -89,9 +90,13 @@ class Decoder(nn.Module):
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Let torch.compile, with these options, have the blocks: one graph for all that are alike and any tokens.
 
-        (And another for a single token: torch takes a dimension of one for a fact.)
+        (And another for a single token: torch takes a dimension of one for a fact.) Graphs are kept with the code they
+        were made of, a few of them at most, so every model has code of its own.
         """
+        shared = Block.forward
+        own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
         for block in self.layers:
+            block.forward = MethodType(own, block)
             block.compile(fullgraph=True, **options)
         self._compiled = True
 

@@ -37,6 +37,7 @@ class Stage:
     def layers(self, total: int) -> range:
         return share(total, self.count, self.index)
 
+    @torch.inference_mode()
     def receive(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """What the stage before gives; None on the first."""
         return None if self.first else self.line.recv(torch.empty(shape, dtype=dtype, device=device), self.index - 1)

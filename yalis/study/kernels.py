@@ -551,14 +551,17 @@ def build(problem: Problem, shape: Shape, dtype: torch.dtype) -> None:
 
 
 def _product(problem: Problem, dtype: torch.dtype, device: torch.device, most: int = _MOST_COPIES) -> Trial:
+    from yalis.kernels.skinny import MOST_NORMED
+
     outputs = problem.outputs * (2 if problem.gated else 1)
-    x = _numbers(problem.rows, problem.inputs, dtype=dtype, device=device)
+    rows = min(problem.rows, MOST_NORMED) if problem.normed else problem.rows
+    x = _numbers(rows, problem.inputs, dtype=dtype, device=device)
     count = min(most, _copies(outputs * problem.inputs * dtype.itemsize, device))
     weights = [_matrix(outputs, problem.inputs, dtype, device) for _ in range(count)]
     norm = (_numbers(problem.inputs, dtype=dtype, device=device), _EPS) if problem.normed else None
-    flops = 2.0 * problem.rows * weights[0].numel()
+    flops = 2.0 * rows * weights[0].numel()
 
     def operation(kit: Kit, weight: Tensor) -> Tensor:
         return kit.gated_linear(x, weight, norm) if problem.gated else kit.linear(x, weight, None, norm)
 
-    return Trial("", "", problem.rows, float(weights[0].nbytes), flops, operation, [(w,) for w in weights])
+    return Trial("", "", rows, float(weights[0].nbytes), flops, operation, [(w,) for w in weights])
