@@ -263,6 +263,18 @@ def test_a_dataset_that_was_rewritten_is_other_work(tmp_path: Path) -> None:
         gather(CONFIG, study, [one, two], "")
 
 
+def test_a_study_that_measured_nothing_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "scaling", "--out", str(tmp_path), "--ranks", "1,2", "--schemes", "tp", "--gather"]
+    words += ["--model", "m", "--workload", "2x8x4", "--repeats", "2", "--plot", str(tmp_path / "plot")]
+    assert main(words) == 1
+    assert "2 of 2 settings have no figures" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    write(plan(tmp_path), Setting(Split()), 1.0)
+    assert main(words) == 1
+    assert "1 of 2 settings have no figures" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("scaling-*.json"))) == 1
+
+
 def test_a_study_under_a_launcher_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

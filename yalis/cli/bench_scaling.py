@@ -86,10 +86,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(asdict(result)))
     else:
         print_table(result)
-    tell(f"wrote {results.write(result, plan.folder)}")
-    if args.plot is not None:
-        tell(f"drew {' and '.join(map(str, plots.draw_scaling(result, args.plot)))}")
-    if bad := failed(result):
+    bad = failed(result)
+    if len(bad) < len(settings):  # a study without a figure would hide an earlier one
+        tell(f"wrote {results.write(result, plan.folder)}")
+        if args.plot is not None:
+            tell(f"drew {' and '.join(map(str, plots.draw_scaling(result, args.plot)))}")
+    if bad:
         again = "" if args.gather else "; the same command tries them again"
         tell(f"{len(bad)} of {len(settings)} settings have no figures (each folder's log.txt says more){again}")
     return 1 if bad else 0
