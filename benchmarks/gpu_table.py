@@ -23,6 +23,10 @@ TARGETS: list[tuple[str, int, int, str, str, str, float, float]] = [
 JOB = (16, 2480, 2048)
 
 
+#: What the targets were set for.
+DEVICE = "H200"
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     rows = read_rows(folder, "table")
@@ -46,7 +50,12 @@ def main() -> None:
 def read_rows(folder: Path, step: str) -> list[dict[str, Any]]:
     """Our rows of a step's latest result."""
     files = sorted((folder / step).glob("latency-*.json"))
-    return [row for row in results.read(files[-1]).rows if row["engine"] == "yalis"] if files else []
+    if not files:
+        return []
+    found = results.read(files[-1])
+    if DEVICE not in found.devices[0]["name"]:
+        sys.exit(f"{files[-1]} is of {found.devices[0]['name']}, and the targets are of an {DEVICE}")
+    return [row for row in found.rows if row["engine"] == "yalis"]
 
 
 def told(work: str, floor: float | None, ours: float, unit: str, must: float, aim: float) -> None:

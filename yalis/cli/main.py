@@ -1,7 +1,7 @@
 """The yalis command: finds the verb, runs it, and turns what went wrong into one line and an exit status.
 
 Exit status: 0 done · 1 failed · 2 bad input · 70 a bug · 130 Ctrl-C · 141 the reader of our output went away · 143 a
-batch was ended by SIGTERM.
+batch or a study was ended by SIGTERM.
 Parsing imports neither torch nor transformers, so `yalis --help` is quick.
 """
 

@@ -73,7 +73,7 @@ def print_table(result: Result, names: int) -> None:
     for phase in dict.fromkeys(row["phase"] for row in result.rows):
         rows = [row for row in result.rows if row["phase"] == phase]
         what = "all prompts" if phase == "prefill" else "a token for every sequence"
-        print(f"\n{phase}, {what}, in ms; mean of {rows[0]['steps']} steps")
+        print(f"\n{phase}, {what}, in ms; {rows[0]['steps']} steps watched")
         heads = ("all", *PARTS[:-1], "idle/host")
         print(f"{'rank':<10}" + "".join(f"{head:>15}" for head in heads))
         for row in rows:

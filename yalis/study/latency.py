@@ -139,8 +139,9 @@ def measure(
         for case, timings in zip(plan.cases, taken, strict=True):
             floors = find_floors(dims, case, rates)
             rows += _tabulate(case, engines, timings, floors, comparable=config.load != "random")
+        instead = ("batch", "prompt_len", "output_len") if plan.workload else ("workload",)
         parameters = {
-            **asdict(plan),
+            **{name: value for name, value in asdict(plan).items() if name not in instead},
             "engine": asdict(config),
             "load_seconds": load_seconds,
             "dtype": str(dtype).removeprefix("torch."),
