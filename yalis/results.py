@@ -238,7 +238,7 @@ def read(path: Path) -> Result:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise YalisError(f"cannot read {path}: {error.strerror}") from error
+        raise YalisError(f"cannot read {path}: {error.strerror}; give a file that a yalis benchmark wrote") from error
     except (ValueError, RecursionError) as error:
         raise YalisError(f"{path} is not JSON ({error}); give a file that a yalis benchmark wrote") from error
     data = _upgrade(data)
@@ -276,9 +276,19 @@ def check(data: Any, label: str) -> None:
             raise YalisError(f"{label} has no {name!r}; it is not a whole yalis result")
         if not isinstance(data[name], accepted):
             raise YalisError(f"{label} has a {name!r} of type {type(data[name]).__name__}; it is not a yalis result")
+    _check_created(data["created"], label)
     if extra := sorted(set(data) - set(kinds)):
         raise YalisError(f"{label} has a field {extra[0]!r} that a yalis result does not have")
     _check_rows(data["kind"], data["rows"], label)
+
+
+def _check_created(created: str, label: str) -> None:
+    try:
+        known = datetime.fromisoformat(created).tzinfo is not None
+    except ValueError:
+        known = False
+    if not known:
+        raise YalisError(f"{label} was created {created!r}; it should be a time such as 2026-01-31T12:00:00+00:00")
 
 
 def _check_rows(kind: str, rows: list[Any], label: str) -> None:
@@ -304,6 +314,11 @@ def _check_rows(kind: str, rows: list[Any], label: str) -> None:
                 good = isinstance(value, wanted)
             if not good or isinstance(value, bool):
                 raise YalisError(f"{where} has {value!r} as {name!r}; it should be a {wanted.__name__}")
+
+
+def age(path: Path, result: Result) -> tuple[datetime, int, str]:
+    """Sorts results from the oldest to the newest; of one second, in the order in which names are given."""
+    return datetime.fromisoformat(result.created), len(path.name), path.name
 
 
 def columns(kind: str) -> list[str]:

@@ -110,12 +110,30 @@ def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, 
 
 def test_results_are_found_once_and_a_study_speaks_for_its_settings(tmp_path: Path) -> None:
     study = tmp_path / "study"
-    old = results.write(make_scaling(), study)
-    new = results.write(replace(make_scaling(), created="2100-01-01T00:00:00+00:00"), study)
-    results.write(make_profile(1), study / "tp1")
+    own = results.write(make_profile(1), study / "tp1")
+    scaling = make_scaling()
+    scaling.rows[0]["file"] = str(own.relative_to(study))
+    old, *_, new = [results.write(scaling, study) for _ in range(11)]  # scaling-....json, -2 to -11
+    kept = study / "a study.json"  # by name it comes before the others, and was told before them
+    kept.write_text(json.dumps({**asdict(scaling), "created": "2001-01-01T00:00:00+00:00"}))
+    other_model = {**scaling.parameters, "engine": {**ENGINE, "model": "another"}}
+    second = results.write(replace(scaling, parameters=other_model), study)
+    unnamed = results.write(make_profile(1), study / "tp2")
     other = results.write(make_profile(2), tmp_path / "more" / "inside")
-    assert {given.path for given in find_results([tmp_path, study, new])} == {new, other}
-    assert [given.path for given in find_results([old])] == [old]
+    assert {given.path for given in find_results([tmp_path, study, new], fail)} == {new, second, unnamed, other}
+    assert [given.path for given in find_results([old], fail)] == [old]
+
+
+def fail(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+def test_a_foreign_file_in_a_folder_is_left_out_with_a_word(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    (folder / "package.json").write_text('{"name": "foreign"}')
+    assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
+    err = capsys.readouterr().err
+    assert f"yalis: left out: {folder / 'package.json'} is not a yalis result; " in err
+    assert " of 8 results, " in err
 
 
 @pytest.mark.parametrize(
@@ -125,7 +143,7 @@ def test_results_are_found_once_and_a_study_speaks_for_its_settings(tmp_path: Pa
         ("{}", "is not a yalis result"),
         (json.dumps({**asdict(make_profile(1)), "schema_version": 0}), "has schema version 0"),
         (json.dumps({**asdict(make_profile(1)), "rows": []}), "nothing was measured"),
-        (None, "cannot read"),
+        (None, "No such file or directory; give a file that a yalis benchmark wrote"),
     ],
 )
 def test_a_bad_file_is_one_sentence(content: str | None, complaint: str, tmp_path: Path, capsys: Any) -> None:
@@ -149,7 +167,7 @@ def test_a_page_needs_results_and_a_name(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_browser_shows_it_without_a_network(folder: Path, tmp_path: Path) -> None:
-    page, plots = write_report(find_results([folder]), tmp_path / "report.html", "A study")
+    page, plots = write_report(find_results([folder], fail), tmp_path / "report.html", "A study")
     with browser(tmp_path / "browser") as tab:
         for dark in (False, True):
             tab.open(page, dark)

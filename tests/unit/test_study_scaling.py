@@ -263,6 +263,22 @@ def test_a_dataset_that_was_rewritten_is_other_work(tmp_path: Path) -> None:
         gather(CONFIG, study, [one, two], "")
 
 
+def test_the_newest_result_counts_by_its_time_and_not_its_name(tmp_path: Path) -> None:
+    study, one = plan(tmp_path), Setting(Split())
+    for seconds in range(1, 12):
+        write(study, one, float(seconds), created="2026-01-01T00:00:00+00:00")
+    assert (result := find_result(CONFIG, study, one)) is not None
+    assert result.rows[0]["seconds"] == 11
+    write(study, one, 99.0, created="2026-01-02T00:00:00+01:00")
+    newest = next((tmp_path / "tp1").glob("throughput-20260102*.json"))
+    newest.rename(newest.with_name("a.json"))
+    (row,) = gather(CONFIG, study, [one], "").rows
+    assert (row["seconds"], row["file"]) == (99, "tp1/a.json")
+    (tmp_path / "tp1" / "broken.json").write_text("{")
+    with pytest.raises(YalisError, match="or remove it, and the same command measures it again"):
+        find_result(CONFIG, study, one)
+
+
 def test_a_study_that_measured_nothing_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "scaling", "--out", str(tmp_path), "--ranks", "1,2", "--schemes", "tp", "--gather"]
     words += ["--model", "m", "--workload", "2x8x4", "--repeats", "2", "--plot", str(tmp_path / "plot")]

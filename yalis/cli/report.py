@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
     from yalis.study.report import find_results, write_report
 
-    found = find_results(args.results)
+    found = find_results(args.results, lambda reason: tell(f"left out: {reason}"))
     page, plots = write_report(found, args.output, args.title)
     if args.json:
         print(json.dumps({"page": str(page), "plots": [str(path) for path in plots]}))

@@ -5,37 +5,59 @@ Results of one machine may stand in one figure; those of different machines neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from yalis import results
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import figures
+from yalis.study.jobs import ThroughputPlan
 from yalis.study.report_cards import Given, make_sections
 from yalis.study.report_page import make_page, show_card, show_section
 
+_WORK = [one.name for one in fields(ThroughputPlan)]
 
-def find_results(paths: Sequence[Path]) -> list[Given]:
-    """The results that these files and folders hold, each once."""
+
+def find_results(paths: Sequence[Path], skipped: Callable[[str], None]) -> list[Given]:
+    """The results that these files and folders hold, each once; `skipped` hears of a folder's files that are none."""
     found: dict[Path, Given] = {}
     for path in paths:
-        for file in _files(path):
-            found.setdefault(file.resolve(), Given(file, results.read(file)))
+        given = _in_folder(path, skipped) if path.is_dir() else [Given(path, results.read(path))]
+        for one in given:
+            found.setdefault(one.path.resolve(), one)
     if not found:
         told = ", ".join(map(str, paths))
         raise YalisError(f"there is no result in {told}; give files, or folders of files, that a yalis benchmark wrote")
     return list(found.values())
 
 
-def _files(path: Path) -> list[Path]:
-    """A folder's JSON files, and those of folders inside; a scaling study speaks for the settings below it."""
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("*.json"))
-    if studies := [file for file in files if file.name.startswith("scaling")]:
-        return [file for file in files if file not in studies[:-1]]  # told anew each time, so the last counts
-    return [*files, *(file for folder in sorted(path.iterdir()) if folder.is_dir() for file in _files(folder))]
+def _in_folder(folder: Path, skipped: Callable[[str], None]) -> list[Given]:
+    """A folder's results, and those of folders inside.
+
+    A study is told anew each time it is run, so its newest telling counts, and speaks for the settings it names.
+    """
+    found: list[Given] = []
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            found.append(Given(path, results.read(path)))
+        except YalisError as error:
+            skipped(str(error))
+    newest: dict[str, Given] = {}
+    studies = [given for given in found if given.result.kind == "scaling"]
+    for given in sorted(studies, key=lambda given: results.age(given.path, given.result)):
+        newest[_study(given)] = given
+    told = {given.path.parent / row["file"] for given in newest.values() for row in given.result.rows if row["file"]}
+    left = {given.path for given in studies} - {given.path for given in newest.values()}
+    return [given for given in found if given.path not in told | left]
+
+
+def _study(given: Given) -> str:
+    """Equal for tellings of one study: those in one folder, of the same work and engine."""
+    facts = {name: given.result.parameters.get(name) for name in ("engine", *_WORK)}
+    return json.dumps([str(given.path.parent), facts], sort_keys=True)
 
 
 def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, list[Path]]:

@@ -158,18 +158,25 @@ def _degrees(found: re.Match[str]) -> dict[str, int]:
 
 def find_result(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> Result | None:
     """The newest result in the setting's folder, which must be of the same work and engine."""
-    path = _newest(plan.folder / setting.folder)
-    if path is None:
+    newest = _newest(plan.folder / setting.folder)
+    if newest is None:
         return None
-    result = results.read(path)
+    path, result = newest
     _check_same(path, result.parameters, asdict(plan.work))
     _check_dataset(path, result.parameters, plan.work)
     _check_same(path, result.parameters["engine"], asdict(setting.apply(config)))
     return result
 
 
-def _newest(folder: Path) -> Path | None:
-    return max(folder.glob("throughput-*.json"), default=None)  # their names tell the time
+def _newest(folder: Path) -> tuple[Path, Result] | None:
+    found = []
+    for path in folder.glob("*.json"):
+        try:
+            found.append((path, results.read(path)))
+        except YalisError as error:
+            raise YalisError(f"{error}; or remove it, and the same command measures it again") from error
+    own = [(path, result) for path, result in found if result.kind == "throughput"]
+    return max(own, key=lambda pair: results.age(*pair), default=None)
 
 
 def _check_same(path: Path, told: dict[str, Any], asked: dict[str, Any]) -> None:
@@ -245,8 +252,8 @@ def _row(plan: ScalingPlan, setting: Setting, result: Result | None, machines: l
         row[name] = measured[name]
     row["machine"] = 1 + machines.index(results.machine(result))
     row["crowded"] = crowding(result)
-    if path := _newest(plan.folder / setting.folder):
-        row["file"] = str(path.relative_to(plan.folder))
+    if newest := _newest(plan.folder / setting.folder):
+        row["file"] = str(newest[0].relative_to(plan.folder))
     if result.topology is not None:
         row["hosts"] = len(result.topology["ranks_per_host"])
     return row
