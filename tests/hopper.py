@@ -14,10 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from yalis.kernels import fused, skinny
+from yalis.kernels import feeding, fused, paged_attention, skinny
 
-POINTERS = {"arrived_ptr": "*i32", "part_ptr": "*fp32", "slots_ptr": "*i64", "q_weight": "*bf16", "k_weight": "*bf16"}
-FLOATS = ("eps",)
+POINTERS = {
+    "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "shares_ptr": "*i32", "q_weight": "*bf16",
+    "k_weight": "*bf16", "query_start": "*i32", "context_len": "*i64", "shares": "*i32", "tables": "*i64",
+    **dict.fromkeys(("slots_ptr", "ids_ptr", "last_ptr", "owners_ptr", "places_ptr", "best_ptr", "place_ptr"), "*i64"),
+}  # fmt: skip
+FLOATS = ("eps", "scale", "softcap")
 #: In the order they appear: weights asked for, weights loaded, the launch before awaited, anything else loaded.
 EVENTS = {
     "start next": r"griddepcontrol\.launch_dependents",
@@ -39,6 +43,8 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int) ->
     for name in names:
         if name in constants:
             kinds[name] = "constexpr"
+        elif name == "out_ptr" and "owners_ptr" in names:  # tokens
+            kinds[name] = "*i64"
         elif name.endswith("_ptr") or name in POINTERS:
             kinds[name] = POINTERS.get(name, "*bf16")
         else:
@@ -66,6 +72,8 @@ def main() -> None:
     flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "NORM": True, "PDL": True, "LINE": 64}
     one = {"K": 4096, "BN": 1, "BK": 2048, "LINES": 64, **flags}
     few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "LINES": 4, **flags, "NORM": False}
+    tile = {"G": 4, "D": 128, "DP": 128, "B": 16, "M": 16, "N": 64, "GP": 4, "CHUNK": 8}
+    decode = {**tile, "WINDOW": False, "SOFTCAP": False, "PDL": True}
     heads = {"H": 32, "K": 8, "D": 128, "DP": 128, "DIM": 128, "B": 16, "M": 8, "NORM": True, "PDL": True}
     print(
         json.dumps(
@@ -74,6 +82,12 @@ def main() -> None:
                 "few rows": compiled(skinny._few_rows, few, 4, 3),
                 "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "RESIDUAL": True, "PDL": True}, 16, 1),
                 "rope": compiled(fused._rope_write, heads, 4, 3),
+                "decode": compiled(paged_attention._decode, decode, 2, 2),
+                "cut": compiled(paged_attention._cut, {"N": 64, "WINDOW": False, "PDL": True}, 4, 3),
+                "feed": compiled(feeding._feed, {"BLOCK": 128, "PDL": True}, 4, 3),
+                "settle": compiled(feeding._settle, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
+                "best of a part": compiled(fused._best_of_part, {"BV": 2048, "PDL": True}, 4, 3),
+                "best of parts": compiled(fused._best_of_parts, {"BP": 64, "PDL": True}, 1, 3),
                 "gate": compiled(fused._gated, {"BW": 1024, "ACTIVATION": "silu", "PDL": True}, 4, 3),
             }
         )
