@@ -16,6 +16,7 @@ from yalis.cli.main import main
 from yalis.results import Result
 from yalis.study.profile import PARTS, over_ranks
 from yalis.study.report import find_results, write_report
+from yalis.study.report_cards import Given
 
 KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
 CPU = [{"type": "cpu", "name": "CPU, AVX512", "threads": 1}]
@@ -126,6 +127,25 @@ def test_results_are_found_once_and_a_study_speaks_for_its_settings(tmp_path: Pa
 
 def fail(reason: str) -> None:
     raise AssertionError(reason)
+
+
+def test_profiles_are_labelled_by_what_they_differ_in(tmp_path: Path) -> None:
+    engines = [
+        {"eager": False, "threads": None},
+        {"eager": True, "threads": None},
+        {"eager": False, "threads": 2},
+        {"eager": False, "threads": 2},
+    ]
+    found = []
+    for number, engine in enumerate(engines):
+        profile = make_profile(1)
+        facts = {**profile.parameters, "engine": {**ENGINE, **engine}}
+        found.append(Given(tmp_path / f"{number}.json", replace(profile, parameters=facts)))
+    page, _ = write_report(found, tmp_path / "report.html", "A study")
+    labels = ["tp1, threads auto", "tp1, eager, threads auto", "tp1, threads 2, 2", "tp1, threads 2, 3"]
+    for label in labels:
+        assert page.read_text().count(f"<td class='text'>{label}</td>") == 2  # prefill and decode
+        assert label in (tmp_path / "report-plots" / "profile.svg").read_text()
 
 
 def test_a_foreign_file_in_a_folder_is_left_out_with_a_word(folder: Path, tmp_path: Path, capsys: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from yalis.study.profile import PARTS
 from yalis.study.scaling import crowding
 
 Row = dict[str, Any]
+
+# Settings of an engine that a profile's split names, or that say nothing about its time.
+_TOLD_BY_SPLIT = {"tp", "pp", "dp", "allreduce", "join_timeout"}
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,36 @@ def make_sections(found: Sequence[Given]) -> list[Section]:
 
 
 def _alike(profiles: Sequence[Given]) -> list[list[Given]]:
-    """Those that may stand side by side: of one machine, model, dtype and workload."""
+    """Those that may stand side by side: of one machine, model, dtype and workload; labelled by what they differ in."""
     groups: dict[str, list[Given]] = {}
     for given in profiles:
         facts = given.result.parameters
         told = [results.machine(given.result), facts["engine"]["model"], facts["dtype"], facts["workload"]]
         groups.setdefault(json.dumps(told, sort_keys=True), []).append(given)
-    return list(groups.values())
+    return [_label_apart(group) for group in groups.values()]
+
+
+def _label_apart(group: Sequence[Given]) -> list[Given]:
+    """Profiles whose split also says what else of their engines differs: "tp1, eager, threads 2"."""
+    engines = [given.result.parameters["engine"] for given in group]
+    names = [name for name in dict.fromkeys(name for one in engines for name in one) if name not in _TOLD_BY_SPLIT]
+    names = [name for name in names if any(one.get(name) != engines[0].get(name) for one in engines)]
+    labels = []
+    for given, engine in zip(group, engines, strict=True):
+        told = [_option(name, engine.get(name)) for name in names]
+        labels.append(", ".join(filter(None, [given.result.parameters["split"], *told])))
+    labelled = []
+    for given, split in zip(group, labels, strict=True):
+        which = f", {given.path.stem}" if labels.count(split) > 1 else ""
+        facts = {**given.result.parameters, "split": split + which}
+        labelled.append(replace(given, result=replace(given.result, parameters=facts)))
+    return labelled
+
+
+def _option(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name.replace("_", " ") if value else ""
+    return f"{name.replace('_', ' ')} {'auto' if value is None else value}"
 
 
 def _scaling_card(given: Given) -> Card:
