@@ -219,6 +219,25 @@ def test_one_rank_with_all_cores_leaves_nothing_to_gain(tmp_path: Path) -> None:
         assert gather(CONFIG, study, [one, two], "").notes == note
 
 
+def test_notes_join_no_machines_and_tell_other_versions(tmp_path: Path) -> None:
+    study = plan(tmp_path, ranks=(1, 2), schemes=("tp",))
+    one, two = list_settings(study)
+    write(study, one, 1.0, devices=[{"type": "cpu", "name": "CPU", "threads": 2}], versions={"torch": "2.12.0"})
+    write(study, two, 1.0, devices=[{"type": "cpu", "name": "another", "threads": 1}], versions={"torch": "2.13.0"})
+    assert gather(CONFIG, study, [one, two], "").notes == [
+        "measured on 2 kinds of machine; speed-ups are within each",
+        "measured with 2 versions of torch: 2.12.0, 2.13.0",
+    ]
+
+
+def test_a_topology_of_an_older_yalis_tells_no_launcher(tmp_path: Path) -> None:
+    study = plan(tmp_path, ranks=(2,), schemes=("tp",))
+    (two,) = list_settings(study)
+    write(study, two, 1.0, topology={"ranks": 2, "ranks_per_host": [2]})
+    (row,) = gather(CONFIG, study, [two], "").rows
+    assert (row["status"], row["crowded"], row["hosts"]) == ("ok", "", 1)
+
+
 def test_other_tokens_are_a_failure_in_float32_and_a_share_elsewhere(tmp_path: Path) -> None:
     for dtype, status in (("float32", "wrong tokens: 50% of its answers equal those of tp1"), ("bfloat16", "ok")):
         study = plan(tmp_path / dtype, ranks=(1, 2), schemes=("tp",))

@@ -322,20 +322,28 @@ def _notes(rows: list[Row], measured: dict[Setting, Result], machines: list[dict
     revisions = {str(result.revision)[:10] for result in measured.values()}
     if len(revisions) > 1:
         yield f"measured at {len(revisions)} revisions: {', '.join(sorted(revisions))}"
+    torches = {str(result.versions.get("torch")) for result in measured.values()}
+    if len(torches) > 1:
+        yield f"measured with {len(torches)} versions of torch: {', '.join(sorted(torches))}"
 
 
 def _no_more_cores(measured: dict[Setting, Result]) -> list[int]:
-    """Numbers of CPU ranks that only share out the cores that a single rank used."""
-    used = {setting: _cores(result) for setting, result in measured.items() if result.devices[0]["type"] == "cpu"}
-    alone = max((count for setting, count in used.items() if setting.ranks == 1), default=0)
-    return sorted({setting.ranks for setting, count in used.items() if setting.ranks > 1 and count <= alone})
+    """Numbers of CPU ranks that only share out the cores that a single rank used on the same kind of machine."""
+    on_cpus = {setting: result for setting, result in measured.items() if result.devices[0]["type"] == "cpu"}
+    alone = [(results.machine(result), _cores(result)) for setting, result in on_cpus.items() if setting.ranks == 1]
+    counts = set()
+    for setting, result in on_cpus.items():
+        machine, cores = results.machine(result), _cores(result)
+        if setting.ranks > 1 and any(machine == own and cores <= had for own, had in alone):
+            counts.add(setting.ranks)
+    return sorted(counts)
 
 
 def _cores(result: Result) -> int:
     """Cores that the ranks of a CPU job can use together."""
     topology = result.topology or results.topology([0])
     wanted: int = topology["ranks"] * result.devices[0].get("threads", 1)
-    if topology["launcher"] == "srun":
+    if topology.get("launcher") == "srun":
         return wanted
     return min(wanted, result.host["cores"] * len(topology["ranks_per_host"]))
 
