@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,6 +80,23 @@ class _Taped:
     tape: Tape
     batch: ForwardBatch  # whose tensors the tape reads
 
+    def fill(self, step: PackedStep, last_tokens: Tensor, hidden: Tensor | None) -> None:
+        """What changes from step to step; sequences bring a token each, and every token gets logits."""
+        batch, tokens = self.batch, step.tokens
+        if tokens.min() < 0:
+            tokens = np.where(tokens < 0, last_tokens.numpy()[step.feeders], tokens)
+        for tensor, values in (
+            (batch.token_ids, tokens),
+            (batch.positions, step.positions),
+            (batch.rope_rows, step.rope_rows),
+            (batch.slots, step.slots),
+            (batch.context_len, step.contexts),
+            (batch.block_tables[:, : step.tables.shape[1]], step.tables),
+        ):
+            tensor.numpy()[...] = values
+        if batch.hidden is not None and hidden is not None:
+            batch.hidden.copy_(hidden)
+
 
 class Tapes(DecodeGraphs):
     """On a CPU."""
@@ -92,49 +110,37 @@ class Tapes(DecodeGraphs):
     def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
         if not (self._usable and step.decode_only and step.sequences <= ops.MOST_ROWS):
             return super().run(step, hidden)
-        batch, owners = step.unpack(self._last_tokens.device, self._last_tokens, hidden)
         key = step.sequences, torch.get_num_threads()
         found = self._recorded.get(key)
         if found is not None:
             self._recorded.move_to_end(key)
-            _fill(found.batch, batch)
+            found.fill(step, self._last_tokens, hidden)
             self.replays += 1
-            return Forwarded(found.tape.replay(), owners)
+            return Forwarded(found.tape.replay(), torch.from_numpy(step.feeders))
         if key in self._seen:
-            return Forwarded(self._record(key, batch), owners)
+            return self._record(key, step, hidden)
         self._seen.add(key)  # a size met once may not come again
-        return Forwarded(self._forward(batch), owners)
+        return super().run(step, hidden)
 
-    def _record(self, key: tuple[int, int], batch: ForwardBatch) -> Tensor:
+    def _record(self, key: tuple[int, int], step: PackedStep, hidden: Tensor | None) -> Forwarded:
+        batch, owners = step.unpack(self._last_tokens.device, self._last_tokens, hidden)
         static = self._make_static(batch)
         logits, tape = record(lambda: self._forward(static))
         if tape is None:
             self._usable = False
-            return logits
+            return Forwarded(logits, owners)
         self._recorded[key] = _Taped(tape, static)
         if len(self._recorded) > MOST_TAPES:
             self._recorded.popitem(last=False)
-        return logits
+        return Forwarded(logits, owners)
 
     def _make_static(self, batch: ForwardBatch) -> ForwardBatch:
         """A copy with room for the longest block tables."""
-        tables = batch.block_tables.new_zeros(len(batch.query_lens), self._most_blocks)
+        sequences, width = batch.block_tables.shape
+        tables = batch.block_tables.new_zeros(sequences, self._most_blocks)
+        tables[:, :width] = batch.block_tables
         own: dict[str, Any] = {name: x.clone() for name, x in vars(batch).items() if isinstance(x, Tensor)}
-        static = replace(batch, **{**own, "block_tables": tables})
-        _fill(static, batch)
-        return static
-
-
-def _fill(static: ForwardBatch, batch: ForwardBatch) -> None:
-    """What changes from step to step; sequences bring a token each, and every token gets logits."""
-    static.token_ids.copy_(batch.token_ids)
-    static.positions.copy_(batch.positions)
-    static.rope_rows.copy_(batch.rope_rows)
-    static.slots.copy_(batch.slots)
-    static.context_len.copy_(batch.context_len)
-    static.block_tables[:, : batch.block_tables.shape[1]].copy_(batch.block_tables)
-    if static.hidden is not None and batch.hidden is not None:
-        static.hidden.copy_(batch.hidden)
+        return replace(batch, **{**own, "block_tables": tables})
 
 
 def sizes_for(max_num_seqs: int) -> list[int]:
