@@ -7,7 +7,6 @@ file it half understands. Host names are left out on purpose: results are publis
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from yalis.errors import YalisError, YalisFailure
+from yalis.result_forms import check_form, fits
 from yalis.version import __version__
 
 SCHEMA = "yalis-result"
@@ -155,6 +155,28 @@ _ALWAYS_THERE = {
     *("ranks", "scheme", "split", "allreduce", "crowded", "file"),
     *("phase", "rank", "steps"),
 }
+#: A measured figure, and the columns of its spread.
+_SPREADS = {
+    "latency": [("decode_ms", "decode_ms_low", "decode_ms_high")],
+    "throughput": [
+        ("seconds", "seconds_low", "seconds_high"),
+        ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high"),
+    ],
+    "scaling": [("seconds", "seconds_low", "seconds_high")],
+    "allreduce": [("median_us", "low_us", "high_us")],
+}
+_ABOVE_ZERO = {
+    *("first_token_ms", "decode_ms", "tokens_per_s", "seconds", "token_ms", "ms", "median_us", "us"),
+    *("prefill_tokens_per_s", "requests_per_s", "torch_us"),
+    *("ranks", "stages", "micro_batches", "batch", "prompt_len", "output_len", "rows", "bytes", "requests"),
+    *("machine", "hosts"),
+}
+#: What a row that went well cannot be shown without.
+_NEEDED = {
+    "scaling": ("machine", "seconds", "seconds_low", "seconds_high"),
+    "pipeline": ("seconds", "idle_share", "ideal_idle_share"),
+    "profile": tuple(_ROWS["profile"]),
+}
 
 
 @dataclass(frozen=True)
@@ -276,10 +298,12 @@ def check(data: Any, label: str) -> None:
             raise YalisError(f"{label} has no {name!r}; it is not a whole yalis result")
         if not isinstance(data[name], accepted):
             raise YalisError(f"{label} has a {name!r} of type {type(data[name]).__name__}; it is not a yalis result")
-    _check_created(data["created"], label)
     if extra := sorted(set(data) - set(kinds)):
         raise YalisError(f"{label} has a field {extra[0]!r} that a yalis result does not have")
     _check_rows(data["kind"], data["rows"], label)
+    _check_created(data["created"], label)
+    if word := check_form(data):
+        raise YalisError(f"{label} has {word}")
 
 
 def _check_created(created: str, label: str) -> None:
@@ -308,12 +332,27 @@ def _check_rows(kind: str, rows: list[Any], label: str) -> None:
             value = row[name]
             if value is None and name not in _ALWAYS_THERE:
                 continue
-            if wanted is float:
-                good = isinstance(value, (int, float)) and math.isfinite(value)
-            else:
-                good = isinstance(value, wanted)
-            if not good or isinstance(value, bool):
+            if not fits(value, wanted):
                 raise YalisError(f"{where} has {value!r} as {name!r}; it should be a {wanted.__name__}")
+            if name in _ABOVE_ZERO and value <= 0:
+                raise YalisError(f"{where} has {value!r} as {name!r}; it should be above 0")
+        _check_figures(kind, row, where)
+    if kind == "allreduce" and len({row["delay_us"] is None for row in rows}) > 1:
+        raise YalisError(f"{label} has a 'delay_us' in some rows and none in others; it is not a yalis result")
+
+
+def _check_figures(kind: str, row: dict[str, Any], where: str) -> None:
+    """A row that went well has its figures, and a spread lies around its median."""
+    for name in _NEEDED.get(kind, ()):
+        if row[name] is None and row.get("status", "ok") == "ok":
+            raise YalisError(f"{where} has no {name!r}, although it is told to be good")
+    for middle, low, high in _SPREADS.get(kind, ()):
+        known = [row[name] for name in (low, middle, high) if row[name] is not None]
+        if row[middle] is None or (len(known) == 1 and kind != "allreduce"):  # which is drawn as a band
+            continue
+        # The ends are computed and may be off by a rounding.
+        if len(known) < 3 or not known[0] * (1 - 1e-9) <= known[1] <= known[2] * (1 + 1e-9):
+            raise YalisError(f"{where} has {row[middle]!r} as {middle!r}, from {row[low]!r} to {row[high]!r}")
 
 
 def age(path: Path, result: Result) -> tuple[datetime, int, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from yalis import results
+from yalis.cli.main import main
 from yalis.errors import YalisError, YalisFailure
 
 ROW: dict[str, Any] = {
@@ -21,7 +22,9 @@ ROW: dict[str, Any] = {
 
 
 def make(**changed: Any) -> results.Result:
-    return results.new("latency", {"seed": 0}, [{**ROW, **changed}], "yalis bench latency", [{"type": "cpu"}])
+    return results.new(
+        "latency", {"engine": {"model": "m"}}, [{**ROW, **changed}], "yalis bench latency", [{"type": "cpu"}]
+    )
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:
@@ -50,6 +53,15 @@ def test_written_and_read_back(tmp_path: Path) -> None:
         (lambda d: d["rows"][0].update(batch="1"), "'1' as 'batch'"),
         (lambda d: d["rows"][0].update(engine=None), "None as 'engine'"),
         (lambda d: d["rows"][0].update(decode_ms=True), "True as 'decode_ms'"),
+        (lambda d: d["rows"][0].update(decode_ms=10**400), "as 'decode_ms'; it should be a float"),
+        (lambda d: d["rows"][0].update(batch=10**400), "as 'batch'; it should be a int"),
+        (lambda d: d["rows"][0].update(decode_ms=0), "0 as 'decode_ms'; it should be above 0"),
+        (lambda d: d["rows"][0].update(first_token_ms=-1), "-1 as 'first_token_ms'; it should be above 0"),
+        (lambda d: d["rows"][0].update(decode_ms_low=4), "3 as 'decode_ms', from 4 to 3.0"),
+        (lambda d: d["rows"][0].update(decode_ms_high=2), "3 as 'decode_ms', from 3.0 to 2"),
+        (lambda d: d["rows"][0].update(decode_ms_high=None), "3 as 'decode_ms', from 3.0 to None"),
+        (lambda d: d.update(created="yesterday"), "created 'yesterday'; it should be a time such as"),
+        (lambda d: d.update(created="2026-01-01T00:00:00"), "it should be a time such as"),
     ],
 )
 def test_a_changed_file_is_refused(tmp_path: Path, change: Any, words: str) -> None:
@@ -59,6 +71,71 @@ def test_a_changed_file_is_refused(tmp_path: Path, change: Any, words: str) -> N
     path.write_text(json.dumps(data))
     with pytest.raises(YalisError, match=words):
         results.read(path)
+
+
+KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
+FILES = {
+    "latency": "latency-smollm2-135m-fp32.json",
+    "throughput": "scaling-smollm2-135m/tp2-mpi/throughput-20261115T125013.json",
+    "scaling": "scaling-smollm2-135m/scaling.json",
+    "profile": "profile-smollm2-135m-tp2.json",
+    "pipeline": "pipeline-smollm2-135m-pp2.json",
+    "allreduce": "allreduce-lab-4x2-1ms.json",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "words"),
+    [
+        ("latency", "parameters engine", 5, "5 as 'parameters.engine'; it should be an object"),
+        ("latency", "parameters engine model", None, "None as 'parameters.engine.model'; it should be text"),
+        ("latency", "devices", [], "'devices'; it should be a list that is not empty"),
+        ("latency", "devices 0 type", 1, "1 as 'devices[].type'"),
+        ("latency", "devices 0 threads", "2", "'2' as 'devices[].threads'; it should be a whole number above 0"),
+        ("latency", "devices", ["cpu"], "'cpu' as 'devices[]'; it should be an object"),
+        ("latency", "host cores", 0, "0 as 'host.cores'; it should be a whole number above 0"),
+        ("latency", "host", {}, "no 'host.cores'"),
+        ("latency", "notes", [1], "1 as 'notes[]'"),
+        ("latency", "versions torch", 2, "2 as 'versions.torch'"),
+        ("throughput", "topology", {"ranks": 2}, "no 'topology.ranks_per_host'"),
+        ("throughput", "topology ranks_per_host", [], "'topology.ranks_per_host'; it should be a list that is not"),
+        ("throughput", "parameters answers", [], "'parameters.answers'"),
+        ("throughput", "parameters dtype", 32, "32 as 'parameters.dtype'"),
+        ("throughput", "parameters engine ranks_per_gpu", 0, "'parameters.engine.ranks_per_gpu'"),
+        ("throughput", "rows 0 seconds_low", 1e9, "'seconds', from 1000000000.0 to"),
+        ("scaling", "parameters machines", None, "'parameters.machines'; it should be a list"),
+        ("scaling", "parameters baselines", [], "'parameters.baselines'"),
+        ("scaling", "rows 0 seconds", None, "no 'seconds', although it is told to be good"),
+        ("scaling", "rows 0 ranks", 0, "0 as 'ranks'; it should be above 0"),
+        ("profile", "parameters workload", "8x64x64", "'parameters.workload'; it should be an object"),
+        ("profile", "parameters watching_costs", 10**400, "'parameters.watching_costs'; it should be a number"),
+        ("profile", "rows 0 matmul_ms", None, "no 'matmul_ms'"),
+        ("pipeline", "rows 0 seconds", None, "no 'seconds'"),
+        ("allreduce", "parameters links", [{}], "no 'parameters.links[].delay_us'"),
+        ("allreduce", "parameters nodes", [], "'parameters.nodes'"),
+        ("allreduce", "parameters lab", 1, "'parameters.lab'; it should be an object"),
+        ("allreduce", "rows 0 low_us", None, "'median_us', from None to"),
+        ("allreduce", "rows 0 delay_us", None, "a 'delay_us' in some rows and none in others"),
+    ],
+)
+def test_what_readers_rely_on_is_checked_in_one_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, place: str, value: Any, words: str
+) -> None:
+    data = json.loads((KEPT / FILES[kind]).read_text())
+    *path, last = [int(step) if step.isdigit() else step for step in place.split()]
+    inside = data
+    for step in path:
+        inside = inside[step]
+    inside[last] = value
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps(data))
+    for command in (["report", str(broken), "-o", str(tmp_path / "r.html")], ["bench", "compare", *[str(broken)] * 2]):
+        assert main(command) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("yalis: error: ")
+        assert f"{broken} has " in err
+        assert words in err
+        assert err.count("\n") == 1
 
 
 def test_version_1_had_no_topology(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ def test_a_change_is_what_lies_outside_both_spreads(
 def test_more_tokens_a_second_are_better() -> None:
     row: dict[str, Any] = dict.fromkeys(results.columns("throughput"))
     row.update(engine="yalis", version="0", status="ok", requests=1, prompt_tokens=1, output_tokens=1)
+    facts = {"engine": {**ENGINE, "ranks_per_gpu": 1}, "dtype": "float32", "answers": ["a"]}
     old, new = (
-        results.new("throughput", {}, [{**row, "tokens_per_s": speed}], "", [dict(DEVICE)]) for speed in (10.0, 20.0)
+        results.new("throughput", facts, [{**row, "tokens_per_s": speed}], "", [dict(DEVICE)]) for speed in (10.0, 20.0)
     )
     assert [change.verdict for change in compare(old, new, 0.05).changes] == ["faster"]
     assert [change.verdict for change in compare(new, old, 0.05).changes] == ["slower"]

@@ -14,7 +14,7 @@ from yalis.results import Result
 from yalis.study import figures
 from yalis.study.allreduce import label
 from yalis.study.plots import model_name
-from yalis.study.profile import PARTS
+from yalis.study.profile import PARTS, over_ranks
 from yalis.study.scaling import crowding
 
 Row = dict[str, Any]
@@ -185,9 +185,7 @@ def _profile_card(group: list[Given]) -> Card:
         facts = given.result.parameters
         for phase in dict.fromkeys(row["phase"] for row in given.result.rows):
             own = [row for row in given.result.rows if row["phase"] == phase]
-            rows += [
-                {**row, "split": facts["split"]} for row in [*own, *(_over_ranks(facts, phase) if own[1:] else [])]
-            ]
+            rows += [{**row, "split": facts["split"]} for row in [*own, *(_over_ranks(own, phase) if own[1:] else [])]]
         if facts["watching_costs"] is not None:
             costs.append(f"{1 + facts['watching_costs']:.2f} times ({facts['split']})")
         notes += [f"{facts['split']}: {note}" for note in given.result.notes]
@@ -201,9 +199,9 @@ def _profile_card(group: list[Given]) -> Card:
     return Card("profile", told, group, Table(columns, rows), partial(figures.draw_profiles, found), notes)
 
 
-def _over_ranks(facts: Row, phase: str) -> list[Row]:
+def _over_ranks(own: list[Row], phase: str) -> list[Row]:
     """What the ranks have in common, as rows below them."""
-    told = {one["part"]: one for one in facts["over_ranks"] if one["phase"] == phase}
+    told = {one["part"]: one for one in over_ranks(own)}
     rows = []
     for rank, key in (("max", "max_ms"), ("mean", "mean_ms"), ("max / mean", "imbalance")):
         row = {f"{part}_ms": one[key] for part, one in told.items() if part != "all"}
@@ -235,7 +233,7 @@ def _allreduce_card(given: Given) -> Card:
         )
     elif result.devices[0]["type"] == "cpu" and facts["ranks"] > result.host["cores"]:
         notes.append(f"{facts['ranks']} ranks on {result.host['cores']} cores: this shows overhead, not speed-up.")
-    elif facts["ranks_per_gpu"] > 1:
+    elif facts.get("ranks_per_gpu", 1) > 1:
         notes.append(f"Up to {facts['ranks_per_gpu']} ranks share a GPU: this is no network's speed.")
     title = f"{facts['ranks']} ranks ({facts['shape']})"
     delays = [row["delay_us"] for row in result.rows if row["delay_us"] is not None]
