@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -24,6 +25,11 @@ from yalis.study.scaling_jobs import SlurmPlan, command_words, write_scripts
 from yalis.study.workloads import Workload
 
 CONFIG = EngineConfig("m", prefix_reuse=False)
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
+}  # fmt: skip
 WORK = ThroughputPlan((Workload(2, 8, 4),), repeats=2)
 
 
@@ -308,6 +314,31 @@ def test_a_study_that_measured_nothing_leaves_no_file(tmp_path: Path, capsys: py
     assert main(words) == 1
     assert "1 of 2 settings have no figures" in capsys.readouterr().err
     assert len(list(tmp_path.glob("scaling-*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--model", "no/such/folder"], "there is no 'no/such/folder'"),
+        (["--workload", "2x9000x1"], "take 9001 tokens, but the context holds 512"),
+        (["--dataset", "missing.jsonl"], "cannot read missing.jsonl"),
+        (["--schemes", "ep"], "scheme 'ep' is not known"),
+        (["--plot", "no-such-folder/plot"], "there is no folder no-such-folder"),
+    ],
+)
+@pytest.mark.parametrize("slurm", [False, True])
+def test_what_no_setting_could_run_starts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], complaint: str, slurm: bool
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    study = ["bench", "scaling", "--out", str(tmp_path / "study"), "--model", str(config), "--load", "random"]
+    study += ["--slurm", str(tmp_path / "scripts")] if slurm else []
+    assert main([*study, *words]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [config]
 
 
 def test_a_study_under_a_launcher_is_refused(

@@ -146,6 +146,8 @@ def test_repeats_differ_in_tokens_alone() -> None:
         (["--vary", "1"], "vary is 1"),
         (["--requests", "0"], "requests is 0"),
         (["--repeats", "0"], "repeats is 0"),
+        (["--workload", "999999999x8x8"], "the work is 999999999 requests; give at most 1000000"),
+        (["--requests", "1000001"], "the work is 1000001 requests; give at most 1000000"),
         (["--peer", "nobody"], "unknown peer 'nobody'; accepted: "),
         (["--peer", "transformers", "--rate", "3"], "peers take like requests all at once"),
     ],

@@ -67,16 +67,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from yalis import results
     from yalis.study import plots
-    from yalis.study.scaling import failed, gather, list_settings
+    from yalis.study.scaling import failed, find_result, gather, list_settings
     from yalis.study.scaling_jobs import make_folder
+    from yalis.study.throughput import prepare
 
     if find_place().size > 1:
         raise YalisError("bench scaling starts every setting itself; leave torchrun, srun and mpirun out")
-    make_folder(args.out)
     if args.plot is not None:
-        plots.check_plot(args.plot)
+        plots.check_plot(args.plot, made=args.out)
     config, plan = work_config(args), _plan(args)
     settings = list_settings(plan)
+    if not args.gather and any(find_result(config, plan, setting) is None for setting in settings):
+        prepare(config, plan.work)  # what no setting could run is told once
+    make_folder(args.out)
     if args.slurm is not None:
         return _write_scripts(args, config, plan, settings)
     if not args.gather and (status := _run_missing(config, plan, settings)):

@@ -15,6 +15,8 @@ from yalis.study.peers import PEERS
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import Prompt, SamplingParams
 
+_MOST_REQUESTS = 1_000_000  # all are drawn before the first is sent
+
 
 @dataclass(frozen=True)
 class ThroughputPlan:
@@ -34,6 +36,10 @@ class ThroughputPlan:
                 raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least {low}")
         if self.requests is not None and self.requests < 1:
             raise YalisError(f"requests is {self.requests}; give a whole number of at least 1")
+        if (count := self.requests or sum(one.batch for one in self.workloads)) > _MOST_REQUESTS:
+            raise YalisError(
+                f"the work is {count} requests; give at most {_MOST_REQUESTS}, by a smaller --workload or --requests"
+            )
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise YalisError(f"rate is {self.rate:g}; give requests a second, above 0, or leave it out for all at once")
         if not 0 <= self.vary < 1:

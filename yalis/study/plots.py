@@ -11,12 +11,12 @@ from yalis.results import Result
 from yalis.study import figures
 
 
-def check_plot(file: Path) -> None:
-    """Refuse, before anything is measured, what could not be drawn."""
+def check_plot(file: Path, made: Path | None = None) -> None:
+    """Refuse, before anything is measured, what could not be drawn. `made`: a folder that will be there by then."""
     figures.need_matplotlib()
     if not file.name or file.is_dir():
         raise YalisError(f"--plot is {str(file)!r}, which is no file; give one, such as --plot latency")
-    if not file.parent.is_dir():
+    if not file.parent.is_dir() and file.parent != made:
         raise YalisError(f"--plot is {file}, but there is no folder {file.parent}; make it, or give another")
 
 

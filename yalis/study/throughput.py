@@ -133,14 +133,20 @@ def _check_answer(job: Job, tokens: list[int]) -> None:
         )
 
 
-def measure(
-    config: EngineConfig, plan: ThroughputPlan, command: str, report: Report = lambda text: None
-) -> results.Result:
-    """Run the whole benchmark; `report` hears what it is doing."""
+def prepare(config: EngineConfig, plan: ThroughputPlan) -> tuple[ModelSpec, list[Job] | None]:
+    """The model and the dataset's lines, if there is one; refuses work that cannot be before anything is loaded."""
     lines = None if plan.dataset is None else read_dataset(Path(plan.dataset), plan.requests)
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
         spec = read_spec(checkpoint.config, checkpoint.label)
     check_length(plan, config.max_model_len or spec.max_position)
+    return spec, lines
+
+
+def measure(
+    config: EngineConfig, plan: ThroughputPlan, command: str, report: Report = lambda text: None
+) -> results.Result:
+    """Run the whole benchmark; `report` hears what it is doing."""
+    spec, lines = prepare(config, plan)
     config = _leave_room(config, plan)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
