@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -20,8 +21,18 @@ from yalis.parallel.plan import Split
 from yalis.results import Result
 from yalis.study.jobs import ThroughputPlan, digest_of, read_dataset
 from yalis.study.plots import draw_scaling
-from yalis.study.scaling import LOG, ScalingPlan, Setting, failed, find_result, gather, list_settings
-from yalis.study.scaling_jobs import SlurmPlan, command_words, write_scripts
+from yalis.study.scaling import (
+    LOG,
+    ScalingPlan,
+    Setting,
+    command_line,
+    command_words,
+    failed,
+    find_result,
+    gather,
+    list_settings,
+)
+from yalis.study.scaling_jobs import SlurmPlan, write_scripts
 from yalis.study.workloads import Workload
 
 CONFIG = EngineConfig("m", prefix_reuse=False)
@@ -103,6 +114,7 @@ def test_scripts_ask_for_what_a_setting_needs(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert f"#SBATCH {line}\n" in text
     assert f"\nsrun {sys.executable} -m yalis bench throughput --workload 2x8x4 --repeats 2 --model m" in text
+    assert f"\necho {shlex.quote(command_line(CONFIG, study, list_settings(study)[1]))}\n" in text
     assert "srun --mpi=pmix" in scripts[2].read_text()
     assert (tmp_path / "a study" / "tp8-mpi").is_dir()
     for script in (*scripts, submit):
@@ -147,9 +159,11 @@ def test_speed_up_and_efficiency(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for setting, seconds in ((one, 8.0), (tp2, 5.0), (tp4, 4.0)):
         write(study, setting, seconds)
     (tmp_path / pp4.folder).mkdir()
-    (tmp_path / pp4.folder / LOG).write_text(
-        "working\nyalis: error: rank 3 ended: killed by SIGKILL\nnoise of mpirun\n"
-    )
+    log, said = tmp_path / pp4.folder / LOG, "working\nyalis: error: rank 3 ended: killed by SIGKILL\nnoise of mpirun\n"
+    log.write_text(f"{command_line(replace(CONFIG, model='another'), study, pp4)}\n{said}")
+    result = gather(CONFIG, study, list_settings(study), "yalis bench scaling")
+    assert by_split(result)["pp4"]["status"] == "no result yet"  # that was another attempt
+    log.write_text(f"{command_line(CONFIG, study, pp4)}\n{said}")
     result = gather(CONFIG, study, list_settings(study), "yalis bench scaling")
     results.check(asdict(result), "gathered")
     rows = by_split(result)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,41 @@ def _degrees(found: re.Match[str]) -> dict[str, int]:
     return {{"tp": "rows", "pp": "stages", "dp": "replicas"}[name]: int(count)}
 
 
+# What is run
+
+
+def command_line(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> str:
+    """The setting's command, wherever it is started from: the first line of its log."""
+    return shlex.join(["yalis", *command_words(config, replace(plan, folder=plan.folder.resolve()), setting)])
+
+
+def command_words(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> list[str]:
+    """`yalis` with these words measures the setting and leaves its result in its folder."""
+    work = plan.work
+    words = ["bench", "throughput"]
+    for one in work.workloads:
+        words += ["--workload", str(one)]
+    words += _flags(work, without=("workloads", "peer"))
+    words += _flags(setting.apply(config))
+    if config.prefix_reuse:  # which is off in throughput unless asked for
+        words.append("--prefix-reuse")
+    return [*words, "--out", str(plan.folder / setting.folder)]
+
+
+def _flags(values: Any, without: tuple[str, ...] = ()) -> list[str]:
+    """The fields of a dataclass that are not at their default, as flags."""
+    words: list[str] = []
+    for one in fields(values):
+        value, flag = getattr(values, one.name), one.name.replace("_", "-")
+        if one.name in without or value == one.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", "x".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return words
+
+
 # What came back
 
 
@@ -221,7 +257,7 @@ def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting],
     for result in measured.values():
         if (machine := results.machine(result)) not in machines:
             machines.append(machine)
-    rows = [_row(plan, setting, found[setting], machines) for setting in settings]
+    rows = [_row(config, plan, setting, found[setting], machines) for setting in settings]
     bases = _add_ratios(rows, measured, settings)
     parameters = {
         **{name: value for name, value in asdict(plan).items() if name not in ("folder", "work")},
@@ -240,12 +276,14 @@ def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting],
     return replace(result, host=first.host, versions=first.versions, revision=first.revision)
 
 
-def _row(plan: ScalingPlan, setting: Setting, result: Result | None, machines: list[dict[str, Any]]) -> Row:
+def _row(
+    config: EngineConfig, plan: ScalingPlan, setting: Setting, result: Result | None, machines: list[dict[str, Any]]
+) -> Row:
     row: Row = dict.fromkeys(results.columns("scaling"))
     row.update(ranks=setting.ranks, scheme=setting.scheme, split=setting.label, allreduce=setting.allreduce)
     row.update(crowded="", file="")
     if result is None:
-        row["status"] = _why_missing(plan.folder / setting.folder / LOG)
+        row["status"] = _why_missing(plan.folder / setting.folder / LOG, command_line(config, plan, setting))
         return row
     measured = result.rows[0]
     for name in ("status", "seconds", "seconds_low", "seconds_high", "tokens_per_s", "first_token_ms", "token_ms"):
@@ -259,12 +297,15 @@ def _row(plan: ScalingPlan, setting: Setting, result: Result | None, machines: l
     return row
 
 
-def _why_missing(log: Path) -> str:
-    """The error a setting's command ended with, or that there was none."""
+def _why_missing(log: Path, command: str) -> str:
+    """The error a setting's command ended with, or that there was none; a log of another command tells nothing."""
     try:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        text = log.read_text(errors="replace")
     except OSError:
         return "no result yet"
+    if not text.startswith(f"{command}\n"):
+        return "no result yet"
+    lines = [line.strip() for line in text.removeprefix(command).splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"yalis: (internal )?error: ", line)]
     if errors:
         return errors[-1].partition("error: ")[2]

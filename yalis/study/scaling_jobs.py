@@ -9,15 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from yalis.config import EngineConfig
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.local import rank_environment
 from yalis.study.lab.ranks import mpi_missing, mpi_version
-from yalis.study.scaling import ENDED, LOG, ScalingPlan, Setting, find_result
+from yalis.study.scaling import ENDED, LOG, ScalingPlan, Setting, command_line, command_words, find_result
 
 Report = Callable[[str], None]
 
@@ -35,6 +34,7 @@ def run_missing(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Sett
 def _run(config: EngineConfig, plan: ScalingPlan, setting: Setting, report: Report, label: str) -> None:
     folder = make_folder(plan.folder / setting.folder)
     with (folder / LOG).open("w") as log:
+        print(command_line(config, plan, setting), file=log, flush=True)
         if setting.allreduce == "mpi" and (reason := mpi_missing()):
             log.write(f"yalis: error: {reason}\n")
             return
@@ -89,33 +89,6 @@ def _launcher(setting: Setting) -> list[str]:
     if "Open MPI" in mpi_version():  # which otherwise wants a core for each rank, and no root
         words += ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
         words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return words
-
-
-def command_words(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> list[str]:
-    """`yalis` with these words measures the setting and leaves its result in its folder."""
-    work = plan.work
-    words = ["bench", "throughput"]
-    for one in work.workloads:
-        words += ["--workload", str(one)]
-    words += _flags(work, without=("workloads", "peer"))
-    words += _flags(setting.apply(config))
-    if config.prefix_reuse:  # which is off in throughput unless asked for
-        words.append("--prefix-reuse")
-    return [*words, "--out", str(plan.folder / setting.folder)]
-
-
-def _flags(values: Any, without: tuple[str, ...] = ()) -> list[str]:
-    """The fields of a dataclass that are not at their default, as flags."""
-    words: list[str] = []
-    for one in fields(values):
-        value, flag = getattr(values, one.name), one.name.replace("_", "-")
-        if one.name in without or value == one.default:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", "x".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return words
 
 
@@ -183,6 +156,7 @@ def _script(config: EngineConfig, plan: ScalingPlan, slurm: SlurmPlan, setting: 
             "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",
             f"cd {shlex.quote(str(Path.cwd()))} || exit",
             "",
+            f"echo {shlex.quote(command_line(config, plan, setting))}",
             *mpi,
             words,
             "",
