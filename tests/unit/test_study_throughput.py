@@ -20,6 +20,7 @@ from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import bandwidth
 from yalis.study.jobs import Job, ThroughputPlan, digest_of, draw_jobs, read_dataset
+from yalis.study.peers import even_steps
 from yalis.study.spread import percentiles
 from yalis.study.throughput import Ours, Run, find_floor
 from yalis.study.workloads import NAMED, Workload, read_workload
@@ -83,6 +84,18 @@ def test_ours_beside_its_peer(model: str, capsys: pytest.CaptureFixture[str]) ->
     assert (theirs["engine"], theirs["status"], theirs["same_tokens"]) == ("transformers", "ok", 1.0)
     assert theirs["ratio"] == pytest.approx(theirs["seconds"] / ours["seconds"])
     assert 0 < theirs["token_ms"] < theirs["first_token_ms"] + 1e3 * theirs["seconds"]
+
+
+def test_an_answer_of_one_token_has_no_next_one(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model, "--workload", "2x4x1", "--peer", "transformers") == 0
+    out = capsys.readouterr().out
+    assert "a first token, transformers" in out
+    assert "a next token" not in out
+    # vLLM tells only when the first token and when all were there.
+    assert even_steps(2.0, 2.0, 0) == []
+    assert even_steps(2.0, 5.0, 3) == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="3 tokens took no longer than the first of them; give more output tokens"):
+        even_steps(2.0, 1.9, 2)
 
 
 def test_a_dataset_arriving_at_random(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

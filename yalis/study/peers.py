@@ -139,9 +139,11 @@ class VllmPeer:
         )
 
     def run(self, prompts: list[list[int]], output_len: int) -> Timing:
-        first, _ = self._generate(prompts, 1)
-        total, tokens = self._generate(prompts, output_len)
-        return Timing(first, [(total - first) / (output_len - 1)] * (output_len - 1), total, tokens)
+        first, tokens = self._generate(prompts, 1)
+        total = first
+        if output_len > 1:
+            total, tokens = self._generate(prompts, output_len)
+        return Timing(first, even_steps(first, total, output_len - 1), total, tokens)
 
     def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
         sampling = self._vllm.SamplingParams(
@@ -152,6 +154,13 @@ class VllmPeer:
         outputs = self._llm.generate(asked, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def even_steps(first: float, total: float, count: int) -> list[float]:
+    """So many steps between the first token and the last, where only those two are known."""
+    if count and total <= first:
+        raise ValueError(f"{count + 1} tokens took no longer than the first of them; give more output tokens")
+    return [(total - first) / count] * count if count else []
 
 
 def _model_folder(path: Path, spare: Path) -> Path:
