@@ -173,6 +173,7 @@ _ABOVE_ZERO = {
 }
 #: What a row that went well cannot be shown without.
 _NEEDED = {
+    "throughput": ("seconds", "seconds_low", "seconds_high", "tokens_per_s", "first_token_ms"),
     "scaling": ("machine", "seconds", "seconds_low", "seconds_high"),
     "pipeline": ("seconds", "idle_share", "ideal_idle_share"),
     "profile": tuple(_ROWS["profile"]),

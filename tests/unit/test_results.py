@@ -102,6 +102,7 @@ FILES = {
         ("throughput", "parameters answers", [], "'parameters.answers'"),
         ("throughput", "parameters dtype", 32, "32 as 'parameters.dtype'"),
         ("throughput", "parameters engine ranks_per_gpu", 0, "'parameters.engine.ranks_per_gpu'"),
+        ("throughput", "rows 0 seconds", None, "no 'seconds', although it is told to be good"),
         ("throughput", "rows 0 seconds_low", 1e9, "'seconds', from 1000000000.0 to"),
         ("scaling", "parameters machines", None, "'parameters.machines'; it should be a list"),
         ("scaling", "parameters baselines", [], "'parameters.baselines'"),

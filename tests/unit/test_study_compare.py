@@ -57,12 +57,13 @@ def test_a_change_is_what_lies_outside_both_spreads(
 def test_more_tokens_a_second_are_better() -> None:
     row: dict[str, Any] = dict.fromkeys(results.columns("throughput"))
     row.update(engine="yalis", version="0", status="ok", requests=1, prompt_tokens=1, output_tokens=1)
+    row.update(seconds=1.0, seconds_low=1.0, seconds_high=1.0, first_token_ms=1.0)
     facts = {"engine": {**ENGINE, "ranks_per_gpu": 1}, "dtype": "float32", "answers": ["a"]}
     old, new = (
         results.new("throughput", facts, [{**row, "tokens_per_s": speed}], "", [dict(DEVICE)]) for speed in (10.0, 20.0)
     )
-    assert [change.verdict for change in compare(old, new, 0.05).changes] == ["faster"]
-    assert [change.verdict for change in compare(new, old, 0.05).changes] == ["slower"]
+    assert [change.verdict for change in compare(old, new, 0.05).changes] == ["faster", "the same", "the same"]
+    assert [change.verdict for change in compare(new, old, 0.05).changes] == ["slower", "the same", "the same"]
 
 
 def test_rows_are_found_by_what_they_measure() -> None:
