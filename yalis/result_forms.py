@@ -18,7 +18,7 @@ class Count:
 
 _NAMES = {Count: "a whole number above 0", float: "a number", int: "a whole number", str: "text", dict: "an object"}
 
-_DEVICE = {"type": str, "name?": str, "threads?": Count}
+_DEVICE = {"type": str, "name": str, "threads?": Count}
 _LINK = {"latency": float, "seconds_per_byte": float, "*": float}
 _MODEL = {"model": str}
 _SHARED_MODEL = {"model": str, "ranks_per_gpu": Count}

@@ -23,7 +23,11 @@ ROW: dict[str, Any] = {
 
 def make(**changed: Any) -> results.Result:
     return results.new(
-        "latency", {"engine": {"model": "m"}}, [{**ROW, **changed}], "yalis bench latency", [{"type": "cpu"}]
+        "latency",
+        {"engine": {"model": "m"}},
+        [{**ROW, **changed}],
+        "yalis bench latency",
+        [{"type": "cpu", "name": "CPU"}],
     )
 
 
@@ -90,6 +94,7 @@ FILES = {
         ("latency", "parameters engine", 5, "5 as 'parameters.engine'; it should be an object"),
         ("latency", "parameters engine model", None, "None as 'parameters.engine.model'; it should be text"),
         ("latency", "devices", [], "'devices'; it should be a list that is not empty"),
+        ("latency", "devices", [{"type": "cpu"}], "no 'devices[].name'"),
         ("latency", "devices 0 type", 1, "1 as 'devices[].type'"),
         ("latency", "devices 0 threads", "2", "'2' as 'devices[].threads'; it should be a whole number above 0"),
         ("latency", "devices", ["cpu"], "'cpu' as 'devices[]'; it should be an object"),
