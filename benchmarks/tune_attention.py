@@ -64,7 +64,7 @@ def tune_decode() -> None:
 def tune_prefill() -> None:
     shapes = [Shape(m, 64, warps, stages) for m, warps, stages in product((64, 128), (4, 8), STAGES[:3])]
     shapes += [Shape(128, 128, 8, stages) for stages in STAGES[:2]]
-    chosen = kernels.prefill_shape(HEADS // KV_HEADS, DIM, torch.bfloat16)
+    chosen = kernels.prefill_shape(HEADS // KV_HEADS, DIM, torch.bfloat16, roomy=True)
     tell(f"{'prefill, TFLOP/s':<44}" + "".join(f"{f'{b} x {c}':>12}" for b, c in PREFILLS))
     batches = [make_batch(batch, context, context) for batch, context in PREFILLS]
     work = [4 * HEADS * DIM * batch * context * (context + 1) / 2 for batch, context in PREFILLS]
@@ -78,7 +78,7 @@ def tune_prefill() -> None:
     line("flash, keys packed first", FlashAttention)
     for shape in shapes:
         kernels.prefill_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
-        line(str(shape), OwnPrompts)
+        line(str(shape), TritonAttention)
 
 
 class Crowded(TritonAttention):
@@ -87,14 +87,6 @@ class Crowded(TritonAttention):
     def __init__(self, needs: AttentionNeeds, programs: int) -> None:
         super().__init__(needs)
         self.programs = self.programs // 3 * programs
-
-
-class OwnPrompts(TritonAttention):
-    """Prompts by our kernel."""
-
-    def __init__(self, needs: AttentionNeeds) -> None:
-        super().__init__(needs)
-        self.prompts = None
 
 
 def make_batch(sequences: int, context: int, brought: int) -> tuple[ForwardBatch, list[LayerCache], torch.Tensor]:

@@ -27,17 +27,11 @@ def main() -> None:
     problems = []
     for rows in map(int, args.rows.split(",")):
         for name, (outputs, inputs) in matrices(LLAMA_8B).items():
-            gated, follows_norm = name == "gate_up", name in ("qkv", "gate_up", "head")
-            size = outputs // 2 if gated else outputs
-            if not follows_norm or rows > 1:
-                problems.append(Problem(rows, size, inputs, dtype.itemsize, gated))
-            if follows_norm and rows <= 16:  # up to MOST_NORMED rows are filled up to 16
-                problems.append(Problem(rows, size, inputs, dtype.itemsize, gated, normed=True))
+            gated = name == "gate_up"
+            problems.append(Problem(rows, outputs // 2 if gated else outputs, inputs, dtype.itemsize, gated))
     jobs = {(problem, shape) for problem in problems for shape in candidates(problem)}
     # Launches of equal inputs share a kernel, so one of them is enough; compiling is what takes the time.
-    unlike = {
-        (p.rows, p.inputs if p.rows == 1 else 0, p.gated, p.normed, shape): (p, shape, dtype) for p, shape in jobs
-    }
+    unlike = {(p.rows, p.inputs if p.rows == 1 else 0, p.gated, shape): (p, shape, dtype) for p, shape in jobs}
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(build, *job) for job in unlike.values()]:
             done.result()

@@ -17,9 +17,11 @@ from triton.compiler import ASTSource
 from yalis.kernels import feeding, fused, paged_attention, skinny
 
 POINTERS = {
-    "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "shares_ptr": "*i32", "q_weight": "*bf16",
-    "k_weight": "*bf16", "query_start": "*i32", "context_len": "*i64", "shares": "*i32", "tables": "*i64",
-    **dict.fromkeys(("slots_ptr", "ids_ptr", "last_ptr", "owners_ptr", "places_ptr", "best_ptr", "place_ptr"), "*i64"),
+    "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "cuts_ptr": "*i32", "q_weight": "*bf16",
+    "k_weight": "*bf16", "query_start": "*i32", "context_len": "*i64", "cuts": "*i32", "tables": "*i64",
+    **dict.fromkeys(
+        ("slots_ptr", "ids_ptr", "last_ptr", "owners_ptr", "places_ptr", "best_ptr", "place_ptr", "rows_ptr"), "*i64"
+    ),
 }  # fmt: skip
 FLOATS = ("eps", "scale", "softcap")
 #: In the order they appear: weights asked for, weights loaded, the launch before awaited, anything else loaded.
@@ -69,11 +71,11 @@ def _widths(text: str) -> list[str]:
 
 
 def main() -> None:
-    flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "NORM": True, "PDL": True, "LINE": 64}
-    one = {"K": 4096, "BN": 1, "BK": 2048, "LINES": 64, **flags}
-    few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "LINES": 4, **flags, "NORM": False}
+    flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "PDL": True}
+    one = {"K": 4096, "BN": 1, "BK": 2048, **flags}
+    few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "LINE": 64, "LINES": 4, **flags}
     tile = {"G": 4, "D": 128, "DP": 128, "B": 16, "M": 16, "N": 64, "GP": 4, "CHUNK": 8}
-    decode = {**tile, "WINDOW": False, "SOFTCAP": False, "PDL": True}
+    decode = {**tile, "SOFTCAP": False, "PDL": True}
     heads = {"H": 32, "K": 8, "D": 128, "DP": 128, "DIM": 128, "B": 16, "M": 8, "NORM": True, "PDL": True}
     print(
         json.dumps(
@@ -88,6 +90,7 @@ def main() -> None:
                 "settle": compiled(feeding._settle, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
                 "best of a part": compiled(fused._best_of_part, {"BV": 2048, "PDL": True}, 4, 3),
                 "best of parts": compiled(fused._best_of_parts, {"BP": 64, "PDL": True}, 1, 3),
+                "take": compiled(fused._take, {"BC": 2048, "PDL": True}, 4, 3),
                 "gate": compiled(fused._gated, {"BW": 1024, "ACTIVATION": "silu", "PDL": True}, 4, 3),
             }
         )

@@ -50,6 +50,14 @@ def test_gated(dtype: torch.dtype, activation: str) -> None:
     assert close(fused.gated(x, activation), ops.gated(x, activation))
 
 
+@DTYPES
+@pytest.mark.parametrize("width", [1, 576, 5000])
+def test_take(dtype: torch.dtype, width: int) -> None:
+    table = torch.randn(7, width + 2).to(dtype)[:, 2:]
+    rows = torch.tensor([6, 0, 3, 3, 5])
+    assert torch.equal(fused.take(table, rows), table.index_select(0, rows))
+
+
 def test_activations_far_out() -> None:
     far = torch.tensor([[-1e4, -90.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 1e4]])
     for activation in fused.ACTIVATIONS:
@@ -120,3 +128,4 @@ def test_nothing_to_do() -> None:
     assert fused.add_rms_norm(none, none, torch.ones(8), 1e-5)[0].shape == (0, 8)
     assert fused.gated(none, "silu").shape == (0, 4)
     assert fused.argmax(none).shape == (0,)
+    assert fused.take(none, torch.empty(0, dtype=torch.int64)).shape == (0, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
@@ -15,9 +16,7 @@ from tests.attention_cases import Case, expect, make_step, relative_error
 kernels = pytest.importorskip("yalis.kernels.paged_attention", reason="triton is not installed")
 
 
-def run(
-    case: Case, splits: int | None = None, programs: int = 16, transposed: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, object]:
+def run(case: Case, programs: int = 16, transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor, object]:
     """The kernels' output and the reference's, and how the kernels were launched."""
     step, params, needs = make_step(case), case.params, case.needs
     batch, (k, v) = step.batch, step.cache
@@ -25,8 +24,6 @@ def run(
     launch = kernels.plan_launch(
         batch.query_start, batch.query_lens, needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.dtype, programs
     )
-    if splits is not None:
-        launch = launch._replace(splits=splits)
     contexts, tables = batch.context_len, batch.block_tables
     if transposed:
         contexts, tables = contexts.long(), tables.long().t().contiguous().t()
@@ -40,10 +37,10 @@ def run(
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 150, 1000])
-@pytest.mark.parametrize("splits", [1, 2, 5])
-def test_decode_splits(window: int | None, splits: int) -> None:
-    # One context has more tiles than there are splits, one is read whole, one fills up a batch.
-    out, expected, _ = run(Case(((299, 1), (10, 1), (0, 1)), kv_heads=1, group=3, window=window), splits)
+@pytest.mark.parametrize("programs", [1, 3, 7, 40])
+def test_decode_pieces(window: int | None, programs: int) -> None:
+    # One context has several tiles, one is read whole, one fills up a batch.
+    out, expected, _ = run(Case(((299, 1), (10, 1), (0, 1)), kv_heads=1, group=3, window=window), programs)
     assert relative_error(out, expected) < 1e-5
 
 
@@ -56,7 +53,7 @@ def test_random_decode_steps(seed: int) -> None:
     case = Case(
         contexts, kv_heads, group, dim, rng.choice((4, 16)), rng.choice((None, 90)), rng.choice((None, 5.0)), seed
     )
-    out, expected, _ = run(case, programs=rng.choice((1, 4, 40)), splits=rng.choice((None, 3, 7)), transposed=True)
+    out, expected, _ = run(case, programs=rng.choice((1, 4, 9, 40)), transposed=True)
     assert relative_error(out, expected) < 1e-5
 
 
@@ -75,24 +72,54 @@ def test_groups_that_do_not_divide_a_tile(group: int) -> None:
 
 def test_long_context_is_split_and_a_mixed_step_uses_both_kernels() -> None:
     out, expected, launch = run(Case(((200, 1), (2, 5), (7, 1)), kv_heads=1, group=2, head_dim=20), programs=2)
-    assert launch.splits > 1  # type: ignore[attr-defined]
+    assert launch.cuts[None][4].max() > 1  # type: ignore[attr-defined]
     assert launch.tiles > 0  # type: ignore[attr-defined]
     assert relative_error(out, expected) < 1e-5
 
 
 def test_launch_fits_the_step() -> None:
-    def plan(query_lens: tuple[int, ...], programs: int = 528, prompts: bool = True) -> object:
+    def plan(query_lens: tuple[int, ...], programs: int = 528) -> object:
         start = torch.tensor([0, *query_lens]).cumsum(0).int()
-        return kernels.plan_launch(start, query_lens, 32, 8, 128, torch.bfloat16, programs, prompts)
+        return kernels.plan_launch(start, query_lens, 32, 8, 128, torch.bfloat16, programs)
 
     alone = plan((1,))
     crowd = plan((1,) * 1024)
     assert (alone.tiles, crowd.tiles) == (0, 0)  # type: ignore[attr-defined]
-    assert alone.splits > 8  # type: ignore[attr-defined]
-    assert crowd.splits == 1  # type: ignore[attr-defined]
+    assert (alone.pieces, crowd.pieces) == (67, 1090)  # type: ignore[attr-defined]
     mixed = plan((1, 33, 1, 10))  # 64 rows hold 16 queries of 4 heads
     assert mixed.tile_sequence.tolist() == [1, 1, 1, 3]  # type: ignore[attr-defined]
     assert mixed.tile_start[[1, 3]].tolist() == [0, 3]  # type: ignore[attr-defined]
-    assert plan((7,)).splits == 0  # type: ignore[attr-defined]
-    decoding = plan((1, 33), prompts=False)
-    assert (decoding.tiles, decoding.splits > 1) == (0, True)  # type: ignore[attr-defined]
+    assert plan((7,)).pieces == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_cover_every_context_once(seed: int, window: int | None) -> None:
+    """Programs read each decoding context from end to end, in whole tiles, and as evenly as its length says."""
+    rng = random.Random(seed)
+    count, programs, kv_heads, tile = rng.choice((1, 3, 130, 300)), rng.choice((1, 16, 396)), rng.choice((1, 8)), 32
+    lens = [rng.choice((1, 1, 1, 5)) for _ in range(count)]
+    contexts = [max(brought, rng.choice((1, 31, 32, 33, 700, 9000))) for brought in lens]
+    start = torch.tensor([0, *lens]).cumsum(0).int()
+    pieces = count + programs // kv_heads
+    cuts = torch.full((5, pieces), -7, dtype=torch.int32)
+    kernels._cut[(-(-pieces // kernels.PLANNED.value),)](
+        cuts, start, torch.tensor(contexts), count, kv_heads, pieces, programs, window or 0,
+        N=tile, WINDOW=window is not None, PDL=False,
+    )  # fmt: skip
+    found: dict[int, list[list[int]]] = {}
+    for sequence, *piece in cuts.t().tolist():
+        found.setdefault(sequence, []).append(piece)
+    unused = found.pop(-1, [])
+    assert len(unused) < pieces
+    assert sorted(found) == [i for i, brought in enumerate(lens) if brought == 1]
+    seen = {i: min(contexts[i], window or contexts[i]) for i in found}
+    for i, parts in found.items():
+        assert [part[2:] for part in parts] == [[number, len(parts)] for number in range(len(parts))]
+        edges = [parts[0][0], *(part[1] for part in parts)]
+        assert [part[0] for part in parts] == edges[:-1]
+        assert (edges[0], edges[-1]) == (contexts[i] - seen[i], contexts[i])
+        sizes = {end - begin for begin, end in pairwise(edges[:-1])}
+        assert len(sizes) <= 1
+        assert all(size % tile == 0 for size in sizes)
+        assert len(parts) <= -(-seen[i] * programs // (sum(seen.values()) * kv_heads))

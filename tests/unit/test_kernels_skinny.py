@@ -43,7 +43,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.sampled_from([1, 2, 8, 9, 33, 64]), outputs=st.integers(1, 90), inputs=st.integers(2, 200),
-    dtype=st.sampled_from(list(TOLERANCE)), gap=st.sampled_from([0, 3]), extras=st.sets(st.sampled_from("bnr")),
+    dtype=st.sampled_from(list(TOLERANCE)), gap=st.sampled_from([0, 3]), extras=st.sets(st.sampled_from("br")),
 )  # fmt: skip
 def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: int, extras: set[str]) -> None:
     torch.manual_seed(rows * outputs)
@@ -51,7 +51,6 @@ def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: i
     given: dict[str, Any] = {
         "bias": draw(outputs, dtype=dtype) if "b" in extras else None,
         "residual": draw(rows, outputs, dtype=dtype, gap=gap) if "r" in extras else None,
-        "norm": (draw(inputs, dtype=torch.float32 if gap else dtype), 1e-5) if "n" in extras else None,
     }
     check(skinny.linear(x, weight, **given), reference.linear(x, weight, **given))
 
@@ -61,9 +60,7 @@ def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: i
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_gated_linear(activation: str, rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = draw(rows, 100, dtype=dtype), draw(2 * 45, 100, dtype=dtype) / 5, draw(90, dtype=dtype)
-    norm = (draw(100, dtype=dtype), 1e-6)
-    found = skinny.gated_linear(x, weight, activation, bias, norm)
-    check(found, reference.gated_linear(x, weight, activation, bias, norm))
+    check(skinny.gated_linear(x, weight, activation, bias), reference.gated_linear(x, weight, activation, bias))
     check(skinny.gated_linear(x, weight, activation), reference.gated_linear(x, weight, activation))
 
 
@@ -87,17 +84,6 @@ def test_parts_are_added_in_their_order_whoever_comes_last(monkeypatch: pytest.M
     assert torch.equal(skinny.linear(x, weight, shape=shape), first)
     parts = [x[:, i : i + 32] @ weight[:, i : i + 32].T for i in range(0, 128, 32)]
     check(first, sum(parts[1:], parts[0]))
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_norm_rounds_before_the_product(rows: int) -> None:
-    """In float16 the fused norm gives what a norm of its own would: the bits of its rounded output decide."""
-    x, weight = draw(rows, 96, dtype=torch.float16), draw(20, 96, dtype=torch.float16)
-    norm = (draw(96, dtype=torch.float16), 1e-5)
-    apart = skinny.linear(reference.rms_norm(x, *norm), weight)
-    assert torch.equal(skinny.linear(x, weight, norm=norm), apart)
-    shape = Shape(16, 32, 4, apart=True) if rows > 1 else Shape(2, 32, 4, apart=True)
-    check(skinny.linear(x, weight, norm=norm, shape=shape), apart)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -128,11 +114,14 @@ def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> No
         order = kernel["order"]
         wait = order.index("wait")
         assert order[0] == "start next", name
-        assert set(order[:wait]) <= {"start next", "prefetch", "weights"}, (name, order)
+        # What nobody writes in these launches; decoding reads tables too, which its first launch has waited for.
+        allowed = {"start next", "prefetch", "weights"} | ({"load"} if name == "decode" else set())
+        assert set(order[:wait]) <= allowed, (name, order)
         assert "store" not in order[:wait], name
-    assert kernels["one row"]["order"][:4] == ["start next", "prefetch", "weights", "wait"]
+    assert kernels["one row"]["order"][:4] == ["start next", "weights", "wait", "load"]
     assert kernels["one row"]["loads"] == ["v4.b32"]  # 16 bytes at a time
     order = kernels["few rows"]["order"]
+    assert order[:3] == ["start next", "prefetch", "wait"]
     assert "product" in order  # on the tensor cores, from copies that run ahead
     counted = order.index("count")
     assert order[counted - 1] == "store"  # a part is written before it is counted

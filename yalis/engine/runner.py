@@ -192,10 +192,11 @@ class Runner:
         They may write into any block: none holds anything yet.
         """
         longest = min(longest, self.pool.num_blocks * self.block_size)
-        for tokens, decoding in ((16, 0), (32, 0), (64, 0), (65, 0), (600, 0), (65, 1)):
+        for wanted, decoding in ((16, 0), (32, 0), (64, 0), (65, 0), (600, 0), (65, 1)):
+            tokens = min(wanted, config.max_batch_tokens - decoding)
             whole, rest = divmod(tokens, longest)
             lengths = [longest] * whole + [rest] * (rest > 0) + [1] * decoding
-            if sum(lengths) <= config.max_batch_tokens and len(lengths) <= config.max_num_seqs:
+            if len(lengths) <= config.max_num_seqs:
                 steps = [_rehearsed(slot, length, self.block_size) for slot, length in enumerate(lengths)]
                 DecodeGraphs.run(self.graphs, self.packer.pack(steps), self._idle_hidden(sum(lengths)))
 

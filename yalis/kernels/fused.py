@@ -34,6 +34,14 @@ def follow(PDL: tl.constexpr):
 
 
 @triton.jit
+def prefetch(at):
+    """Bring the cache lines at these addresses into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """One of ACTIVATIONS, of float32."""
     if ACTIVATION == "silu":
@@ -182,6 +190,28 @@ def rope_write(
         M=rows, NORM=norm, PDL=pdl, num_warps=4, **option(pdl),
     )  # fmt: skip
     return q
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])  # they lie anywhere in a packed step
+def _take(y_ptr, table_ptr, rows_ptr, table_row, C, BC: tl.constexpr, PDL: tl.constexpr):
+    follow(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    tl.store(y_ptr + place * C + c, tl.load(table_ptr + row * table_row + c, mask=c < C), mask=c < C)
+
+
+def take(table: Tensor, rows: Tensor, pdl: bool = False) -> Tensor:
+    """The rows of table [N, C] that `rows` [T] int64 names, in its order."""
+    table = dense(table)
+    count, width = rows.shape[0], table.shape[1]
+    y = torch.empty((count, width), dtype=table.dtype, device=table.device)
+    if y.numel():
+        block = min(2048, triton.next_power_of_2(width))
+        _take[(count, triton.cdiv(width, block))](
+            y, table, rows, table.stride(0), width, BC=block, PDL=pdl, num_warps=4, **option(pdl)
+        )
+    return y
 
 
 @triton.jit

@@ -41,12 +41,12 @@ def linear(
     eps: float = 0.0,
 ) -> Tensor:
     """x, or its norm, times weight transposed, plus bias, plus residual."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
     if _few_rows(x, weight):
         from yalis.kernels import skinny
 
-        return skinny.linear(x, weight, bias, residual, None if norm is None else (norm, eps), dependent.wanted())
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
+        return skinny.linear(x, weight, bias, residual, dependent.wanted())
     y = _product(x, weight, bias)
     return y if residual is None else add(y, residual)
 
@@ -64,13 +64,13 @@ def gated_linear(
     eps: float = 0.0,
 ) -> Tensor:
     """activation(gate) * up, both products of x, or of its norm, with their half of weight."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
     if _few_rows(x, weight):
         from yalis.kernels import skinny
 
-        return skinny.gated_linear(
-            x, weight, activation, bias, None if norm is None else (norm, eps), dependent.wanted()
-        )
-    return gated(linear(x, weight, bias, None, norm, eps), activation)
+        return skinny.gated_linear(x, weight, activation, bias, dependent.wanted())
+    return gated(linear(x, weight, bias), activation)
 
 
 # A compiler that knew of the writes would copy the caches to have keys and values apart, which share their memory. What
@@ -134,6 +134,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def take(table: Tensor, rows: Tensor) -> Tensor:
     """The rows of table [N, C] that `rows` [T] int64 names, in its order."""
+    if torch.compiler.is_compiling():
+        return table.index_select(0, rows)
+    if _triton(table) and rows.is_contiguous():
+        from yalis.kernels import fused
+
+        return fused.take(table, rows, dependent.wanted())
     lib = _native(table)
     if lib is None or table.stride(1) != 1 or not rows.is_contiguous():
         return table.index_select(0, rows)

@@ -1,10 +1,10 @@
 """Attention read straight from the paged KV cache, in Triton. kernels/reference.py says the same in plain torch.
 
 Two launches serve a step: `prefill` for sequences that bring several tokens, `decode` for those that bring one. Its
-contexts are cut into splits, so that a small batch or one long context among short ones still fills the GPU. How many
-is decided on the device, from all lengths of the step: a launch depends on nothing but the number of sequences, and a
-captured one serves any contexts. The last split of a context to arrive joins them, in their order. All query heads that
-share a key head are rows of one program, so a key is read once for them.
+contexts are cut into pieces, so that a small batch or one long context among short ones still fills the GPU. Which
+program reads which piece is decided on the device, from all lengths of the step: a launch depends on nothing but the
+number of sequences, and a captured one serves any contexts. The last piece of a context to arrive joins them, in their
+order. All query heads that share a key head are rows of one program, so a key is read once for them.
 
 Names: S sequences · H query heads · K key/value heads · G = H / K · D head_dim · B tokens a block holds ·
 M rows of a program (queries × group) · N keys it takes at a time.
@@ -22,20 +22,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.dependent import option
-from yalis.kernels.fused import follow
+from yalis.kernels.fused import follow, prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
 NEVER = tl.constexpr(-1.0e30)
-# Up to so many tiles a context is read sooner than its splits are joined; a split is worth two at least.
-WHOLE_TILES = tl.constexpr(4)
-LEAST_TILES = tl.constexpr(2)
-MOST_SPLITS = 128
-# Programs launched for each that the device wants: those beyond a short context's splits end at once.
-SPARE = 8
-COUNTED = tl.constexpr(128)  # contexts added up at a time
+COUNTED = tl.constexpr(128)  # contexts looked at together
+PLANNED = tl.constexpr(64)  # pieces that a program of `cut` finds
 _JOINED = 4096  # numbers of parts that are joined at a time
 _COUNTERS = 1 << 16
 
@@ -63,22 +59,23 @@ def _absorb(
     slot = position % B
     # Offsets are 64 bits wide: a pool may hold more than 2**31 numbers.
     k = tl.load(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], mask=load, other=0.0)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    v = tl.load(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], mask=load, other=0.0)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    unit = scale * LOG2E  # what a score counts in log2; above 0
     if SOFTCAP:
-        score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E / softcap)) + 1.0))
-    score = score * LOG2E
+        score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * unit / softcap)) + 1.0))
+        unit = LOG2E
     if MASKED:
         seen = inside[None, :] & (position[None, :] <= query[:, None])
         if WINDOW:
             seen = seen & (position[None, :] > query[:, None] - window)
         score = tl.where(seen, score, NEVER)
-    m_new = tl.maximum(m, tl.max(score, 1))
-    weight = tl.exp2(score - m_new[:, None])
+    m_new = tl.maximum(m, tl.max(score, 1) * unit)
+    weight = tl.exp2(score * unit - m_new[:, None])
     if MASKED:
         weight = tl.where(seen, weight, 0.0)
     fade = tl.exp2(m - m_new)
     total = total * fade + tl.sum(weight, 1)
-    v = tl.load(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], mask=load, other=0.0)
     acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return m_new, total, acc
 
@@ -164,94 +161,134 @@ def _seen_by_all(query_start, context_len, sequences, window, WINDOW: tl.constex
     return tl.sum(seen, 0)
 
 
-@triton.jit(do_not_specialize=["sequences", "kv_heads", "splits", "programs", "window"])
+@triton.jit
+def _piece(keys, everyone, programs, N: tl.constexpr):
+    """How many keys a piece of a context of `keys` has: as many pieces as its part of all programs, of whole tiles."""
+    wanted = tl.cdiv(keys.to(tl.int64) * programs, everyone).to(tl.int32)
+    wanted = tl.minimum(wanted, tl.cdiv(keys, N))
+    return tl.cdiv(tl.cdiv(keys, wanted), N) * N
+
+
+@triton.jit(do_not_specialize=["sequences", "kv_heads", "pieces", "programs", "window"])
 def _cut(
-    shares_ptr, query_start, context_len, sequences, kv_heads, splits, programs, window,
+    cuts_ptr, query_start, context_len, sequences, kv_heads, pieces, programs, window,
     N: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """How many keys of each decoding sequence make a split: once for all layers and heads."""
+    """Which keys the programs of a decode step read, a piece each: once for all layers and heads."""
     follow(PDL)
-    i = tl.program_id(0) * COUNTED + tl.arange(0, COUNTED)
-    here = i < sequences
-    keys = tl.load(context_len + i, mask=here, other=1).to(tl.int32)
-    if WINDOW:
-        keys = tl.minimum(keys, window)
-    # As many splits as this context's part of all programs, and each of whole tiles.
     everyone = tl.maximum(1, _seen_by_all(query_start, context_len, sequences, window, WINDOW) * kv_heads)
-    wanted = tl.cdiv(keys.to(tl.int64) * programs, everyone).to(tl.int32)
-    wanted = tl.minimum(tl.minimum(wanted, splits), tl.cdiv(keys, LEAST_TILES * N))
-    share = tl.cdiv(tl.cdiv(keys, wanted), N) * N
-    tl.store(shares_ptr + i, tl.where(keys > WHOLE_TILES * N, share, keys), mask=here)
+    piece = tl.program_id(0) * PLANNED + tl.arange(0, PLANNED)
+    sequence = tl.zeros([PLANNED], tl.int32)
+    first = tl.zeros([PLANNED], tl.int32)  # piece of the same context
+    total = 0
+    for start in range(0, sequences, COUNTED):
+        i = start + tl.arange(0, COUNTED)
+        here = i < sequences
+        counts = tl.load(query_start + i + 1, mask=here, other=0) - tl.load(query_start + i, mask=here, other=0)
+        keys = tl.load(context_len + i, mask=here, other=1).to(tl.int32)
+        if WINDOW:
+            keys = tl.minimum(keys, window)
+        needed = tl.where(counts == 1, tl.cdiv(keys, _piece(keys, everyone, programs, N)), 0)
+        ends = (total + tl.cumsum(needed, 0))[None, :]
+        past = ends <= piece[:, None]
+        sequence += tl.sum(past.to(tl.int32), 1)
+        first = tl.maximum(first, tl.max(tl.where(past, ends, 0), 1))
+        total += tl.sum(needed, 0)
+    used = piece < total
+    context = tl.load(context_len + sequence, mask=used, other=1).to(tl.int32)
+    keys = tl.minimum(context, window) if WINDOW else context
+    size = _piece(keys, everyone, programs, N)
+    number = piece - first
+    begin = context - keys + number * size
+    here = piece < pieces
+    tl.store(cuts_ptr + piece, tl.where(used, sequence, -1), mask=here)
+    tl.store(cuts_ptr + pieces + piece, begin, mask=here)
+    tl.store(cuts_ptr + 2 * pieces + piece, tl.minimum(context, begin + size), mask=here)
+    tl.store(cuts_ptr + 3 * pieces + piece, number, mask=here)
+    tl.store(cuts_ptr + 4 * pieces + piece, tl.cdiv(keys, size), mask=here)
 
 
-@triton.jit(do_not_specialize=["table_row", "table_step", "window", "splits"])
-def _decode(
-    out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, shares, tables,
-    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
-    scale, window, softcap, splits,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    GP: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _ask(
+    k_ptr, v_ptr, table, table_step, begin, end, k_block, k_slot, v_block, v_slot,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    follow(PDL)
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)  # the slowest to change: programs without work come last
-    row = tl.load(query_start + sequence)
-    if tl.load(query_start + sequence + 1) - row != 1:
+    """Bring the first N keys and values of a piece into the L2 cache; what is written there later stays right."""
+    LINE: tl.constexpr = 128 // k_ptr.dtype.element_ty.primitive_bitwidth * 8
+    LINES: tl.constexpr = DP // LINE if DP > LINE else 1
+    position = tl.minimum(begin + tl.arange(0, N), end - 1)
+    line = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)[None, :]
+    block = tl.load(table + position // B * table_step).to(tl.int64)
+    slot = position % B
+    prefetch(k_ptr + (block * k_block + slot * k_slot)[:, None] + line)
+    prefetch(v_ptr + (block * v_block + slot * v_slot)[:, None] + line)
+
+
+# Nobody writes tables or cuts while launches overlap (see `paged_attention`), so they are read before the wait.
+@triton.jit(do_not_specialize=["table_row", "table_step"])
+def _decode(
+    out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_ptr, v_ptr, query_start, cuts, tables,
+    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
+    scale, softcap,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    GP: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    piece = tl.program_id(1)
+    pieces = tl.num_programs(1)
+    sequence = tl.load(cuts + piece).to(tl.int64)
+    if sequence < 0:
         return
-    context = tl.load(context_len + sequence).to(tl.int32)
-    share = tl.load(shares + sequence)
-    low = 0
-    if WINDOW:
-        low = tl.maximum(0, context - window)
-    used = tl.cdiv(context - low, share)
-    if split >= used:
-        return
+    begin = tl.load(cuts + pieces + piece)
+    end = tl.load(cuts + 2 * pieces + piece)
+    table = tables + sequence * table_row
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    if PDL:
+        _ask(k_ptr, v_ptr, table, table_step, begin, end, k_block, k_slot, v_block, v_slot, D, DP, B, N)
+        gdc_wait()
 
     r = tl.arange(0, M)
     d = tl.arange(0, DP)
     head = kv_head * G + r
     access = (r < G)[:, None] & (d < D)[None, :]
-    token = row.to(tl.int64)
+    token = tl.load(query_start + sequence).to(tl.int64)
     q = tl.load(q_ptr + token * q_token + (head * q_head)[:, None] + d[None, :], mask=access, other=0.0)
-
-    table = tables + sequence * table_row
-    k_ptr += kv_head * k_head
-    v_ptr += kv_head * v_head
     m = tl.full([M], NEVER, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DP], tl.float32)
-    query = tl.zeros([M], tl.int32) + context
-
-    begin = low + split * share
-    end = tl.minimum(context, begin + share)
+    query = tl.zeros([M], tl.int32) + end
     full = begin + tl.maximum(0, end - begin) // N * N
     for start in range(begin, full, N):
         m, total, acc = _absorb(
             q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
-            k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, False, SOFTCAP, False,
+            k_block, k_slot, v_block, v_slot, scale, 0, softcap, D, DP, B, N, False, SOFTCAP, False,
         )  # fmt: skip
     for start in range(full, end, N):
         m, total, acc = _absorb(
             q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
-            k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, False, SOFTCAP, True,
+            k_block, k_slot, v_block, v_slot, scale, 0, softcap, D, DP, B, N, False, SOFTCAP, True,
         )  # fmt: skip
 
     acc = acc / total[:, None]  # every row saw a key
     out_ptr += token * out_token
+    used = tl.load(cuts + 4 * pieces + piece)
     if used == 1:
         tl.store(out_ptr + (head * out_head)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=access)
     else:
-        context_of = sequence * tl.num_programs(1) + kv_head
-        parts = context_of * splits * G
-        part = parts + split * G + r
+        at = kv_head.to(tl.int64) * pieces + piece
+        part = at * G + r
         tl.store(part_ptr + (part * D)[:, None] + d[None, :], acc, mask=access)
         tl.store(lse_ptr + part, m + tl.log2(total), mask=r < G)
         # Every thread's stores come before the count, and the count before any load.
         tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + context_of, 1, sem="acq_rel")
+        arrived_ptr += sequence * tl.num_programs(0) + kv_head
+        before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
         if before == used - 1:
-            tl.store(arrived_ptr + context_of, 0)  # for the next launch
+            tl.store(arrived_ptr, 0)  # for the next launch
+            parts = (at - tl.load(cuts + 3 * pieces + piece)) * G
             _join(out_ptr, part_ptr, lse_ptr, parts, used, kv_head * G, out_head, G, GP, D, DP, CHUNK)
 
 
@@ -289,9 +326,9 @@ class Launch(NamedTuple):
     tiles: int  # programs of `prefill` for each key head
     tile_sequence: Tensor  # [tiles] the sequence a tile belongs to
     tile_start: Tensor  # [S] the first tile of each sequence
-    splits: int  # of a decoding context at most; 0 when no sequence decodes
+    pieces: int  # of all decoding contexts together, at most; 0 when no sequence decodes
     programs: int  # that keep the device busy
-    shares: dict[int | None, Tensor]  # [S] keys of a split, by window: made for the first layer that has it
+    cuts: dict[int | None, Tensor]  # [5, pieces], by window: made for the first layer that has it
 
 
 class Shape(NamedTuple):
@@ -303,15 +340,15 @@ class Shape(NamedTuple):
     stages: int
 
 
-def prefill_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
-    """Chosen on an H200 with 32 heads over 8 key heads of 128, bf16."""
+def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, roomy: bool) -> Shape:
+    """Chosen on an H200 with 32 heads over 8 key heads of 128, bf16; `roomy`: it has a Hopper's shared memory."""
     # Exact float32 products run outside the tensor cores, and wide heads fill registers: smaller tiles for both.
     if dtype == torch.float32:
         shape = Shape(32, 32, 4, 2)
     elif head_dim > 128:
         shape = Shape(64, 32, 4, 2)
     else:
-        shape = Shape(64, 64, 4, 2)
+        shape = Shape(128, 128, 8, 3) if roomy else Shape(64, 64, 4, 2)
     return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
 
 
@@ -326,27 +363,26 @@ def decode_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
 
 def plan_launch(
     query_start: Tensor, query_lens: tuple[int, ...], num_heads: int, num_kv_heads: int, head_dim: int,
-    dtype: torch.dtype, programs: int, prompts: bool = True,
+    dtype: torch.dtype, programs: int,
 ) -> Launch:  # fmt: skip
     """Sizes come from the lengths the host knows, index tensors from those on the device: nothing waits.
 
-    `programs` is how many decode programs keep the device busy. Without `prompts`, something else serves them.
+    `programs` is how many decode programs keep the device busy.
     """
     sequences = len(query_lens)
-    splits = 0
-    if 1 in query_lens:
-        splits = max(1, min(MOST_SPLITS, SPARE * programs // (sequences * num_kv_heads)))
-    if not prompts or sequences == sum(query_lens):
-        return Launch(0, query_start, query_start, splits, programs, {})
+    # Each context has its part of all programs, rounded up.
+    pieces = sequences + programs // num_kv_heads if 1 in query_lens else 0
+    if sequences == sum(query_lens):
+        return Launch(0, query_start, query_start, pieces, programs, {})
     group = num_heads // num_kv_heads
-    per = prefill_shape(group, head_dim, dtype).m // group
+    per = prefill_shape(group, head_dim, dtype, _roomy(query_start.device)).m // group
     tiles = sum(-(-n // per) for n in query_lens if n != 1)
     counts = query_start.diff().long()
     needed = torch.where(counts == 1, 0, (counts + per - 1) // per)
     everyone = torch.arange(sequences, device=query_start.device)
     tile_sequence = torch.repeat_interleave(everyone, needed, output_size=tiles)
     tile_start = needed.cumsum(0) - needed
-    return Launch(tiles, tile_sequence, tile_start, splits, programs, {})
+    return Launch(tiles, tile_sequence, tile_start, pieces, programs, {})
 
 
 def paged_attention(
@@ -360,7 +396,6 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    out: Tensor | None = None,  # holds what `launch` leaves to something else
     pdl: bool = False,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens over its own blocks, [T, H, D]."""
@@ -369,8 +404,7 @@ def paged_attention(
     group, sequences = heads // kv_heads, context_len.shape[0]
     if q.stride(2) != 1:
         q = q.contiguous()
-    if out is None:
-        out = torch.empty((num_tokens, heads, dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((num_tokens, heads, dim), dtype=q.dtype, device=q.device)
     padded = max(16, triton.next_power_of_2(dim))
     strides = (
         *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *block_tables.stride()
@@ -379,38 +413,45 @@ def paged_attention(
     flags = {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
     sizes = {"G": group, "D": dim, "DP": padded, "B": block_size}
     if launch.tiles:
-        shape = prefill_shape(group, dim, q.dtype)
+        shape = prefill_shape(group, dim, q.dtype, _roomy(q.device))
         _prefill[(launch.tiles, kv_heads)](
             out, q, k_cache, v_cache, query_start, context_len, block_tables, launch.tile_sequence, launch.tile_start,
             *strides, *numbers, **sizes, M=shape.m, N=shape.n, **flags, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-    if launch.splits:
+    if launch.pieces:
         shape = decode_shape(group, dim, q.dtype)
-        splits = launch.splits
-        part = torch.empty((sequences, kv_heads, splits, group, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((sequences, kv_heads, splits, group), dtype=torch.float32, device=q.device)
+        pieces = launch.pieces
+        part = torch.empty((kv_heads, pieces, group, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((kv_heads, pieces, group), dtype=torch.float32, device=q.device)
         arrived = _counters(q.device)
-        assert splits == 1 or sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
-        if window not in launch.shares:
-            launch.shares[window] = shares = torch.empty(sequences, dtype=torch.int32, device=q.device)
-            _cut[(triton.cdiv(sequences, COUNTED.value),)](
-                shares, query_start, context_len, sequences, kv_heads, splits, launch.programs, window or 0,
-                N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **option(pdl),
+        assert sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
+        if window not in launch.cuts:
+            launch.cuts[window] = torch.empty((5, pieces), dtype=torch.int32, device=q.device)
+            _cut[(triton.cdiv(pieces, PLANNED.value),)](
+                launch.cuts[window], query_start, context_len, sequences, kv_heads, pieces, launch.programs,
+                window or 0, N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **option(pdl),
             )  # fmt: skip
+            # Begins when `cut` has ended, and so does whatever follows: all may read the cuts before they wait.
+            pdl = False
         rows = triton.next_power_of_2(group)
-        _decode[(sequences, kv_heads, splits)](
-            out, part, lse, arrived, q, k_cache, v_cache, query_start, context_len, launch.shares[window], block_tables,
-            *strides, *numbers, splits,
-            **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))), **flags,
-            PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
+        _decode[(kv_heads, pieces)](
+            out, part, lse, arrived, q, k_cache, v_cache, query_start, launch.cuts[window], block_tables,
+            *strides, scale, softcap or 1.0,
+            **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))),
+            SOFTCAP=softcap is not None, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
         )  # fmt: skip
     return out
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """How many splits of each context are done: all zero between launches, which follow each other in one stream.
+    """How many pieces of each context are done: all zero between launches, which follow each other in one stream.
 
     Made by the first launch, which compiles the kernel too: not while a graph is captured.
     """
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+
+@cache
+def _roomy(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -5,13 +5,15 @@ Several rows go through the tensor cores, the matrix on the left, so that the fe
 matrix has too few rows to keep the whole device reading, its columns are split: each program leaves its part in
 scratch, and the last to arrive adds the parts up in their order, so a result never depends on who came first.
 
-What stands before and behind the product joins it: an RMSNorm of the input, the bias, the residual, the gate of an MLP.
-Sums are float32. Rounded to the dtype of the tensors, where separate operations round: the norm's output, the product
-with its bias, the sum with the residual; in an MLP gate and up, the activation of the gate, and their product.
+What stands behind the product joins it: the bias, the residual, the gate of an MLP. An RMSNorm of the input is a launch
+of its own: inside the product every program would repeat it, which was slower at every size tried. Sums are float32.
+Rounded to the dtype of the tensors, where separate operations round: the norm's output, the product with its bias, the
+sum with the residual; in an MLP gate and up, the activation of the gate, and their product.
 
 Splits share counters of the device, so one stream carries its launches, captured or not.
 
-A dependent launch (`pdl`, see kernels/dependent.py) asks for its first weights before it waits for its input.
+A dependent launch (`pdl`, see kernels/dependent.py) asks for its first weights before it waits for its input: with one
+row it loads them, with several it brings them into the L2 cache.
 
 Names: R rows of x · N outputs · K inputs · BN, BK outputs and inputs a program takes at a time · RP rows, filled up.
 """
@@ -33,12 +35,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.dependent import option
-from yalis.kernels.fused import add_rms_norm, gate
+from yalis.kernels.fused import gate, prefetch
 
 MOST_ROWS = 64
-# Every program norms all rows for itself; with more rows than this, one launch for all is cheaper.
-MOST_NORMED = 8
-NORM_BLOCK = tl.constexpr(1024)
 _LINES = 256  # cache lines a program asks for before its input is there
 _LINE_BYTES = 128
 
@@ -47,10 +46,7 @@ _LINE_BYTES = 128
 def _ask(at, begin, end, LINE: tl.constexpr, LINES: tl.constexpr):
     """Bring the first lines of these matrix rows, numbers begin..end of each, into the L2 cache."""
     k = tl.minimum(begin + tl.arange(0, LINES) * LINE, tl.maximum(end - 1, 0))
-    at = (at[:, None] + k[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
+    prefetch(at[:, None] + k[None, :])
 
 
 @triton.jit
@@ -86,9 +82,9 @@ def _piece(at, start, end, BK: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _one_row(
-    y_ptr, x_ptr, w_ptr, bias_ptr, residual_ptr, gain_ptr, w_row, N, eps,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, x_ptr, w_ptr, bias_ptr, residual_ptr, w_row, N,
+    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
     EVEN: tl.constexpr = K % BK == 0
@@ -99,31 +95,17 @@ def _one_row(
     ups = w_ptr + (row + N) * w_row
     if PDL:
         gdc_launch_dependents()
-        _ask(gates, 0, K, LINE, LINES)
-        if GATED:
-            _ask(ups, 0, K, LINE, LINES)
-    # The first weights are on their way while the launch before ends and while the input is normed.
+    # The first weights are on their way while the launch before ends.
     w = _piece(gates, 0, K, BK, EVEN)
     u = _piece(ups, 0, K, BK, EVEN) if GATED else w
     if PDL:
         gdc_wait()
 
-    scale = 1.0
-    if NORM:
-        squares = tl.zeros([BK], tl.float32)
-        for start in range(0, K, BK):
-            x = tl.load(x_ptr + start + k, mask=(start + k < K) | EVEN, other=0.0).to(tl.float32)
-            squares += x * x
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     acc = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
     for start in tl.static_range(0, K, BK):  # unrolled, so that loads of several pieces are in flight
         inside = (start + k < K) | EVEN
-        x = tl.load(x_ptr + start + k, mask=inside, other=0.0)
-        if NORM:
-            gain = tl.load(gain_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
-            x = (x.to(tl.float32) * scale * gain).to(x_ptr.dtype.element_ty)
-        x = x.to(tl.float32)[None, :]
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
         acc += w.to(tl.float32) * x
         if GATED:
             up += u.to(tl.float32) * x
@@ -138,14 +120,12 @@ def _one_row(
 
 @triton.jit(do_not_specialize=["R"])
 def _few_rows(
-    y_ptr, x_ptr, w_ptr, bias_ptr, residual_ptr, gain_ptr, part_ptr, arrived_ptr,
-    x_row, w_row, residual_row, R, N, K, eps,
+    y_ptr, x_ptr, w_ptr, bias_ptr, residual_ptr, part_ptr, arrived_ptr, x_row, w_row, residual_row, R, N, K,
     RP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
     LINE: tl.constexpr, LINES: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     tile = tl.program_id(0)
     split = tl.program_id(1)
     r = tl.arange(0, RP)
@@ -166,22 +146,11 @@ def _few_rows(
 
     some = (r < R)[:, None]
     x_at = x_ptr + (r.to(tl.int64) * x_row)[:, None] + k[None, :]
-    scale = tl.zeros([RP], tl.float32)
-    if NORM:
-        wide = tl.arange(0, NORM_BLOCK)  # few steps: each waits for its loads
-        for start in range(0, K, NORM_BLOCK):
-            at = x_ptr + (r.to(tl.int64) * x_row)[:, None] + (start + wide)[None, :]
-            x = tl.load(at, mask=some & (start + wide < K)[None, :], other=0.0).to(tl.float32)
-            scale += tl.sum(x * x, 1)
-        scale = tl.rsqrt(scale / K + eps)
     acc = tl.zeros([BN, RP], tl.float32)
     up = tl.zeros([BN, RP], tl.float32)
     for start in range(begin, end, BK):
         inside = ((start + k < K) | EVEN)[None, :]
         x = tl.load(x_at + start, mask=some & inside, other=0.0)
-        if NORM:
-            gain = tl.load(gain_ptr + start + k, mask=(start + k < K) | EVEN, other=0.0).to(tl.float32)
-            x = (x.to(tl.float32) * scale[:, None] * gain[None, :]).to(dtype)
         w = _piece(gates, start, K, BK, EVEN)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         if GATED:
@@ -227,7 +196,6 @@ class Shape(NamedTuple):
     warps: int
     stages: int = 1  # of loads in flight, with several rows
     splits: int = 1  # of the columns, with several rows
-    apart: bool = False  # an RMSNorm of the input is a launch of its own
 
 
 class Problem(NamedTuple):
@@ -238,22 +206,44 @@ class Problem(NamedTuple):
     inputs: int
     itemsize: int
     gated: bool = False
-    normed: bool = False  # of up to MOST_NORMED rows; of more the norm is always apart
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, gated: bool = False, normed: bool = False) -> Problem:
+    def of(cls, x: Tensor, weight: Tensor, gated: bool = False) -> Problem:
         rows = 1 if x.shape[0] == 1 else max(16, triton.next_power_of_2(x.shape[0]))
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-        return cls(rows, outputs, weight.shape[1], x.itemsize, gated, normed)
+        return cls(rows, outputs, weight.shape[1], x.itemsize, gated)
 
 
-#: By search on a GPU: what benchmarks/tune_kernels.py prints.
-TUNED: dict[Problem, Shape] = {}
+TUNED_ON = 132  # processors of an H200; a device with fewer may have less shared memory too
+#: Llama-3.1-8B's in bfloat16, by search: in whole decode steps, among the best that tune_kernels.py found.
+TUNED: dict[Problem, Shape] = {
+    Problem(1, 6144, 4096, 2): Shape(4, 2048, 8),
+    Problem(1, 4096, 4096, 2): Shape(1, 2048, 4),
+    Problem(1, 14336, 4096, 2, True): Shape(1, 2048, 8),
+    Problem(1, 4096, 14336, 2): Shape(4, 1024, 4),
+    Problem(1, 128256, 4096, 2): Shape(1, 2048, 4),
+    Problem(16, 6144, 4096, 2): Shape(64, 256, 4, 3, 1),
+    Problem(16, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
+    Problem(16, 14336, 4096, 2, True): Shape(128, 128, 4, 3, 1),
+    Problem(16, 4096, 14336, 2): Shape(64, 256, 4, 3, 2),
+    Problem(16, 128256, 4096, 2): Shape(128, 128, 4, 3, 1),
+    Problem(32, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
+    Problem(32, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
+    Problem(32, 14336, 4096, 2, True): Shape(64, 128, 4, 5, 1),
+    Problem(32, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
+    Problem(32, 128256, 4096, 2): Shape(64, 128, 4, 3, 1),
+    Problem(64, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
+    Problem(64, 4096, 4096, 2): Shape(64, 128, 4, 5, 2),
+    Problem(64, 14336, 4096, 2, True): Shape(128, 64, 8, 4, 1),
+    Problem(64, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
+    Problem(64, 128256, 4096, 2): Shape(128, 64, 8, 4, 1),
+}
 
 
 def choose(problem: Problem, processors: int) -> Shape:
     """The launch found by search, else one that should do on a device with so many processors."""
-    return TUNED.get(problem) or _guess(problem, processors)
+    tuned = TUNED.get(problem) if processors >= TUNED_ON else None
+    return tuned or _guess(problem, processors)
 
 
 def _guess(problem: Problem, processors: int) -> Shape:
@@ -266,14 +256,16 @@ def _guess(problem: Problem, processors: int) -> Shape:
             inputs //= 2
         return Shape(max(1, 64 * wide // inputs), inputs, max(1, inputs // (32 * wide)))
     if problem.itemsize == 4:  # exact products run outside the tensor cores
-        outputs, inputs = 32, 64
+        outputs, inputs, stages = 32, 64, 2
+    elif problem.gated:
+        outputs, inputs, stages = 64, 128 if problem.rows <= 32 else 64, 4 if problem.rows != 32 else 3
     else:
-        outputs, inputs = (64, 64) if problem.gated else (64, 128)
+        outputs, inputs, stages = 64, 128, 5 if problem.rows <= 32 else 4
     tiles = -(-problem.outputs // outputs)
     chunks = -(-problem.inputs // inputs)
-    # Two programs for each processor, but a part is worth a few chunks at least.
-    splits = max(1, min(2 * processors // tiles, chunks // 4, 8))
-    return Shape(outputs, inputs, 4, 4 if problem.itemsize == 2 else 2, splits)
+    # A program for each processor, but a part is worth a few chunks at least.
+    splits = max(1, min(processors // tiles, chunks // 4, 8))
+    return Shape(outputs, inputs, 4, stages, splits)
 
 
 def candidates(problem: Problem) -> Iterator[Shape]:
@@ -283,16 +275,16 @@ def candidates(problem: Problem) -> Iterator[Shape]:
         for outputs, warps, loads in product((1, 2, 4), (2, 4, 8, 16), (1, 2)):
             inputs = 32 * wide * warps * loads  # each thread so many loads of 16 bytes from each row
             if problem.inputs % inputs == 0 and outputs * loads <= 4:
-                for apart in (False, True) if problem.normed else (False,):
-                    yield Shape(outputs, inputs, warps, apart=apart)
+                yield Shape(outputs, inputs, warps)
         return
     for outputs, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), (3, 5), (1, 2, 4, 8)):
         halves = 2 if problem.gated else 1
         tiles = -(-problem.outputs // outputs) * splits
         held = stages * inputs * (outputs * halves + problem.rows) * problem.itemsize
         if tiles >= 100 and (splits == 1 or tiles <= 1200) and 24_000 <= held <= 200_000:
-            for apart in (False, True) if problem.normed else (False,):
-                yield Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits, apart)
+            yield Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits)
+            if outputs == 128:
+                yield Shape(outputs, inputs, 8, stages, splits)
 
 
 def linear(
@@ -300,12 +292,11 @@ def linear(
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [R, N]
-    norm: tuple[Tensor, float] | None = None,  # weight [K] and eps of an RMSNorm of x
     pdl: bool = False,
     shape: Shape | None = None,
 ) -> Tensor:
-    """x, or its norm, times weight transposed, plus bias, plus residual: [R, N] for 1 to MOST_ROWS rows."""
-    return _launch(x, weight, bias, residual, norm, "", pdl, shape)
+    """x times weight transposed, plus bias, plus residual: [R, N] for 1 to MOST_ROWS rows."""
+    return _launch(x, weight, bias, residual, "", pdl, shape)
 
 
 def gated_linear(
@@ -313,12 +304,11 @@ def gated_linear(
     weight: Tensor,  # [2W, K], the gate's rows before those of up
     activation: str,
     bias: Tensor | None = None,  # [2W]
-    norm: tuple[Tensor, float] | None = None,
     pdl: bool = False,
     shape: Shape | None = None,
 ) -> Tensor:
-    """activation(gate) * up, both products of x, or of its norm, with their half of weight: [R, W]."""
-    return _launch(x, weight, bias, None, norm, activation, pdl, shape)
+    """activation(gate) * up, both products of x with their half of weight: [R, W]."""
+    return _launch(x, weight, bias, None, activation, pdl, shape)
 
 
 def _launch(
@@ -326,7 +316,6 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    norm: tuple[Tensor, float] | None,
     activation: str,
     pdl: bool,
     shape: Shape | None,
@@ -334,11 +323,8 @@ def _launch(
     rows, inputs = x.shape
     assert 1 <= rows <= MOST_ROWS, f"{rows} rows"
     assert weight.stride(1) == 1, "the numbers of a row lie side by side"
-    problem = Problem.of(x, weight, activation != "", norm is not None and rows <= MOST_NORMED)
+    problem = Problem.of(x, weight, activation != "")
     shape = shape or choose(problem, _processors(x.device))
-    if norm is not None and (shape.apart or not problem.normed):
-        x, _ = add_rms_norm(x, None, *norm, pdl=pdl)
-        norm = None
     if x.stride(1) != 1:
         x = x.contiguous()
     if residual is not None and residual.stride(1) != 1:
@@ -346,17 +332,14 @@ def _launch(
     outputs = problem.outputs
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(outputs, shape.outputs)
-    gain, eps = (x, 0.0) if norm is None else norm
-    line = _LINE_BYTES // x.itemsize
     given = {
         "BN": shape.outputs, "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
-        "RESIDUAL": residual is not None, "NORM": norm is not None, "PDL": pdl,
-        "LINE": line, "LINES": _lines(shape, problem), "num_warps": shape.warps, **option(pdl),
+        "RESIDUAL": residual is not None, "PDL": pdl, "num_warps": shape.warps, **option(pdl),
     }  # fmt: skip
     if rows == 1:
         _one_row[(tiles,)](
-            y, x, weight, x if bias is None else bias, x if residual is None else residual, gain,
-            weight.stride(0), outputs, eps, K=inputs, **given,
+            y, x, weight, x if bias is None else bias, x if residual is None else residual,
+            weight.stride(0), outputs, K=inputs, **given,
         )  # fmt: skip
         return y
     part, arrived = y, y  # never touched where columns are not split
@@ -367,8 +350,9 @@ def _launch(
         arrived = _counters(x.device)
         assert tiles <= arrived.numel(), f"{tiles} tiles"
     _few_rows[(tiles, shape.splits)](
-        y, x, weight, x if bias is None else bias, x if residual is None else residual, gain, part, arrived,
-        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), rows, outputs, inputs, eps,
+        y, x, weight, x if bias is None else bias, x if residual is None else residual, part, arrived,
+        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), rows, outputs, inputs,
+        LINE=_LINE_BYTES // x.itemsize, LINES=_lines(shape, problem),
         RP=problem.rows, EVEN=inputs % shape.inputs == 0, SPLITS=shape.splits, num_stages=shape.stages, **given,
     )  # fmt: skip
     return y
