@@ -230,7 +230,8 @@ class CudaGraphs(DecodeGraphs):
         found = self._recorded[rows]
         self._inbox.send(step, rows, self._nobody)
         if found.batch.hidden is not None and hidden is not None:
-            found.batch.hidden[:count].copy_(hidden)
+            with torch.inference_mode():  # where it was made
+                found.batch.hidden[:count].copy_(hidden)
         found.recording.replay()
         self.replays += 1
         tokens = found.tokens[:count] if found.tokens is not None and self.choosing else None

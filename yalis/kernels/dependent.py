@@ -1,7 +1,6 @@
 """Dependent launches: a kernel begins while the one before it in its stream still runs.
 
 It asks for its weights, which nobody writes, and waits for the launch before to end before it touches anything else.
-What an earlier launch wrote may be read too, if a launch that is not dependent has begun since.
 Every kernel that is launched so waits: who waits for the last has waited for all. Any other launch begins when the one
 before it has ended, and is over when it ends itself, so both kinds may take turns in a stream. Where ranks communicate
 it stays off: the buffers of nvrar rely on launches that begin in turn.

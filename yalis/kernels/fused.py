@@ -34,14 +34,6 @@ def follow(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(at):
-    """Bring the cache lines at these addresses into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """One of ACTIVATIONS, of float32."""
     if ACTIVATION == "silu":

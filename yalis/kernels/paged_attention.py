@@ -22,10 +22,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.dependent import option
-from yalis.kernels.fused import follow, prefetch
+from yalis.kernels.fused import follow
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
@@ -208,23 +207,6 @@ def _cut(
     tl.store(cuts_ptr + 4 * pieces + piece, tl.cdiv(keys, size), mask=here)
 
 
-@triton.jit
-def _ask(
-    k_ptr, v_ptr, table, table_step, begin, end, k_block, k_slot, v_block, v_slot,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Bring the first N keys and values of a piece into the L2 cache; what is written there later stays right."""
-    LINE: tl.constexpr = 128 // k_ptr.dtype.element_ty.primitive_bitwidth * 8
-    LINES: tl.constexpr = DP // LINE if DP > LINE else 1
-    position = tl.minimum(begin + tl.arange(0, N), end - 1)
-    line = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)[None, :]
-    block = tl.load(table + position // B * table_step).to(tl.int64)
-    slot = position % B
-    prefetch(k_ptr + (block * k_block + slot * k_slot)[:, None] + line)
-    prefetch(v_ptr + (block * v_block + slot * v_slot)[:, None] + line)
-
-
-# Nobody writes tables or cuts while launches overlap (see `paged_attention`), so they are read before the wait.
 @triton.jit(do_not_specialize=["table_row", "table_step"])
 def _decode(
     out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_ptr, v_ptr, query_start, cuts, tables,
@@ -233,8 +215,7 @@ def _decode(
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     GP: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
+    follow(PDL)
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     pieces = tl.num_programs(1)
@@ -246,9 +227,6 @@ def _decode(
     table = tables + sequence * table_row
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
-    if PDL:
-        _ask(k_ptr, v_ptr, table, table_step, begin, end, k_block, k_slot, v_block, v_slot, D, DP, B, N)
-        gdc_wait()
 
     r = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -431,8 +409,6 @@ def paged_attention(
                 launch.cuts[window], query_start, context_len, sequences, kv_heads, pieces, launch.programs,
                 window or 0, N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **option(pdl),
             )  # fmt: skip
-            # Begins when `cut` has ended, and so does whatever follows: all may read the cuts before they wait.
-            pdl = False
         rows = triton.next_power_of_2(group)
         _decode[(kv_heads, pieces)](
             out, part, lse, arrived, q, k_cache, v_cache, query_start, launch.cuts[window], block_tables,

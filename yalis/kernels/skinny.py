@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.dependent import option
-from yalis.kernels.fused import gate, prefetch
+from yalis.kernels.fused import gate
 
 MOST_ROWS = 64
 _LINES = 256  # cache lines a program asks for before its input is there
@@ -46,7 +46,10 @@ _LINE_BYTES = 128
 def _ask(at, begin, end, LINE: tl.constexpr, LINES: tl.constexpr):
     """Bring the first lines of these matrix rows, numbers begin..end of each, into the L2 cache."""
     k = tl.minimum(begin + tl.arange(0, LINES) * LINE, tl.maximum(end - 1, 0))
-    prefetch(at[:, None] + k[None, :])
+    at = (at[:, None] + k[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
