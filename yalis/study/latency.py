@@ -24,6 +24,7 @@ from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefi
 from yalis.spec import read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.spread import spread
+from yalis.study.turns import take_turns
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import SamplingParams
 
@@ -191,26 +192,15 @@ def _take_turns(
     report: Callable[[str], None],
 ) -> list[list[peers.Timing] | str]:
     """The timings of each engine, or why it has none."""
-    taken: list[list[peers.Timing] | str] = [engine if isinstance(engine, str) else [] for _, engine in engines]
+    batches = []
     for turn in range(plan.warmup + plan.repeats):
         noise = random.Random(f"{plan.seed}/{case}/{turn}")
-        prompts = [draw_prompt(noise, case.prompt_len, vocab_size) for _ in range(case.batch)]
-        for index, (name, engine) in enumerate(engines):
-            timings = taken[index]
-            if isinstance(engine, str) or isinstance(timings, str):
-                continue
-            kind = f"repeat {turn - plan.warmup + 1}/{plan.repeats}" if turn >= plan.warmup else "warm-up"
-            report(f"{case}: {name}, {kind}")
-            try:
-                timing = engine.run(prompts, case.output_len)
-            except Exception as error:
-                if isinstance(engine, Ours):
-                    raise
-                taken[index] = peers.explain(error)
-                continue
-            if turn >= plan.warmup:
-                timings.append(timing)
-    return taken
+        batches.append([draw_prompt(noise, case.prompt_len, vocab_size) for _ in range(case.batch)])
+
+    def run(engine: peers.Peer, prompts: list[list[int]], _: object) -> peers.Timing:
+        return engine.run(prompts, case.output_len)
+
+    return take_turns(engines, batches, plan.warmup, run, lambda text: report(f"{case}: {text}"))
 
 
 def _tabulate(

@@ -10,12 +10,12 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,9 +32,8 @@ from yalis.spec import ModelSpec, read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.jobs import Job, ThroughputPlan, check_length, digest_of, draw_jobs, read_dataset
 from yalis.study.spread import percentiles, spread
+from yalis.study.turns import Report, take_turns
 from yalis.types import RequestOutput
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,13 @@ class Run:
     @property
     def output_tokens(self) -> int:
         return sum(map(len, self.tokens))
+
+
+class Engine(Protocol):
+    name: str
+    version: str
+
+    def run(self, jobs: Sequence[Job], report: Report) -> Run: ...
 
 
 class Ours:
@@ -120,9 +126,6 @@ class Theirs:
         )
 
 
-Engine = Ours | Theirs
-
-
 def _check_answer(job: Job, tokens: list[int]) -> None:
     """A request that did not give what was asked for measures something else."""
     given, asked = len(tokens), job.sampling.max_tokens
@@ -161,7 +164,7 @@ def measure(
             peer = peers.start(name, _peer_setup(config, plan, dtype, device))
             engines.append((name, peer if isinstance(peer, str) else Theirs(peer)))
         turns = [draw_jobs(plan, lines, spec.vocab_size, turn) for turn in range(plan.warmup + plan.repeats)]
-        taken = _take_turns(turns, plan, engines, report)
+        taken = take_turns(engines, turns, plan.warmup, lambda engine, jobs, tell: engine.run(jobs, tell), report)
         described = bandwidth.describe(llm.device)
         assert llm._world is not None
         topology = results.topology([member.node for member in llm._world.members], find_place().launcher)
@@ -221,31 +224,6 @@ def _rates(device: torch.device, dtype: torch.dtype, report: Report) -> bandwidt
     rates = bandwidth.measure(device, dtype)
     release_memory(device)
     return rates
-
-
-def _take_turns(
-    turns: Sequence[Sequence[Job]], plan: ThroughputPlan, engines: list[tuple[str, Engine | str]], report: Report
-) -> list[list[Run] | str]:
-    """The runs of each engine that count, or why it has none."""
-    taken: list[list[Run] | str] = [engine if isinstance(engine, str) else [] for _, engine in engines]
-    for turn, jobs in enumerate(turns):
-        kind = f"repeat {turn - plan.warmup + 1}/{plan.repeats}" if turn >= plan.warmup else "warm-up"
-        for index, (name, engine) in enumerate(engines):
-            runs = taken[index]
-            if isinstance(engine, str) or isinstance(runs, str):
-                continue
-            label = f"{name}, {kind}"
-            report(label)
-            try:
-                run = engine.run(jobs, lambda text, label=label: report(f"{label}: {text}"))  # type: ignore[misc]
-            except Exception as error:
-                if isinstance(engine, Ours):
-                    raise
-                taken[index] = peers.explain(error)
-                continue
-            if turn >= plan.warmup:
-                runs.append(run)
-    return taken
 
 
 def _digest(tokens: list[int]) -> str:
