@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +11,9 @@ import torch
 
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
+from yalis.perfmodel.timeline import Piece, Span, break_down, by_name, categorize, flatten
 from yalis.study.workloads import draw_prompt
 from yalis.types import SamplingParams
-
-
-@dataclass(frozen=True)
-class Span:
-    """One kernel or copy, in microseconds."""
-
-    name: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -69,24 +60,19 @@ def _spans(watch: Any) -> list[Span]:
     found = []
     for event in watch.profiler.kineto_results.events():
         if event.device_type().name == "CUDA" and event.duration_ns() > 0:
-            start = event.start_ns() / 1e3
-            found.append(Span(event.name(), start, start + event.duration_ns() / 1e3))
+            found.append(Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
     if not found:
         raise YalisFailure("the profiler saw no kernel; another one may hold the GPU's counters")
     return found
 
 
-def add_up(spans: Iterable[Span], steps: int) -> StepTimes:
-    """Means over so many equal steps."""
-    ordered = sorted(spans, key=lambda span: span.start)
-    counts: dict[str, int] = defaultdict(int)
-    times: dict[str, float] = defaultdict(float)
-    busy, end = 0.0, ordered[0].start
-    for span in ordered:
-        counts[span.name] += 1
-        times[span.name] += span.end - span.start
-        busy += max(0.0, span.end - max(end, span.start))
-        end = max(end, span.end)
-    whole = end - ordered[0].start
-    kernels = [KernelTime(name, counts[name] / steps, times[name] / steps) for name in sorted(times, key=times.get)]  # type: ignore[arg-type]
-    return StepTimes(whole / steps, (whole - busy) / steps, (sum(times.values()) - busy) / steps, kernels[::-1])
+def add_up(spans: Sequence[Span], steps: int) -> StepTimes:
+    """Means over so many equal steps. A kernel has all of its time, whatever runs beside it."""
+    window = min(span.start for span in spans), max(span.end for span in spans)
+    pieces = [Piece(span.name, categorize(span.name, on_gpu=True) or "other", span.start, span.end) for span in spans]
+    (times,) = break_down(flatten(pieces), [window])
+    names = by_name(pieces, [window])
+    beside = sum(one.ns for one in names) - sum(times.spent.values())
+    us = 1e3 * steps  # so many nanoseconds of all are a microsecond of one
+    kernels = [KernelTime(one.name, one.count / steps, one.ns / us) for one in names]
+    return StepTimes(times.total / us, times.idle / us, beside / us, kernels)
