@@ -14,7 +14,8 @@ from typing import TextIO
 import torch
 
 from yalis.kernels.skinny import Problem, candidates
-from yalis.study.kernels import LLAMA_8B, build, matrices, tune
+from yalis.study.kernel_trials import matrices
+from yalis.study.kernels import LLAMA_8B, build, tune
 
 
 def main() -> None:

@@ -7,7 +7,9 @@ import torch
 
 from yalis.errors import YalisError
 from yalis.perfmodel.floors import ModelDims
-from yalis.study import bandwidth, kernels
+from yalis.study import bandwidth, kernel_trials, kernels
+from yalis.study.kernel_kits import Kernels, Native
+from yalis.study.kernel_trials import KernelsPlan, list_trials, matrices
 
 TINY = ModelDims(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=False)
 CPU = torch.device("cpu")
@@ -15,13 +17,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_MOST_COPIES", 3)
+    monkeypatch.setattr(kernel_trials, "_MOST_COPIES", 3)
     monkeypatch.setattr(kernels, "_ENOUGH_S", 0.0)
     monkeypatch.setattr(bandwidth, "measure", lambda device, dtype: bandwidth.DeviceRates(1e9, 1e12))
 
 
-def plan(**given: object) -> kernels.KernelsPlan:
-    return kernels.KernelsPlan(**{"dims": TINY, "rows": (1, 5), "layers": 1, "repeats": 1, "device": "cpu", **given})  # type: ignore[arg-type]
+def plan(**given: object) -> KernelsPlan:
+    return KernelsPlan(**{"dims": TINY, "rows": (1, 5), "layers": 1, "repeats": 1, "device": "cpu", **given})  # type: ignore[arg-type]
 
 
 def test_every_operation_is_right_and_has_its_floor() -> None:
@@ -32,7 +34,7 @@ def test_every_operation_is_right_and_has_its_floor() -> None:
         "linear", "norm, linear", "linear, add", "norm, linear, gate", "add, norm", "gate", "argmax", "rope, write",
         "step",
     }  # fmt: skip
-    assert {shape for kernel, shape in found if kernel == "linear"} == set(kernels.matrices(TINY))
+    assert {shape for kernel, shape in found if kernel == "linear"} == set(matrices(TINY))
     assert len(result.rows) == 2 * (10 + 4 + 1)
     assert len(heard) == 1 + len(result.rows)
     for row in result.rows:
@@ -46,7 +48,7 @@ def test_every_operation_is_right_and_has_its_floor() -> None:
     assert step["floor_us"] == pytest.approx(1e6 * 4 * numbers / 1e9)
 
 
-class Unwritten(kernels.Native):
+class Unwritten(Native):
     """Leaves the last output as the memory was."""
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,7 @@ class Unwritten(kernels.Native):
         return out
 
 
-class Off(kernels.Native):
+class Off(Native):
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return super().argmax(logits) + 1
 
@@ -76,15 +78,15 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_triton_kernels_pass_the_same_check() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     seen = set()
-    for trial in kernels._trials(plan(rows=(3,)), TINY, CPU, torch.float32):
+    for trial in list_trials(plan(rows=(3,)), TINY, CPU, torch.float32):
         if trial.kernel not in seen:
-            assert kernels.find_error(trial, kernels.Kernels()) < 1e-5, trial.kernel
+            assert kernels.find_error(trial, Kernels()) < 1e-5, trial.kernel
         seen.add(trial.kernel)
 
 
 def test_a_rate_above_the_measured_one_is_the_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "measure", lambda device, dtype: bandwidth.DeviceRates(1.0, 1e12))
-    monkeypatch.setitem(kernels._SPREAD_BYTES, "cpu", 1)
+    monkeypatch.setitem(kernel_trials._SPREAD_BYTES, "cpu", 1)
     result = kernels.measure(plan(rows=(1,)), "")
     assert max(row["share_of_floor"] for row in result.rows) <= 1.0 + 1e-9
     assert result.parameters["read_bytes_per_s"] > 1.0

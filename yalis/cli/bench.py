@@ -132,7 +132,8 @@ def _pipeline(args: argparse.Namespace, command: str, report: Callable[[str], No
 
 
 def _kernels(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result:
-    from yalis.study.kernels import KernelsPlan, measure
+    from yalis.study.kernel_trials import KernelsPlan
+    from yalis.study.kernels import measure
 
     plan = KernelsPlan(
         rows=args.rows, layers=args.layers, context=args.context, device=args.device, dtype=args.dtype,

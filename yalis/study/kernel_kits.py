@@ -1,0 +1,188 @@
+"""The operations of a decode step, as torch, our kernels and the plain reference have them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from yalis.errors import YalisError
+from yalis.kernels import ops, reference
+
+EPS = 1e-5
+_ACTIVATION = "silu"
+_SCALE = 0.1  # of attention scores
+
+
+class Kit(Protocol):
+    """The operations of a decode step, as one implementation has them. kernels/reference.py says what they compute."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
+    ) -> Tensor: ...
+
+    def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor: ...
+
+    def gated(self, gate_up: Tensor) -> Tensor: ...
+
+    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor: ...
+
+    def argmax(self, logits: Tensor) -> Tensor: ...
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
+    ) -> Tensor: ...
+
+
+class Torch:
+    """Plain torch, operation by operation."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
+    ) -> Tensor:
+        if norm is not None:
+            x = F.rms_norm(x, norm[0].shape, *norm)
+        y = F.linear(x, weight)
+        return y if residual is None else y + residual
+
+    def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        return self.gated(self.linear(x, weight, norm=norm))
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x + residual, weight.shape, weight, EPS)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        kv_heads = k.shape[2]
+        turned = self.rotate(qkv[:, :-kv_heads], cos, sin)
+        k.flatten(0, 1).index_copy_(0, slots, turned[:, -kv_heads:])
+        v.flatten(0, 1).index_copy_(0, slots, qkv[:, -kv_heads:])
+        return turned[:, :-kv_heads]
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return torch.addcmul(x * cos, torch.roll(x, cos.shape[-1] // 2, -1), sin)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(1)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
+    ) -> Tensor:
+        dense = (len(q), -1, *k.shape[2:])
+        k, v = k.view(dense).transpose(1, 2), v.view(dense).transpose(1, 2)
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, scale=_SCALE, enable_gqa=True)[:, :, 0]
+
+
+class Native(Torch):
+    """What layers call: on a CPU in float32 the native kernels."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
+    ) -> Tensor:
+        if norm is not None:
+            x = ops.rms_norm(x, *norm)
+        y = ops.linear(x, weight)
+        return y if residual is None else ops.add(y, residual)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(ops.add(x, residual), weight, EPS)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return ops.gated(gate_up, _ACTIVATION)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return ops.rotate(x, cos, sin)
+
+
+class Kernels:
+    """Our Triton kernels, one launch each; `pdl`: each starts while the one before it ends; `shape`: of products."""
+
+    def __init__(self, pdl: bool = False, shape: Any = None) -> None:
+        from yalis.kernels import fused, paged_attention, skinny
+
+        self._fused: Any = fused
+        self._skinny: Any = skinny
+        self._attention: Any = paged_attention.paged_attention
+        self._pdl, self._shape = pdl, shape
+
+    def linear(
+        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
+    ) -> Tensor:
+        y: Tensor = self._skinny.linear(self._normed(x, norm), weight, None, residual, self._pdl, self._shape)
+        return y
+
+    def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        y: Tensor = self._skinny.gated_linear(self._normed(x, norm), weight, _ACTIVATION, None, self._pdl, self._shape)
+        return y
+
+    def _normed(self, x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+        return x if norm is None else self._fused.add_rms_norm(x, None, *norm, self._pdl)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = self._fused.add_rms_norm(x, residual, weight, EPS, self._pdl)[0]
+        return y
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        y: Tensor = self._fused.gated(gate_up, _ACTIVATION, self._pdl)
+        return y
+
+    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        q: Tensor = self._fused.rope_write(qkv, cos, sin, k, v, slots, pdl=self._pdl)
+        return q
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        places: Tensor = self._fused.argmax(logits, self._pdl)
+        return places
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
+    ) -> Tensor:
+        out: Tensor = self._attention(q, k, v, starts, lengths, tables, launch, _SCALE)
+        return out
+
+
+class Reference:
+    """What all of them should give."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
+    ) -> Tensor:
+        return reference.linear(x, weight, None, residual, norm)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        return reference.gated_linear(x, weight, _ACTIVATION, None, norm)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return reference.add_rms_norm(x, residual, weight, EPS)[0]
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return reference.gated(gate_up, _ACTIVATION)
+
+    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        return reference.rope_write(qkv, cos, sin, k, v, slots)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(1)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
+    ) -> Tensor:
+        wide = (q.double(), k.double(), v.double())  # the reference computes in the dtype it is given
+        return reference.paged_attention(*wide, starts, lengths, tables, _SCALE).to(q.dtype)
+
+
+def our_kits(device: torch.device) -> list[tuple[str, Kit]]:
+    """Ours on this device, each with what its name adds to an operation's."""
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            raise YalisError("triton is not installed, and our kernels for a GPU need it; type: pip install triton")
+        return [("", Kernels()), (", dependent launches", Kernels(pdl=True))]
+    return [("", Native())]

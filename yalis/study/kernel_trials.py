@@ -1,0 +1,219 @@
+"""What the kernel benchmark measures: operations at the sizes of a model, and what each reads.
+
+An operation has several copies of what it reads, so that a matrix comes from memory, as in a decode step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from yalis.errors import YalisError
+from yalis.perfmodel.floors import ModelDims
+from yalis.study.kernel_kits import EPS, Kit
+
+if TYPE_CHECKING:
+    from yalis.kernels.skinny import Problem
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SPREAD_BYTES = {"cpu": 2**28, "cuda": 2**30}  # of all copies together: far more than the caches hold
+_MOST_COPIES = 64
+_BLOCK = 16  # tokens
+
+
+@dataclass(frozen=True)
+class KernelsPlan:
+    dims: ModelDims | None = None  # by default, of a model that suits the device
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    layers: int = 8  # of the chain of a whole step's products
+    context: int = 1024  # tokens a sequence has in the cache
+    device: str = "auto"
+    dtype: str = "auto"
+    repeats: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (("layers", 1), ("context", 1), ("repeats", 1)):
+            if getattr(self, name) < low:
+                raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least {low}")
+        if not self.rows or not all(1 <= rows <= 64 for rows in self.rows):
+            raise YalisError("rows needs numbers from 1 to 64; give for example --rows 1,16,64")
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise YalisError(f"unknown dtype {self.dtype!r}; accepted: auto, {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One operation at one size."""
+
+    kernel: str
+    shape: str
+    rows: int
+    bytes: float  # that it must move, each once
+    flops: float
+    operation: Callable[..., Tensor]  # of a kit, and of what it reads
+    copies: list[tuple[Any, ...]]  # of what it reads
+    looseness: float = 1.0  # how much further from the reference than one operation it may be
+
+    def run(self, kit: Kit, copy: int = 0) -> Tensor:
+        return self.operation(kit, *self.copies[copy])
+
+    def streams(self, device: torch.device) -> bool:
+        """Whether all that it reads comes from memory."""
+        return self.bytes * len(self.copies) >= _SPREAD_BYTES[device.type] / 2
+
+
+def list_trials(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
+    """What to measure. Each makes its tensors when its turn comes, and they go with it."""
+    for part in (_products, _small, _attention, _steps):
+        yield from part(plan, dims, device, dtype)
+
+
+def _products(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
+    """Every matrix, in a product alone and with what stands around it in the model."""
+    for name, (outputs, inputs) in matrices(dims).items():
+        count = _copies(outputs * inputs * dtype.itemsize, device)
+        weights = [_matrix(outputs, inputs, dtype, device) for _ in range(count)]
+        norm = (_numbers(inputs, dtype=dtype, device=device), EPS)
+        for rows in plan.rows:
+            x = _numbers(rows, inputs, dtype=dtype, device=device)
+            residual = _numbers(rows, outputs, dtype=dtype, device=device)
+            shape = f"{name} {outputs}x{inputs}"
+            moved = float(weights[0].nbytes + x.nbytes + residual.nbytes)
+            flops = 2.0 * rows * outputs * inputs
+            yield Trial("linear", shape, rows, moved, flops, _call("linear"), [(x, w) for w in weights])
+            if name == "gate_up":
+                moved -= residual.nbytes / 2
+                around, operation = "norm, linear, gate", _call("gated_linear")
+                copies: list[tuple[Any, ...]] = [(x, w, norm) for w in weights]
+            elif name in ("qkv", "head"):
+                around, operation = "norm, linear", _call("linear")
+                copies = [(x, w, None, norm) for w in weights]
+            else:
+                moved += residual.nbytes
+                around, operation = "linear, add", _call("linear")
+                copies = [(x, w, residual) for w in weights]
+            yield Trial(around, shape, rows, moved, flops, operation, copies)
+
+
+def _small(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
+    """What stands between the matrices."""
+    heads, kv_heads, dim = dims.heads, dims.kv_heads, dims.head_dim
+    weight = _numbers(dims.hidden, dtype=dtype, device=device)
+    for rows in plan.rows:
+        hidden = _inputs(rows, dims.hidden, dtype=dtype, device=device)
+        copies: list[tuple[Any, ...]] = [(x, x.flip(0), weight) for x in hidden]
+        moved = 4.0 * hidden[0].nbytes
+        yield Trial("add, norm", f"{dims.hidden}", rows, moved, 0.0, _call("add_rms_norm"), copies)
+        wide = _inputs(rows, 2 * dims.intermediate, dtype=dtype, device=device)
+        moved = 1.5 * wide[0].nbytes
+        yield Trial("gate", f"{dims.intermediate}", rows, moved, 0.0, _call("gated"), [(x,) for x in wide])
+        logits = _inputs(rows, dims.vocab, dtype=dtype, device=device)
+        moved = float(logits[0].nbytes)
+        yield Trial("argmax", f"{dims.vocab}", rows, moved, 0.0, _call("argmax"), [(x,) for x in logits])
+        qkv = _inputs(rows, heads + 2 * kv_heads, dim, dtype=dtype, device=device)
+        cos, sin = _numbers(2, rows, 1, dim, dtype=dtype, device=device)
+        k, v = _numbers(2, rows, _BLOCK, kv_heads, dim, dtype=dtype, device=device)
+        copies = [(x, cos, sin, k, v, torch.randperm(rows * _BLOCK, device=device)[:rows]) for x in qkv]
+        shape = f"{heads}+2x{kv_heads} heads of {dim}"
+        yield Trial("rope, write", shape, rows, 2.0 * qkv[0].nbytes, 0.0, _call("rope_write"), copies)
+
+
+def _attention(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
+    """One token of each sequence over its cache; torch's reads a cache that is not paged."""
+    if device.type != "cuda":
+        return
+    from yalis.kernels.paged_attention import plan_launch
+
+    blocks = -(-plan.context // _BLOCK)
+    context = blocks * _BLOCK
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    for rows in plan.rows:
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        lengths = torch.full((rows,), context, dtype=torch.int32, device=device)
+        tables = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
+        launch = plan_launch(starts, (1,) * rows, dims.heads, dims.kv_heads, dims.head_dim, dtype, 3 * processors)
+        moved = 2 * rows * context * dims.kv_heads * dims.head_dim * dtype.itemsize
+        copies: list[tuple[Any, ...]] = []
+        for _ in range(_copies(moved, device)):
+            q = _numbers(rows, dims.heads, dims.head_dim, dtype=dtype, device=device)
+            k, v = _numbers(2, rows * blocks, _BLOCK, dims.kv_heads, dims.head_dim, dtype=dtype, device=device)
+            copies.append((q, k, v, starts, lengths, tables, launch))
+        flops = 4.0 * rows * dims.heads * dims.head_dim * context
+        yield Trial("attention", f"{context} tokens", rows, float(moved), flops, _call("attention"), copies)
+
+
+def _steps(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
+    """A decode step without its attention: what the operations cost one after the other."""
+    width = dims.heads * dims.head_dim
+    shapes = matrices(dims)
+    head = _matrix(*shapes.pop("head"), dtype, device)
+    layers = [[_matrix(*shape, dtype, device) for shape in shapes.values()] for _ in range(plan.layers)]
+    norm = (_numbers(dims.hidden, dtype=dtype, device=device), EPS)
+
+    def step(kit: Kit, x: Tensor) -> Tensor:
+        for qkv, out, gate_up, down in layers:
+            x = kit.linear(kit.linear(x, qkv, None, norm)[:, :width], out, x)
+            x = kit.linear(kit.gated_linear(x, gate_up, norm), down, x)
+        return kit.linear(x, head, None, norm)
+
+    numbers = head.numel() + sum(matrix.numel() for layer in layers for matrix in layer)
+    for rows in plan.rows:
+        x = _numbers(rows, dims.hidden, dtype=dtype, device=device)
+        shape, moved = f"{plan.layers} layers, no attention", float(dtype.itemsize * numbers)
+        yield Trial("step", shape, rows, moved, 2.0 * rows * numbers, step, [(x,)], math.sqrt(4 * plan.layers))
+
+
+def _call(name: str) -> Callable[..., Tensor]:
+    """The operation of that name, of the kit it is given."""
+    return lambda kit, *args: getattr(kit, name)(*args)
+
+
+def matrices(dims: ModelDims) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a model's matrices."""
+    width = dims.heads * dims.head_dim
+    return {
+        "qkv": (width + 2 * dims.kv_heads * dims.head_dim, dims.hidden),
+        "out": (dims.hidden, width),
+        "gate_up": (2 * dims.intermediate, dims.hidden),
+        "down": (dims.hidden, dims.intermediate),
+        "head": (dims.vocab, dims.hidden),
+    }
+
+
+def _copies(nbytes: int, device: torch.device) -> int:
+    return max(2, min(_MOST_COPIES, _SPREAD_BYTES[device.type] // nbytes))
+
+
+def _inputs(*size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    count = _copies(math.prod(size) * dtype.itemsize, device)
+    return [_numbers(*size, dtype=dtype, device=device) for _ in range(count)]
+
+
+def _numbers(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(*size, dtype=dtype, device=device)
+
+
+def _matrix(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """So that a product is about as large as what it is made of."""
+    return _numbers(outputs, inputs, dtype=dtype, device=device).mul_(inputs**-0.5)
+
+
+def make_product(problem: Problem, dtype: torch.dtype, device: torch.device, most: int = _MOST_COPIES) -> Trial:
+    """A product alone, as the search for launches tries it."""
+    outputs = problem.outputs * (2 if problem.gated else 1)
+    rows = problem.rows
+    x = _numbers(rows, problem.inputs, dtype=dtype, device=device)
+    count = min(most, _copies(outputs * problem.inputs * dtype.itemsize, device))
+    weights = [_matrix(outputs, problem.inputs, dtype, device) for _ in range(count)]
+    flops = 2.0 * rows * weights[0].numel()
+
+    def operation(kit: Kit, weight: Tensor) -> Tensor:
+        return kit.gated_linear(x, weight) if problem.gated else kit.linear(x, weight)
+
+    return Trial("", "", rows, float(weights[0].nbytes), flops, operation, [(w,) for w in weights])
