@@ -34,7 +34,8 @@ def run_missing(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Sett
 def _run(config: EngineConfig, plan: ScalingPlan, setting: Setting, report: Report, label: str) -> None:
     folder = make_folder(plan.folder / setting.folder)
     with (folder / LOG).open("w") as log:
-        print(command_line(config, plan, setting), file=log, flush=True)
+        log.write(f"{command_line(config, plan, setting)}\n")
+        log.flush()  # before the command writes there itself
         if setting.allreduce == "mpi" and (reason := mpi_missing()):
             log.write(f"yalis: error: {reason}\n")
             return
