@@ -338,6 +338,7 @@ def test_a_study_that_measured_nothing_leaves_no_file(tmp_path: Path, capsys: py
         (["--dataset", "missing.jsonl"], "cannot read missing.jsonl"),
         (["--schemes", "ep"], "scheme 'ep' is not known"),
         (["--plot", "no-such-folder/plot"], "there is no folder no-such-folder"),
+        (["--cpus-per-task", "0"], "cpus_per_task is 0"),
     ],
 )
 @pytest.mark.parametrize("slurm", [False, True])

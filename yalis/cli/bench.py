@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     from yalis import results
 
     if args.out is not None:
-        prepare_folder(args.out)
+        check_folder(args.out)
     measure, print_table = _BENCHMARKS[args.benchmark]
     line = ProgressLine()
     result = measure(args, shlex.join(["yalis", *sys.argv[1:]]), line.show)
@@ -142,13 +143,13 @@ def _kernels(args: argparse.Namespace, command: str, report: Callable[[str], Non
     return measure(plan, command, report)
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make the folder and try to write there, before minutes of measuring."""
+def check_folder(folder: Path) -> None:
+    """Refuse, before minutes of measuring, a folder that no result could be written to. It is made with the result."""
     if folder.exists() and not folder.is_dir():
         raise YalisError(f"--out is {folder}, which is not a folder; give a folder")
+    there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise YalisError(f"--out is {folder}, which cannot be written to: {error.strerror}; give a folder") from error

@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, command: str, report: Callable[[str], None
     from yalis.study.allreduce_lab import measure_in_lab
 
     if args.plot is not None:
-        plots.check_plot(args.plot)
+        plots.check_plot(args.plot, made=args.out)
     named = {one.name: getattr(args, one.name, None) for one in fields(allreduce.AllReducePlan)}
     plan = allreduce.AllReducePlan(**{name: value for name, value in named.items() if value is not None})
     if args.hosts is None:

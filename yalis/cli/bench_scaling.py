@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from yalis.config import EngineConfig
     from yalis.results import Result
     from yalis.study.scaling import ScalingPlan, Setting
+    from yalis.study.scaling_jobs import SlurmPlan
 
 ABOUT = "one job over numbers of ranks, ways to split the model and all-reduces: speed-up and parallel efficiency"
 _VARIED = ("tp", "pp", "dp", "allreduce")  # what a setting says, and not the engine's flags
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from yalis import results
     from yalis.study import plots
     from yalis.study.scaling import failed, find_result, gather, list_settings
-    from yalis.study.scaling_jobs import make_folder
+    from yalis.study.scaling_jobs import SlurmPlan, make_folder
     from yalis.study.throughput import prepare
 
     if find_place().size > 1:
@@ -76,12 +77,13 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plots.check_plot(args.plot, made=args.out)
     config, plan = work_config(args), _plan(args)
+    slurm = SlurmPlan(args.cpus_per_task, config.device != "cpu", tuple(args.sbatch))
     settings = list_settings(plan)
     if not args.gather and any(find_result(config, plan, setting) is None for setting in settings):
         prepare(config, plan.work)  # what no setting could run is told once
     make_folder(args.out)
     if args.slurm is not None:
-        return _write_scripts(args, config, plan, settings)
+        return _write_scripts(config, plan, slurm, settings, args.slurm)
     if not args.gather and (status := _run_missing(config, plan, settings)):
         return status
     result = gather(config, plan, settings, shlex.join(["yalis", *sys.argv[1:]]))
@@ -108,11 +110,12 @@ def _plan(args: argparse.Namespace) -> ScalingPlan:
     return ScalingPlan(args.out, work=work_plan(args), **given)
 
 
-def _write_scripts(args: argparse.Namespace, config: EngineConfig, plan: ScalingPlan, settings: list[Setting]) -> int:
-    from yalis.study.scaling_jobs import SlurmPlan, write_scripts
+def _write_scripts(
+    config: EngineConfig, plan: ScalingPlan, slurm: SlurmPlan, settings: list[Setting], folder: Path
+) -> int:
+    from yalis.study.scaling_jobs import write_scripts
 
-    slurm = SlurmPlan(args.cpus_per_task, config.device != "cpu", tuple(args.sbatch))
-    *scripts, submit = write_scripts(config, plan, slurm, settings, args.slurm)
+    *scripts, submit = write_scripts(config, plan, slurm, settings, folder)
     tell(
         f"wrote {len(scripts)} scripts; type `bash {submit}`, and when the jobs are done this with --gather for --slurm"
     )

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli.bench import prepare_folder
+from yalis.cli.bench import check_folder
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
 from yalis.cli.terminal import ProgressLine, tell
 from yalis.study.workloads import NAMED, read_workload
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     from yalis.study.profile import ProfilePlan, measure
 
     if args.out is not None:
-        prepare_folder(args.out)
+        check_folder(args.out)
     if args.plot is not None:
-        plots.check_plot(args.plot)
+        plots.check_plot(args.plot, made=args.out)
     plan = ProfilePlan(read_workload(args.workload), args.steps, args.warmup, args.repeats, args.seed)
     line = ProgressLine()
     result = measure(engine_config(args), plan, shlex.join(["yalis", *sys.argv[1:]]), line.show)
