@@ -113,6 +113,7 @@ def test_the_benchmark_over_hosts(backends: str, rows: list[str]) -> None:
     # Nothing can be summed over both hosts before one message has come from the other.
     assert all(row["median_us"] > 1000 for row in result["rows"])
     assert (result["parameters"]["shape"], result["parameters"]["start"]) == ("2x2", "clock")
+    assert (result["topology"]["ranks"], result["topology"]["ranks_per_host"]) == (4, [2, 2])
     assert "yalis-" not in left()
 
 

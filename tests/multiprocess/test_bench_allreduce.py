@@ -86,6 +86,7 @@ def test_ranks_that_the_command_starts(nursery: Nursery) -> None:
         assert 0 < row["low_us"] <= row["median_us"] <= row["high_us"]
         assert (row["speedup"] == 1) == (row["backend"] == "gloo")
     assert (result["parameters"]["shape"], result["parameters"]["start"]) == ("2x1", "clock")
+    assert result["topology"] == {"ranks": 2, "ranks_per_host": [2], "launcher": ""}  # hosts as they are
 
 
 def test_a_launchers_ranks_find_wrong_sums(nursery: Nursery, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from yalis.launch.join import join
 from yalis.launch.serving import serving
 from yalis.perfmodel.collectives import BETWEEN, Link, Shape, hierarchical, ring
 from yalis.study.spread import spread
+from yalis.study.topology import topology_of
 
 #: The module that a rank started by rank 0 runs.
 WORKER = ("yalis.study.allreduce_rank",)
@@ -107,6 +108,7 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
                 take_part(world, plan, report)
             return None
         measured = take_part(world, plan, report)
+        topology = topology_of(world)
     except BaseException as error:
         explained = world.explain(error)
         world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
@@ -116,7 +118,8 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
     finally:
         world.close()
     rows = add_speedups(measured["rows"], plan.baseline)
-    return results.new("allreduce", {**asdict(plan), **measured["facts"]}, rows, command, [measured["device"]])
+    facts, devices = {**asdict(plan), **measured["facts"]}, [measured["device"]]
+    return results.new("allreduce", facts, rows, command, devices, topology=topology)
 
 
 def make_row(

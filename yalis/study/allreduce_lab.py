@@ -74,7 +74,8 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
     parameters["links"] = links
     if "mpi" in plan.backends:
         parameters["mpi"] = mpi_version()
-    return results.new("allreduce", parameters, add_speedups(rows, plan.baseline), command, first["devices"], notes)
+    rows = add_speedups(rows, plan.baseline)
+    return results.new("allreduce", parameters, rows, command, first["devices"], notes, first["topology"])
 
 
 def _backends(plan: AllReducePlan) -> tuple[str, ...]:

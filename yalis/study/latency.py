@@ -24,6 +24,7 @@ from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefi
 from yalis.spec import read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.spread import spread
+from yalis.study.topology import topology_of
 from yalis.study.turns import take_turns
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import SamplingParams
@@ -148,7 +149,8 @@ def measure(
             "dtype": str(dtype).removeprefix("torch."),
             **asdict(rates),
         }
-        return results.new("latency", parameters, rows, command, [bandwidth.describe(device)])
+        devices = [bandwidth.describe(device)]
+        return results.new("latency", parameters, rows, command, devices, topology=topology_of(llm._world))
 
 
 def fit(config: EngineConfig, plan: LatencyPlan) -> EngineConfig:

@@ -21,6 +21,7 @@ from yalis.engine.engine import Engine
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError
 from yalis.study import bandwidth
+from yalis.study.topology import topology_of
 from yalis.types import SamplingParams
 
 
@@ -82,10 +83,11 @@ def measure(
                 if number >= plan.warmup:
                     passes[m].append(passed)
         device = {**bandwidth.describe(llm.device), "ranks": config.tp[0] * config.tp[1] * config.pp}
+        topology = topology_of(llm._world)
     base = median(one.seconds for one in passes[plan.micro_batches[0]])
     rows = [_row(config.pp, m, passes[m], base) for m in plan.micro_batches]
     parameters = {**asdict(plan), "engine": asdict(config)}
-    return results.new("pipeline", parameters, rows, command, [device])
+    return results.new("pipeline", parameters, rows, command, [device], topology=topology)
 
 
 def _pass(llm: LLM, engine: Engine, micro_batches: int, prompts: list[list[int]]) -> Pass:

@@ -23,11 +23,11 @@ from yalis.engine.team import split_of
 from yalis.engine.watch import DECODE, PHASES, PREFILL, Watched
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
-from yalis.launch.environment import find_place
 from yalis.spec import read_spec
 from yalis.study import bandwidth
 from yalis.study.latency import LatencyPlan, fit
 from yalis.study.scaling import Setting, crowding
+from yalis.study.topology import topology_of
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import SamplingParams
 
@@ -136,8 +136,7 @@ def measure(
                 unwatched += alone
         device = bandwidth.describe(llm.device)
         dtype = resolve_dtype(config.dtype, llm.spec.dtype, resolve_device(config.device))
-        assert llm._world is not None
-        topology = results.topology([member.node for member in llm._world.members], find_place().launcher)
+        topology = topology_of(llm._world)
     rows = [row for phase in PHASES for row in seen[phase].rows(phase, case.batch)]
     decode_ms = max(row["ms"] for row in rows if row["phase"] == DECODE)
     parameters = {

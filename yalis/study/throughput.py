@@ -26,12 +26,12 @@ from yalis.engine.device import release_memory, resolve_device, resolve_dtype
 from yalis.engine.llm import LLM
 from yalis.engine.team import split_of
 from yalis.errors import YalisFailure
-from yalis.launch.environment import find_place
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_flops
 from yalis.spec import ModelSpec, read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.jobs import Job, ThroughputPlan, check_length, digest_of, draw_jobs, read_dataset
 from yalis.study.spread import percentiles, spread
+from yalis.study.topology import topology_of
 from yalis.study.turns import Report, take_turns
 from yalis.types import RequestOutput
 
@@ -166,8 +166,7 @@ def measure(
         turns = [draw_jobs(plan, lines, spec.vocab_size, turn) for turn in range(plan.warmup + plan.repeats)]
         taken = take_turns(engines, turns, plan.warmup, lambda engine, jobs, tell: engine.run(jobs, tell), report)
         described = bandwidth.describe(llm.device)
-        assert llm._world is not None
-        topology = results.topology([member.node for member in llm._world.members], find_place().launcher)
+        topology = topology_of(llm._world)
     ours = taken[0]
     assert not isinstance(ours, str)
     floor = None
