@@ -3,26 +3,9 @@
 # Steps: tests tp1 tp2 tp4 report (all if none is named; the last needs matplotlib). Results go into FOLDER as JSON.
 # SHAPE, WORK and ALLREDUCE (several: "nvrar torch") choose what runs; LIMIT is what a step may take, in seconds. With the Python that
 # holds the GPU's torch as $PYTHON; MPS is started for the ranks that share, and stopped.
-set -u
-cd "$(dirname "$0")/.." || exit 1
-folder=$(mkdir -p "$1" && cd "$1" && pwd)
-shift
+. "$(dirname "$0")/steps.sh"
 steps=${*:-tests tp1 tp2 tp4 report}
-python=${PYTHON:-python3}
-failures=0
-
-step() {
-  local name=$1 began=$SECONDS
-  shift
-  if timeout "${LIMIT:-200}" "$@" >"$folder/$name.txt" 2>&1; then
-    echo "ok    $name ($((SECONDS - began)) s)"
-    tail -n "${LINES_SHOWN:-45}" "$folder/$name.txt"
-  else
-    failures=$((failures + 1))
-    echo "FAIL  $name ($((SECONDS - began)) s), the end of $folder/$name.txt:"
-    tail -n 20 "$folder/$name.txt"
-  fi
-}
+LIMIT=${LIMIT:-200} LINES_SHOWN=${LINES_SHOWN:-45}
 
 # profile NAME FLAG ...
 profile() {

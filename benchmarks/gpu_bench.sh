@@ -3,28 +3,11 @@
 # Steps: table job startup profile (if none is named), shapes batches contexts plots peers eager compile kernels attention tests.
 # What each prints goes into FOLDER/STEP.txt, results as JSON into FOLDER/STEP; the table of targets comes last.
 # LIMIT is what a step may take, in seconds. With the Python that holds the GPU's torch as $PYTHON.
-set -u
-cd "$(dirname "$0")/.." || exit 1
-folder=$(mkdir -p "$1" && cd "$1" && pwd)
-shift
+. "$(dirname "$0")/steps.sh"
 steps=${*:-table job startup profile}
-python=${PYTHON:-python3}
+LIMIT=${LIMIT:-280} LINES_SHOWN=${LINES_SHOWN:-40}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # where yalis is not installed
 shapes=${SHAPES:-benchmarks/shapes}
-failures=0
-
-step() {
-  local name=$1 began=$SECONDS
-  shift
-  if timeout "${LIMIT:-280}" "$@" >"$folder/$name.txt" 2>"$folder/$name.err"; then
-    echo "ok    $name ($((SECONDS - began)) s)"
-    tail -n "${LINES_SHOWN:-40}" "$folder/$name.txt"
-  else
-    failures=$((failures + 1))
-    echo "FAIL  $name ($((SECONDS - began)) s), the end of $folder/$name.err:"
-    tail -n 20 "$folder/$name.err"
-  fi
-}
 
 # latency STEP SHAPE FLAG ...: with all prompts in one step, as the peers do it
 latency() {

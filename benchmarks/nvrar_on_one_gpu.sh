@@ -3,27 +3,11 @@
 # Steps: build, smoke, contract, storm, bench, tests; all but the last if none is named. Results go into FOLDER.
 # LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES and BACKENDS of the benchmark. With the Python that holds the
 # GPU's torch as $PYTHON; MPS is started here, and stopped.
-set -u
-cd "$(dirname "$0")/.." || exit 1
-folder=$(mkdir -p "$1" && cd "$1" && pwd)
-shift
+. "$(dirname "$0")/steps.sh"
 steps=${*:-build smoke contract storm bench}
-python=${PYTHON:-python3}
+LIMIT=${LIMIT:-300} LINES_SHOWN=${LINES_SHOWN:-1}
 export CUDA_MPS_PIPE_DIRECTORY=$folder/mps CUDA_MPS_LOG_DIRECTORY=$folder/mps OMP_NUM_THREADS=1 YALIS_NVRAR_TIMEOUT=20
 mkdir -p "$folder/mps"
-failures=0
-
-step() {
-  local name=$1 began=$SECONDS
-  shift
-  if timeout "${LIMIT:-300}" "$@" >"$folder/$name.txt" 2>&1; then
-    echo "ok    $name ($((SECONDS - began)) s): $(tail -n 1 "$folder/$name.txt" | cut -c 1-160)"
-  else
-    failures=$((failures + 1))
-    echo "FAIL  $name ($((SECONDS - began)) s), the end of $folder/$name.txt:"
-    tail -n 15 "$folder/$name.txt"
-  fi
-}
 
 if [[ $steps == *tests* ]]; then # which start MPS themselves
   step tests "$python" -m pytest tests/gpu/test_gpu_nvrar.py -p no:cacheprovider -rfEs --durations=10
