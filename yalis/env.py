@@ -49,9 +49,11 @@ def pdl() -> bool:
     return _switch("YALIS_PDL", True)
 
 
-def prepare_vllm() -> None:
+def prepare_vllm(threads: int) -> None:
     """What vLLM reads when it is first imported: it measures and stays quiet, unless the user has said otherwise."""
+    cores = sorted(os.sched_getaffinity(0))[:threads]  # left to itself it keeps a core of the CPU for others
     for name, value in (
+        ("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores))),
         ("VLLM_NO_USAGE_STATS", "1"),
         ("DO_NOT_TRACK", "1"),
         ("HF_HUB_OFFLINE", "1"),
@@ -59,6 +61,16 @@ def prepare_vllm() -> None:
         ("VLLM_USE_FLASHINFER_SAMPLER", "0"),  # which it would have to compile
     ):
         os.environ.setdefault(name, value)
+
+
+def peers() -> str | None:
+    """$YALIS_PEERS: the environment that peers run in; empty for our own process. None where nothing was said."""
+    return os.environ.get("YALIS_PEERS")
+
+
+def peer_timeout() -> float:
+    """$YALIS_PEER_TIMEOUT: seconds after which a peer in a process of its own that has not answered is given up."""
+    return _positive("YALIS_PEER_TIMEOUT", 3600.0)
 
 
 def quiet_profiler() -> None:

@@ -7,4 +7,5 @@ import os
 import signal
 
 os.environ["TRITON_INTERPRET"] = "1"
+os.environ["YALIS_PEERS"] = ""  # peers in this process, whatever environment lies beside the repository
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from yalis.cli.main import main
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisFailure
-from yalis.study import bandwidth, peers
+from yalis.study import bandwidth, peer_engines, peers
 from yalis.study.latency import LatencyPlan, Ours, fit
 
 
@@ -111,10 +112,9 @@ def test_vllm_is_given_a_folder(tmp_path: Path) -> None:
     config.write_text("{}")
     spare = tmp_path / "spare"
     spare.mkdir()
-    assert (peers._model_folder(config, spare) / "config.json").read_text() == "{}"
-    assert peers._model_folder(spare, tmp_path) == spare
-    with pytest.raises(ValueError, match="a folder or a config"):
-        peers._model_folder(tmp_path / "model.gguf", spare)
+    setup = peers.PeerSetup(config, True, torch.float32, torch.device("cpu"))
+    assert (peer_engines._model_folder(setup, spare) / "config.json").read_text() == "{}"
+    assert peer_engines._model_folder(replace(setup, path=spare), tmp_path) == spare
 
 
 @pytest.mark.usefixtures("small_measurements")

@@ -20,7 +20,7 @@ from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import bandwidth
 from yalis.study.jobs import Job, ThroughputPlan, digest_of, draw_jobs, read_dataset
-from yalis.study.peers import even_steps
+from yalis.study.peer_engines import even_steps
 from yalis.study.spread import percentiles
 from yalis.study.throughput import Ours, Run, find_floor
 from yalis.study.workloads import NAMED, Workload, read_workload

@@ -1,22 +1,36 @@
-"""Other engines, measured in the same run on the same tokens, so that a ratio compares like with like."""
+"""Other engines, measured in the same run on the same tokens, so that a ratio compares like with like.
+
+Where the peers have an environment of their own (`make peers`), each runs in a process of that Python, behind
+`peer_worker`; else in ours. The worker imports this file too, so nothing here needs more than torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import io
-import shutil
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
-from itertools import pairwise
+import weakref
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
+import yalis
 from yalis import env
+from yalis.errors import YalisError, YalisFailure
+from yalis.launch.local import plain_environment
 from yalis.registry import Registry
-from yalis.study.bandwidth import synchronize
+
+if TYPE_CHECKING:
+    import torch
+
+HOME = ".peers"  # what `make peers` makes
+_GRACE_S = 15.0  # for a worker to end by itself
 
 
 @dataclass(frozen=True)
@@ -50,131 +64,9 @@ class Peer(Protocol):
     def run(self, prompts: list[list[int]], output_len: int) -> Timing: ...
 
 
-class TransformersPeer:
-    """transformers' own generate, greedy, with its default cache."""
-
-    name = "transformers"
-
-    def __init__(self, setup: PeerSetup) -> None:
-        import transformers
-
-        self.version = transformers.__version__
-        self._device = setup.device
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars, which ask nobody whether to show
-            self._model = _load(setup)
-        # No end token at all: one that is only suppressed would change which tokens are chosen.
-        self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
-
-    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
-        import transformers
-
-        stamps: list[float] = []
-
-        class Clock(transformers.StoppingCriteria):  # type: ignore[misc]
-            def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-                synchronize(input_ids.device)
-                stamps.append(time.perf_counter())
-                return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-        ids = torch.tensor(prompts, device=self._device)
-        synchronize(self._device)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            out = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=output_len,
-                stopping_criteria=transformers.StoppingCriteriaList([Clock()]),
-            )
-        synchronize(self._device)
-        total = time.perf_counter() - start
-        steps = [after - before for before, after in pairwise(stamps)]
-        return Timing(stamps[0] - start, steps, total, out[:, ids.shape[1] :].tolist())
-
-
-def _load(setup: PeerSetup) -> Any:
-    import transformers
-
-    auto = transformers.AutoModelForCausalLM
-    if setup.random_weights:
-        config = transformers.AutoConfig.from_pretrained(str(setup.path))
-        with setup.device:
-            return auto.from_config(config, dtype=setup.dtype).eval()
-    if setup.path.suffix == ".gguf":
-        import accelerate  # noqa: F401  (without it transformers reads no GGUF file)
-
-        model = auto.from_pretrained(str(setup.path.parent), gguf_file=setup.path.name, dtype=setup.dtype)
-    else:
-        model = auto.from_pretrained(str(setup.path), dtype=setup.dtype)
-    return model.to(setup.device).eval()
-
-
-class VllmPeer:
-    """vLLM's offline engine, greedy. It gives no step of its own, so the first token is timed alone and a step is the
-    mean of the others."""
-
-    name = "vllm"
-
-    def __init__(self, setup: PeerSetup) -> None:
-        env.prepare_vllm()
-        import vllm
-
-        self.version, self._vllm = vllm.__version__, vllm
-        share = 0.9
-        if setup.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(setup.device)
-            share = min(share, 0.95 * free / total)
-        self._folder = tempfile.TemporaryDirectory()
-        self._llm = vllm.LLM(
-            model=str(_model_folder(setup.path, Path(self._folder.name))),
-            load_format="dummy" if setup.random_weights else "auto",
-            skip_tokenizer_init=True,
-            dtype=str(setup.dtype).removeprefix("torch."),
-            max_model_len=setup.longest + 1,
-            max_num_seqs=setup.batch,
-            max_num_batched_tokens=max(setup.max_batch_tokens, setup.longest + 1),
-            gpu_memory_utilization=share,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-        )
-
-    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
-        first, tokens = self._generate(prompts, 1)
-        total = first
-        if output_len > 1:
-            total, tokens = self._generate(prompts, output_len)
-        return Timing(first, even_steps(first, total, output_len - 1), total, tokens)
-
-    def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
-        sampling = self._vllm.SamplingParams(
-            max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0.0, detokenize=False
-        )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        start = time.perf_counter()
-        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        return seconds, [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def even_steps(first: float, total: float, count: int) -> list[float]:
-    """So many steps between the first token and the last, where only those two are known."""
-    if count and total <= first:
-        raise ValueError(f"{count + 1} tokens took no longer than the first of them; give more output tokens")
-    return [(total - first) / count] * count if count else []
-
-
-def _model_folder(path: Path, spare: Path) -> Path:
-    """A folder with a config.json; a config that stands alone is copied into `spare`."""
-    if path.is_dir():
-        return path
-    if path.suffix != ".json":
-        raise ValueError(f"vLLM takes a folder or a config, not {path.name}")
-    shutil.copy(path, spare / "config.json")
-    return spare
-
-
 PEERS: Registry[type[Peer]] = Registry(
-    "peer", {"transformers": "yalis.study.peers:TransformersPeer", "vllm": "yalis.study.peers:VllmPeer"}
+    "peer",
+    {"transformers": "yalis.study.peer_engines:TransformersPeer", "vllm": "yalis.study.peer_engines:VllmPeer"},
 )
 
 
@@ -182,14 +74,145 @@ def start(name: str, setup: PeerSetup) -> Peer | str:
     """The peer, ready; or why it cannot run here, which is a line in the table and not the end of the benchmark."""
     peer: Any = PEERS.load(name)
     try:
-        ready: Peer = peer(setup)
+        python = find_python()
+        ready: Peer = peer(setup) if python is None else PeerProcess(python, name, peer, setup)
         return ready
     except Exception as error:
         return explain(error)
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, pip: str = "pip") -> str:
     """Why a peer has no numbers; it may fail in ways of its own."""
+    if isinstance(error, YalisError):
+        return str(error)
     if isinstance(error, ImportError):
-        return f"not installed: pip install {error.name}" if error.name else f"not installed ({error})"
+        return f"not installed: {pip} install {error.name}" if error.name else f"not installed ({error})"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def find_python() -> Path | None:
+    """The Python of the peers' environment: the named one, or what lies here or beside the package; or none."""
+    named = env.peers()
+    if named is not None:
+        return Path(named).expanduser() / "bin" / "python3" if named else None
+    for folder in Path.cwd(), Path(yalis.__file__).parents[1]:
+        python = folder / HOME / "bin" / "python3"
+        if python.exists():
+            return python
+    return None
+
+
+class PeerProcess:
+    """A peer in a process of another Python. It ends with this object, or with this process however that ends."""
+
+    def __init__(self, python: Path, name: str, peer: type[Peer], setup: PeerSetup) -> None:
+        import torch
+
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="yalis-peer-")
+        self._limit = env.peer_timeout()
+        self._heard = b""
+        self._gone = ""  # why it can be asked no more
+        home, self._chatter = Path(self._folder.name), Path(self._folder.name, "chatter")
+        (home / "yalis").symlink_to(Path(yalis.__file__).parent)  # this package alone, not what is installed beside it
+        variables = plain_environment()
+        path = os.pathsep.join(filter(None, [str(home), variables.get("PYTHONPATH")]))
+        self._socket, theirs = socket.socketpair()
+        with theirs, self._chatter.open("wb") as chatter:
+            try:
+                self._process = subprocess.Popen(
+                    [python.absolute(), "-m", "yalis.study.peer_worker", str(theirs.fileno())],
+                    env={**variables, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=chatter,
+                    stderr=chatter,
+                    start_new_session=True,  # what it starts can be ended with it, and Ctrl-C is ours to hear
+                )
+            except OSError as error:
+                self._socket.close()
+                raise YalisFailure(
+                    f"{python} cannot be run ({error.strerror}); type make peers, or name another environment with "
+                    "YALIS_PEERS"
+                ) from error
+        self.close = weakref.finalize(self, _end, self._process, self._socket, self._folder)
+        given = {
+            **asdict(setup),
+            "path": str(setup.path.absolute()),
+            "dtype": str(setup.dtype).removeprefix("torch."),
+            "device": str(setup.device),
+        }
+        where = f"{peer.__module__}:{peer.__qualname__}"
+        self.version: str = self._ask(peer=where, setup=given, threads=torch.get_num_threads())["version"]
+
+    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
+        return Timing(**self._ask(prompts=prompts, output_len=output_len))
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        if self._gone:
+            raise YalisFailure(self._gone)
+        with contextlib.suppress(OSError):  # it has ended, and whoever listens finds out
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        reply: dict[str, Any] = json.loads(self._listen())
+        if "error" in reply:
+            raise YalisFailure("; ".join([reply["error"], *self._cause(reply["error"])]))
+        return reply
+
+    def _listen(self) -> bytes:
+        """The next line; ends the process where there is none."""
+        deadline = time.monotonic() + self._limit
+        self._socket.settimeout(1.0)
+        while b"\n" not in self._heard:
+            try:
+                piece = self._socket.recv(1 << 16)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    self._give_up(f"{self.name} gave no answer for {self._limit:.0f} s (YALIS_PEER_TIMEOUT)")
+                if self._process.poll() is None:  # one that ended may have left the connection to its children
+                    continue
+                piece = b""
+            except OSError:
+                piece = b""
+            if not piece:
+                self._give_up(f"the process of {self.name} ended ({self._last_words()})")
+            self._heard += piece
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line
+
+    def _give_up(self, why: str) -> None:
+        self._gone = why
+        _kill(self._process)
+        self.close()
+        raise YalisFailure(why)
+
+    def _cause(self, known: str) -> list[str]:
+        """What went wrong first, where that was in a process the peer started: the end of a traceback it printed."""
+        ends = re.findall(r"\b\w+(?:Error|Exception): .+", self._chatter.read_text(errors="replace"))
+        return [end[:200] for end in ends[-1:] if end not in known]
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        status = self._process.returncode
+        how = "no status yet" if status is None else f"exit status {status}" if status >= 0 else f"signal {-status}"
+        lines = self._chatter.read_text(errors="replace").split("\n")
+        said = [" ".join(line.split()) for line in lines if line.strip()]
+        return f"{how}: {said[-1][:200]}" if said else how
+
+
+def _end(process: subprocess.Popen[bytes], sock: socket.socket, folder: tempfile.TemporaryDirectory[str]) -> None:
+    """Let a worker end by itself, then make it and all that it started."""
+    sock.close()
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        _kill(process)
+        folder.cleanup()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

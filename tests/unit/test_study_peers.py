@@ -1,0 +1,166 @@
+"""Peers in a process of another Python, which is this one here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_chat import save_tiny_chat
+from yalis.study import peers
+from yalis.study.peer_engines import TransformersPeer
+
+ROOT = Path(__file__).parents[2]
+
+
+class Fickle:
+    """A peer whose prompt says what it does."""
+
+    name, version = "fickle", "1"
+
+    def __init__(self, setup: peers.PeerSetup) -> None:
+        self._threads = torch.get_num_threads()
+        if setup.random_weights:
+            import a_package_that_is_not_there  # noqa: F401
+
+    def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
+        what = prompts[0][0]
+        child = os.fork() if what == 1 else 0
+        if what == 1 and not child:  # it keeps the connection open and must not outlive its parent
+            time.sleep(60)
+        if what == 2:
+            os.write(1, b'{"error": "only noise"}\n')
+            print('{"error": "only noise"}', flush=True)
+            print("out of\n\nmemory", file=sys.stderr, flush=True)
+        if what in (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == 4:
+            time.sleep(60)
+        if what == 5:
+            raise RuntimeError("out of\nluck")
+        return peers.Timing(0.5, [], 1.0, [[os.getpid(), self._threads, output_len]])
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YALIS_PEERS", sys.prefix)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the peer above
+    monkeypatch.setattr(peers.PEERS, "_entries", {**peers.PEERS._entries, "fickle": f"{__name__}:Fickle"})
+
+
+def _setup(path: Path, missing: bool = False) -> peers.PeerSetup:
+    return peers.PeerSetup(path, missing, torch.float32, torch.device("cpu"), 32, 2, 32)
+
+
+def _started(name: str, setup: peers.PeerSetup) -> peers.PeerProcess:
+    peer = peers.start(name, setup)
+    assert isinstance(peer, peers.PeerProcess), peer
+    return peer
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _eventually(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return true()
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_transformers_in_a_process_of_its_own_gives_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_chat(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    setup, prompts = _setup(Path("model")), [[7, 8, 9], [4, 5, 6]]
+    peer = _started("transformers", setup)
+    here = TransformersPeer(setup)
+    timing = peer.run(prompts, 6)
+    assert timing.tokens == here.run(prompts, 6).tokens
+    assert 0 < timing.first_token < timing.total
+    assert len(timing.steps) == 5
+    assert peer.version == here.version
+    pid = peer._process.pid
+    del peer
+    assert _ended(pid)
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_what_goes_wrong_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = peers.start("fickle", _setup(tmp_path, missing=True))
+    assert said == f"not installed: {sys.prefix}/bin/python3 -m pip install a_package_that_is_not_there"
+    peer = _started("fickle", _setup(tmp_path))
+    with pytest.raises(RuntimeError, match="out of\nluck"):
+        Fickle(_setup(tmp_path)).run([[5]], 3)
+    assert _why(peer, 5) == "RuntimeError: out of luck"
+    assert peer.run([[2]], 3).tokens == [[peer._process.pid, torch.get_num_threads(), 3]]  # noise and errors aside
+    assert _why(peer, 3) == _why(peer, 0) == "the process of fickle ended (signal 9: memory)"
+    assert _ended(peer._process.pid)
+    monkeypatch.setenv("YALIS_PEER_TIMEOUT", "1")
+    monkeypatch.setenv("YALIS_PEERS", str(tmp_path))
+    assert "cannot be run (No such file or directory); type make peers" in str(
+        peers.start("fickle", _setup(tmp_path))
+    )
+
+
+def _why(peer: peers.PeerProcess, what: int) -> str:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        peer.run([[what]], 1)
+    return peers.explain(raised.value)
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_a_crash_is_noticed_and_a_hang_given_up_with_all_that_was_started(tmp_path: Path) -> None:
+    peer = _started("fickle", _setup(tmp_path))
+    assert _why(peer, 1) == "the process of fickle ended (signal 9)"
+    assert _eventually(lambda: not _group(peer._process.pid))
+    peer = _started("fickle", _setup(tmp_path))
+    peer._limit = 0.5
+    assert _why(peer, 4) == "fickle gave no answer for 0 s (YALIS_PEER_TIMEOUT)"
+    assert _ended(peer._process.pid)
+
+
+def _group(leader: int) -> list[str]:
+    found = subprocess.run(["pgrep", "-g", str(leader), "-r", "R,S,D"], capture_output=True, text=True)
+    return found.stdout.split()
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_a_worker_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
+    script = """
+import os, signal
+from tests.unit import test_study_peers as here
+here.peers.PEERS._entries["fickle"] = here.__name__ + ":Fickle"
+peer = here._started("fickle", here._setup(here.ROOT))
+print(peer._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert _eventually(lambda: _ended(int(done.stdout)))
+
+
+def test_where_the_environment_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("YALIS_PEERS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / ".peers/bin/python3"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert peers.find_python() == python
+    monkeypatch.setenv("YALIS_PEERS", "")
+    assert peers.find_python() is None
+    monkeypatch.setenv("YALIS_PEERS", "~/x")
+    assert peers.find_python() == Path("~/x/bin/python3").expanduser()

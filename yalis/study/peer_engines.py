@@ -1,0 +1,148 @@
+"""The peers themselves: transformers' generate and vLLM's offline engine, each timed as far as it lets itself be."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yalis import env
+from yalis.study.bandwidth import synchronize
+from yalis.study.peers import PeerSetup, Timing
+
+
+class TransformersPeer:
+    """transformers' own generate, greedy, with its default cache."""
+
+    name = "transformers"
+
+    def __init__(self, setup: PeerSetup) -> None:
+        import transformers
+
+        self.version = transformers.__version__
+        self._device = setup.device
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars, which ask nobody whether to show
+            self._model = _load(setup)
+        # No end token at all: one that is only suppressed would change which tokens are chosen.
+        self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+
+    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
+        import transformers
+
+        stamps: list[float] = []
+
+        class Clock(transformers.StoppingCriteria):  # type: ignore[misc]
+            def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+                synchronize(input_ids.device)
+                stamps.append(time.perf_counter())
+                return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+        ids = torch.tensor(prompts, device=self._device)
+        synchronize(self._device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=output_len,
+                stopping_criteria=transformers.StoppingCriteriaList([Clock()]),
+            )
+        synchronize(self._device)
+        total = time.perf_counter() - start
+        steps = [after - before for before, after in pairwise(stamps)]
+        return Timing(stamps[0] - start, steps, total, out[:, ids.shape[1] :].tolist())
+
+
+def _load(setup: PeerSetup) -> Any:
+    import transformers
+
+    auto = transformers.AutoModelForCausalLM
+    if setup.random_weights:
+        config = transformers.AutoConfig.from_pretrained(str(setup.path))
+        with setup.device:
+            return auto.from_config(config, dtype=setup.dtype).eval()
+    if setup.path.suffix == ".gguf":
+        import accelerate  # noqa: F401  (without it transformers reads no GGUF file)
+
+        model = auto.from_pretrained(str(setup.path.parent), gguf_file=setup.path.name, dtype=setup.dtype)
+    else:
+        model = auto.from_pretrained(str(setup.path), dtype=setup.dtype)
+    return model.to(setup.device).eval()
+
+
+class VllmPeer:
+    """vLLM's offline engine, greedy. It gives no step of its own, so the first token is timed alone and a step is the
+    mean of the others."""
+
+    name = "vllm"
+
+    def __init__(self, setup: PeerSetup) -> None:
+        env.prepare_vllm(torch.get_num_threads())
+        import vllm
+
+        self.version, self._vllm = vllm.__version__, vllm
+        memory: dict[str, float]
+        if setup.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(setup.device)
+            memory = {"gpu_memory_utilization": min(0.9, 0.95 * free / total)}
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory = {"kv_cache_memory_bytes": min(free // 4, 16 << 30)}
+        self._folder = tempfile.TemporaryDirectory()
+        self._llm = vllm.LLM(
+            model=str(_model_folder(setup, Path(self._folder.name))),
+            load_format="dummy" if setup.random_weights else "auto",
+            skip_tokenizer_init=True,
+            dtype=str(setup.dtype).removeprefix("torch."),
+            max_model_len=setup.longest + 1,
+            max_num_seqs=setup.batch,
+            max_num_batched_tokens=max(setup.max_batch_tokens, setup.longest + 1),
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            **memory,
+        )
+
+    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
+        first, tokens = self._generate(prompts, 1)
+        total = first
+        if output_len > 1:
+            total, tokens = self._generate(prompts, output_len)
+        return Timing(first, even_steps(first, total, output_len - 1), total, tokens)
+
+    def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
+        sampling = self._vllm.SamplingParams(
+            max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0.0, detokenize=False
+        )
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def even_steps(first: float, total: float, count: int) -> list[float]:
+    """So many steps between the first token and the last, where only those two are known."""
+    if count and total <= first:
+        raise ValueError(f"{count + 1} tokens took no longer than the first of them; give more output tokens")
+    return [(total - first) / count] * count if count else []
+
+
+def _model_folder(setup: PeerSetup, spare: Path) -> Path:
+    """A folder with a config.json, which is all vLLM takes; what stands alone is copied or written into `spare`."""
+    if setup.path.is_dir():
+        return setup.path
+    if setup.path.suffix == ".json":
+        shutil.copy(setup.path, spare / "config.json")
+    else:
+        with contextlib.redirect_stderr(io.StringIO()):
+            _load(replace(setup, device=torch.device("cpu"))).save_pretrained(spare)
+    return spare
