@@ -144,5 +144,8 @@ def _model_folder(setup: PeerSetup, spare: Path) -> Path:
         shutil.copy(setup.path, spare / "config.json")
     else:
         with contextlib.redirect_stderr(io.StringIO()):
-            _load(replace(setup, device=torch.device("cpu"))).save_pretrained(spare)
+            model = _load(replace(setup, device=torch.device("cpu")))
+            model.hf_quantizer = None  # its weights have been unpacked, but it does not say so
+            vars(model.config).pop("quantization_config", None)
+            model.save_pretrained(spare)
     return spare

@@ -167,7 +167,7 @@ class PeerProcess:
                 piece = self._socket.recv(1 << 16)
             except TimeoutError:
                 if time.monotonic() > deadline:
-                    self._give_up(f"{self.name} gave no answer for {self._limit:.0f} s (YALIS_PEER_TIMEOUT)")
+                    self._give_up(f"{self.name} gave no answer for {self._limit:g} s (YALIS_PEER_TIMEOUT)")
                 if self._process.poll() is None:  # one that ended may have left the connection to its children
                     continue
                 piece = b""
