@@ -154,12 +154,14 @@ import os, signal
 from tests.unit import test_study_peers as here
 here.peers.PEERS._entries["fickle"] = here.__name__ + ":Fickle"
 peer = here._started("fickle", here._setup(here.ROOT))
-print(peer._process.pid, flush=True)
+print(peer._process.pid, peer._folder.name, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert _eventually(lambda: _ended(int(done.stdout)))
+    pid, folder = done.stdout.split()
+    assert _eventually(lambda: _ended(int(pid)))
+    assert not Path(folder).exists()
 
 
 def test_where_the_environment_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
