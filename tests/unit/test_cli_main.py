@@ -75,7 +75,7 @@ def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:
     [
         (YalisError("mend\nthis"), 2, "yalis: error: mend this\n"),
         (YalisFailure("the disk is full"), 1, "yalis: error: the disk is full\n"),
-        (OSError(28, "No space left on device"), 1, "yalis: error: No space left on device\n"),
+        (OSError(28, "full"), 1, "yalis: error: the output could not be written: full\n"),
         (ValueError("a\nb"), 70, "yalis: internal error: ValueError: a b; run again with --debug for the traceback\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
