@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from yalis.config import EngineConfig
 from yalis.errors import YalisError, YalisFailure
@@ -40,15 +43,13 @@ def _run(config: EngineConfig, plan: ScalingPlan, setting: Setting, report: Repo
             log.write(f"yalis: error: {reason}\n")
             return
         words = [*_launcher(setting), sys.executable, "-m", "yalis", *command_words(config, plan, setting)]
-        try:
-            process = subprocess.Popen(
-                words, env=rank_environment({}), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-        except OSError as error:
-            log.write(f"yalis: error: {words[0]} could not be started: {error.strerror}\n")
-            return
+        process = None
         begin = time.monotonic()
         try:
+            with _signals_wait():
+                process = _start(words, log)
+            if process is None:
+                return
             while process.poll() is None:
                 spent = time.monotonic() - begin
                 report(f"{label}: {spent:.0f} s")
@@ -58,10 +59,38 @@ def _run(config: EngineConfig, plan: ScalingPlan, setting: Setting, report: Repo
                     return
                 time.sleep(_LOOK_S)
         except BaseException:
-            _end(process)
+            if process is not None:
+                _end(process)
             raise
         if process.returncode:
             log.write(f"{ENDED} {process.returncode}\n")
+
+
+def _start(words: list[str], log: TextIO) -> subprocess.Popen[bytes] | None:
+    try:
+        return subprocess.Popen(
+            words, env=rank_environment({}), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+    except OSError as error:
+        log.write(f"yalis: error: {words[0]} could not be started: {error.strerror}\n")
+        return None
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Within, Ctrl-C and SIGTERM come when it is over: who they end must know a process that it has just started."""
+    came: list[int] = []
+    kept = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if callable(signal.getsignal(number)):  # and would be called here
+            kept[number] = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
