@@ -410,7 +410,8 @@ def test_closing_after_a_replica_is_gone_is_quiet() -> None:
     with linked(make_engine(4)) as (link, _):
         own = make_engine(4)
         router = Replicas(own, {1: link}, 4)
-        router.add([1], drawn(1, 30, ignore_eos=True))
+        for seed in (1, 2):  # one for each replica
+            router.add([1], drawn(seed, 30, ignore_eos=True))
         router.step()
         link._socket.shutdown(socket.SHUT_RDWR)  # as if the other end had died
         with pytest.raises(YalisFailure, match="rank 1 on b"):
