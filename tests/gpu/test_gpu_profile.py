@@ -33,7 +33,7 @@ def test_the_parts_of_a_step(eager: bool) -> None:
     print({name: result.parameters[name] for name in ("unwatched_decode_ms", "watching_costs")})
     prefill, decode = result.rows
     assert decode["steps"] == 64
-    assert prefill["matmul_ms"] > prefill["other_ms"]
+    assert prefill["idle_ms"] < 0.5 * prefill["ms"]
     if not eager:
         assert decode["idle_ms"] < 0.3 * decode["ms"]
         assert abs(result.parameters["watching_costs"]) < 0.3
