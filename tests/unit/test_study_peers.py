@@ -111,9 +111,7 @@ def test_what_goes_wrong_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     assert _ended(peer._process.pid)
     monkeypatch.setenv("YALIS_PEER_TIMEOUT", "1")
     monkeypatch.setenv("YALIS_PEERS", str(tmp_path))
-    assert "cannot be run (No such file or directory); type make peers" in str(
-        peers.start("fickle", _setup(tmp_path))
-    )
+    assert "cannot be run (No such file or directory); type make peers" in str(peers.start("fickle", _setup(tmp_path)))
 
 
 def _why(peer: peers.PeerProcess, what: int) -> str:
