@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from itertools import pairwise
@@ -119,7 +120,7 @@ def test_pieces_cover_every_context_once(seed: int, window: int | None) -> None:
     seen = {i: min(contexts[i], window or contexts[i]) for i, brought in enumerate(lens) if brought == 1}
     for i, keys in seen.items():
         wanted = min(-(-keys * programs // (sum(seen.values()) * kv_heads)), -(-keys // tile))
-        size = -(-(-(-keys // wanted)) // tile) * tile
+        size = math.ceil(keys / wanted / tile) * tile
         edges = [*range(contexts[i] - keys, contexts[i], size), contexts[i]]
         expected += [[i, *pair, number, len(edges) - 1] for number, pair in enumerate(pairwise(edges))]
     found = cut(lens, contexts, programs, kv_heads, tile, window)
