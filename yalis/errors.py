@@ -18,6 +18,10 @@ class YalisFailure(YalisError):
     exit_code = 1
 
 
+class NotHeard(YalisFailure):
+    """A rank that could not reach rank 0, which speaks for all: it says so itself."""
+
+
 def first_line(error: Exception) -> str:
     """What somebody else's exception says, short enough to stand inside a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -99,6 +99,16 @@ def test_a_rank_that_never_comes_is_named(nursery: Nursery, model: str, tmp_path
     assert "within 2 s" in ended.errors
 
 
+def test_others_say_that_rank_0_never_came(nursery: Nursery, model: str) -> None:
+    job = nursery.start(generate(model, "--tp", "2", "--join-timeout", "2"), 2, fault="0 sleep arriving")
+    time.sleep(5)
+    os.kill(job.pids[0], signal.SIGKILL)
+    ended = job.finish()
+    assert ended.statuses == [-signal.SIGKILL, 1]
+    assert ended.errors.startswith(f"yalis: error: rank 1 on {HOST} did not reach rank 0 at ")
+    assert ended.errors.count("\n") == 1
+
+
 # Ranks that rank 0 started itself
 
 FAULTS = """

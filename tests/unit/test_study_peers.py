@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from tests.tiny_chat import save_tiny_chat
+from yalis.errors import YalisFailure
 from yalis.study import peers
 from yalis.study.peer_engines import TransformersPeer
 
 ROOT = Path(__file__).parents[2]
+NOISE, FAIL, CRASH, HANG = range(1, 5)
 
 
 class Fickle:
@@ -26,26 +28,25 @@ class Fickle:
     name, version = "fickle", "1"
 
     def __init__(self, setup: peers.PeerSetup) -> None:
-        self._threads = torch.get_num_threads()
         if setup.random_weights:
             import a_package_that_is_not_there  # noqa: F401
 
     def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
         what = prompts[0][0]
-        child = os.fork() if what == 1 else 0
-        if what == 1 and not child:  # it keeps the connection open and must not outlive its parent
-            time.sleep(60)
-        if what == 2:
+        if what == NOISE:
             os.write(1, b'{"error": "only noise"}\n')
             print('{"error": "only noise"}', flush=True)
-            print("out of\n\nmemory", file=sys.stderr, flush=True)
-        if what in (1, 3):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == 4:
-            time.sleep(60)
-        if what == 5:
+        if what == FAIL:
+            print("EngineCore: ValueError: where it began", file=sys.stderr, flush=True)
             raise RuntimeError("out of\nluck")
-        return peers.Timing(0.5, [], 1.0, [[os.getpid(), self._threads, output_len]])
+        if what == CRASH:
+            if not os.fork():  # a child that keeps the connection open, and must not outlive its parent
+                time.sleep(60)
+            print("some\nlast  words\n", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == HANG:
+            time.sleep(60)
+        return peers.Timing(0.5, [], 1.0, [[os.getpid(), torch.get_num_threads(), output_len]])
 
 
 @pytest.fixture
@@ -65,11 +66,23 @@ def _started(name: str, setup: peers.PeerSetup) -> peers.PeerProcess:
     return peer
 
 
-def _ended(pid: int) -> bool:
+def _state(pid: int) -> tuple[str, int]:
+    """How a process is, and the leader of its group."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+        state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+    except OSError:  # it has been waited for
+        return "Z", 0
+    return state, int(group)
+
+
+def _ended(pid: int) -> bool:
+    return _state(pid)[0] == "Z"
+
+
+def _running(leader: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    return [pid for pid in pids if _state(pid)[1] == leader and not _ended(pid)]
 
 
 def _eventually(true: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -99,56 +112,56 @@ def test_transformers_in_a_process_of_its_own_gives_the_same_tokens(
 
 
 @pytest.mark.usefixtures("own_environment")
-def test_what_goes_wrong_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_is_a_sentence(tmp_path: Path) -> None:
+    peer = _started("fickle", _setup(tmp_path))
+    assert _why(peer, FAIL) == "RuntimeError: out of luck; ValueError: where it began"
+    assert peer.run([[NOISE]], 3).tokens == [[peer._process.pid, torch.get_num_threads(), 3]]  # it goes on after both
+    assert _why(peer, CRASH) == _why(peer, NOISE) == "the process of fickle ended (signal 9: last words)"
+    assert _eventually(lambda: not _running(peer._process.pid))
+    assert not Path(peer._folder.name).exists()
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_a_hang_is_given_up(tmp_path: Path) -> None:
+    peer = _started("fickle", _setup(tmp_path))
+    peer._limit = 0.5
+    assert _why(peer, HANG) == "fickle gave no answer for 0.5 s (YALIS_PEER_TIMEOUT)"
+    assert _ended(peer._process.pid)
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = peers.start("fickle", _setup(tmp_path, missing=True))
     assert said == f"not installed: {sys.prefix}/bin/python3 -m pip install a_package_that_is_not_there"
-    peer = _started("fickle", _setup(tmp_path))
-    with pytest.raises(RuntimeError, match="out of\nluck"):
-        Fickle(_setup(tmp_path)).run([[5]], 3)
-    assert _why(peer, 5) == "RuntimeError: out of luck"
-    assert peer.run([[2]], 3).tokens == [[peer._process.pid, torch.get_num_threads(), 3]]  # noise and errors aside
-    assert _why(peer, 3) == _why(peer, 0) == "the process of fickle ended (signal 9: memory)"
-    assert _ended(peer._process.pid)
-    monkeypatch.setenv("YALIS_PEER_TIMEOUT", "1")
     monkeypatch.setenv("YALIS_PEERS", str(tmp_path))
-    assert "cannot be run (No such file or directory); type make peers" in str(peers.start("fickle", _setup(tmp_path)))
+    said = peers.start("fickle", _setup(tmp_path))
+    assert said == (
+        f"{tmp_path}/bin/python3 cannot be run (No such file or directory); type make peers, or name another "
+        "environment with YALIS_PEERS"
+    )
 
 
 def _why(peer: peers.PeerProcess, what: int) -> str:
-    with pytest.raises(Exception) as raised:  # noqa: PT011
+    with pytest.raises(YalisFailure) as raised:
         peer.run([[what]], 1)
     return peers.explain(raised.value)
 
 
 @pytest.mark.usefixtures("own_environment")
-def test_a_crash_is_noticed_and_a_hang_given_up_with_all_that_was_started(tmp_path: Path) -> None:
-    peer = _started("fickle", _setup(tmp_path))
-    assert _why(peer, 1) == "the process of fickle ended (signal 9)"
-    assert _eventually(lambda: not _group(peer._process.pid))
-    peer = _started("fickle", _setup(tmp_path))
-    peer._limit = 0.5
-    assert _why(peer, 4) == "fickle gave no answer for 0 s (YALIS_PEER_TIMEOUT)"
-    assert _ended(peer._process.pid)
-
-
-def _group(leader: int) -> list[str]:
-    found = subprocess.run(["pgrep", "-g", str(leader), "-r", "R,S,D"], capture_output=True, text=True)
-    return found.stdout.split()
-
-
-@pytest.mark.usefixtures("own_environment")
-def test_a_worker_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
+def test_a_worker_ends_when_its_starter_is_killed() -> None:
     script = """
 import os, signal
 from tests.unit import test_study_peers as here
 here.peers.PEERS._entries["fickle"] = here.__name__ + ":Fickle"
 peer = here._started("fickle", here._setup(here.ROOT))
-print(peer._process.pid, flush=True)
+print(peer._process.pid, peer._folder.name, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert _eventually(lambda: _ended(int(done.stdout)))
+    pid, folder = done.stdout.split()
+    assert _eventually(lambda: _ended(int(pid)))
+    assert not Path(folder).exists()
 
 
 def test_where_the_environment_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from yalis import __version__, env
 from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, profile, report
 from yalis.cli.flags import Parser, engine_config
-from yalis.errors import YalisError
+from yalis.errors import NotHeard, YalisError
 from yalis.launch.environment import find_place
 from yalis.log import show_logs
 
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (YalisError, OSError, MemoryError) as error:
         if debug:
             traceback.print_exc()
-        if env.rank() == 0:  # who says it for all
+        if env.rank() == 0 or isinstance(error, NotHeard):  # rank 0 says it for all
             _complain(_sentence(error))
         if isinstance(error, OSError):
             _drop_stdout()
@@ -123,7 +124,8 @@ def _accept_any_text() -> None:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
+        unnamed = "the output could not be written: " if error.errno == errno.ENOSPC else ""
+        where = f"{error.filename}: " if error.filename else unnamed
         return f"{where}{error.strerror or _one_line(error)}"
     if isinstance(error, MemoryError):
         return "out of memory; give a smaller --kv-memory, --max-num-seqs or model"

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from yalis.errors import YalisFailure
+from yalis.errors import NotHeard, YalisFailure
 from yalis.launch.link import MAX_FRAME, Link, LinkLost, plain_address
 from yalis.launch.local import LocalRanks
 from yalis.launch.meeting import Meeting
@@ -284,9 +284,10 @@ def _call(
         if parent is not None and os.getppid() != parent:
             raise YalisFailure(f"rank 0 (pid {parent}) ended before rank {hello['rank']} reached it")
         if time.monotonic() > deadline:
-            raise YalisFailure(
+            raise NotHeard(
                 f"rank {hello['rank']} on {hello['host']} did not reach rank 0 at {meeting.host}, port "
-                f"{', '.join(map(str, ports))}, within {timeout:g} s ({trouble})"
+                f"{', '.join(map(str, ports))}, within {timeout:g} s ({trouble}); start all ranks, or give a larger "
+                "--join-timeout"
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 1.0)

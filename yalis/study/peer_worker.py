@@ -1,13 +1,15 @@
-"""What runs in the peers' own Python: `python -m yalis.study.peer_worker SOCKET`, started by `peers.PeerProcess`.
+"""A peer in the peers' own Python: `python -m yalis.study.peer_worker SOCKET FOLDER`, started by `peers`.
 
 A message is a line of JSON on the inherited socket, so whatever the peer prints goes elsewhere. The first request says
 which peer and its setup, every other one is a run; each is answered once, a failure with {"error": a sentence}.
+The folder is for whatever must not stay, and goes with the process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -40,6 +42,7 @@ def main() -> None:
         except Exception as error:
             reply = {"error": explain(error, f"{sys.executable} -m pip")}
         channel.sendall(json.dumps(reply).encode() + b"\n")
+    _clear()
 
 
 def _listen(channel: socket.socket, requests: SimpleQueue[dict[str, Any] | None]) -> None:
@@ -48,6 +51,7 @@ def _listen(channel: socket.socket, requests: SimpleQueue[dict[str, Any] | None]
         requests.put(json.loads(line))
     requests.put(None)
     time.sleep(_GRACE_S)
+    _clear()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -60,6 +64,11 @@ def _start(request: dict[str, Any]) -> Peer:
     peer: Any = Registry("peer", {"it": request["peer"]}).load("it")
     ready: Peer = peer(PeerSetup(**given))
     return ready
+
+
+def _clear() -> None:
+    """Whoever made the folder may have been killed."""
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
 if __name__ == "__main__":

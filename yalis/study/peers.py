@@ -109,7 +109,7 @@ class PeerProcess:
         import torch
 
         self.name = name
-        self._folder = tempfile.TemporaryDirectory(prefix="yalis-peer-")
+        self._folder = tempfile.TemporaryDirectory(prefix="yalis-peer-", ignore_cleanup_errors=True)
         self._limit = env.peer_timeout()
         self._heard = b""
         self._gone = ""  # why it can be asked no more
@@ -121,8 +121,8 @@ class PeerProcess:
         with theirs, self._chatter.open("wb") as chatter:
             try:
                 self._process = subprocess.Popen(
-                    [python.absolute(), "-m", "yalis.study.peer_worker", str(theirs.fileno())],
-                    env={**variables, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                    [python.absolute(), "-m", "yalis.study.peer_worker", str(theirs.fileno()), home],
+                    env={**variables, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "TMPDIR": str(home)},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=chatter,
@@ -167,7 +167,7 @@ class PeerProcess:
                 piece = self._socket.recv(1 << 16)
             except TimeoutError:
                 if time.monotonic() > deadline:
-                    self._give_up(f"{self.name} gave no answer for {self._limit:.0f} s (YALIS_PEER_TIMEOUT)")
+                    self._give_up(f"{self.name} gave no answer for {self._limit:g} s (YALIS_PEER_TIMEOUT)")
                 if self._process.poll() is None:  # one that ended may have left the connection to its children
                     continue
                 piece = b""
