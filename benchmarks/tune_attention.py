@@ -17,6 +17,7 @@ from yalis.attention.flash import FlashAttention
 from yalis.attention.triton import TritonAttention
 from yalis.kernels import paged_attention as kernels
 from yalis.kernels.paged_attention import Shape
+from yalis.kernels.room import room_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 NEEDS = AttentionNeeds(HEADS, KV_HEADS, DIM, torch.bfloat16, torch.device("cuda"), BLOCK)
@@ -52,7 +53,7 @@ def tune_decode() -> None:
 
     for shape in shapes:
         times[shape] = line(shape, 3)
-    # More or fewer splits, for the shapes that were best somewhere.
+    # More or fewer pieces, for the shapes that were best somewhere.
     best = [min(times, key=lambda shape, at=at: times[shape][at]) for at in range(len(DECODES))]
     for shape, programs in product(dict.fromkeys(best), (1, 2, 4, 6)):
         line(shape, programs)
@@ -64,7 +65,7 @@ def tune_decode() -> None:
 def tune_prefill() -> None:
     shapes = [Shape(m, 64, warps, stages) for m, warps, stages in product((64, 128), (4, 8), STAGES[:3])]
     shapes += [Shape(128, 128, 8, stages) for stages in STAGES[:2]]
-    chosen = kernels.prefill_shape(HEADS // KV_HEADS, DIM, torch.bfloat16, roomy=True)
+    chosen = kernels.prefill_shape(HEADS // KV_HEADS, DIM, torch.bfloat16, room_of(torch.device("cuda")))
     tell(f"{'prefill, TFLOP/s':<44}" + "".join(f"{f'{b} x {c}':>12}" for b, c in PREFILLS))
     batches = [make_batch(batch, context, context) for batch, context in PREFILLS]
     work = [4 * HEADS * DIM * batch * context * (context + 1) / 2 for batch, context in PREFILLS]

@@ -39,7 +39,7 @@ EVENTS = {
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
-    """The order in which things happen, and the bytes of registers that did not fit."""
+    """The order in which things happen, how wide matrices are loaded, and the bytes of shared memory."""
     names = kernel.arg_names
     kinds = {}
     for name in names:
@@ -56,12 +56,14 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int) ->
     }
     source = ASTSource(kernel, kinds, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    text = made.asm["ptx"]
     pattern = re.compile("|".join(f"(?P<e{i}>{regex})" for i, regex in enumerate(EVENTS.values())))
     found = [list(EVENTS)[int(str(match.lastgroup)[1:])] for match in pattern.finditer(text)]
     return {
         "order": [event for i, event in enumerate(found) if i == 0 or found[i - 1] != event],
         "loads": _widths(text),
+        "shared": made.metadata.shared,
     }
 
 

@@ -121,8 +121,8 @@ def test_triton_decode_can_be_captured() -> None:
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-def test_triton_joins_splits_to_the_same_bits_every_time(pdl: bool) -> None:
-    """Whichever split comes last, with ragged contexts of up to all of them, one launch right behind the other."""
+def test_triton_joins_pieces_to_the_same_bits_every_time(pdl: bool) -> None:
+    """Whichever piece comes last, with ragged contexts of up to all of them, one launch right behind the other."""
     from yalis.kernels import dependent, paged_attention
 
     rng = random.Random(7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from itertools import pairwise
@@ -92,34 +93,42 @@ def test_launch_fits_the_step() -> None:
     assert plan((7,)).pieces == 0  # type: ignore[attr-defined]
 
 
+def cut(
+    lens: list[int], contexts: list[int], programs: int, kv_heads: int, tile: int, window: int | None
+) -> list[list[int]]:
+    """What `_cut` makes of a step: (sequence, begin, end, number, how many) for every program."""
+    start = torch.tensor([0, *lens]).cumsum(0).int()
+    pieces = len(lens) + programs // kv_heads
+    cuts = torch.full((5, pieces), -7, dtype=torch.int32)
+    kernels._cut[(-(-pieces // kernels.PLANNED.value),)](
+        cuts, start, torch.tensor(contexts), len(lens), kv_heads, pieces, programs, window or 0,
+        N=tile, WINDOW=window is not None, PDL=False,
+    )  # fmt: skip
+    found: list[list[int]] = cuts.t().tolist()
+    return found
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("seed", range(8))
 def test_pieces_cover_every_context_once(seed: int, window: int | None) -> None:
-    """Programs read each decoding context from end to end, in whole tiles, and as evenly as its length says."""
+    """Programs read each decoding context from end to end, in whole tiles, in as many pieces as its part of them."""
     rng = random.Random(seed)
     count, programs, kv_heads, tile = rng.choice((1, 3, 130, 300)), rng.choice((1, 16, 396)), rng.choice((1, 8)), 32
     lens = [rng.choice((1, 1, 1, 5)) for _ in range(count)]
     contexts = [max(brought, rng.choice((1, 31, 32, 33, 700, 9000))) for brought in lens]
-    start = torch.tensor([0, *lens]).cumsum(0).int()
-    pieces = count + programs // kv_heads
-    cuts = torch.full((5, pieces), -7, dtype=torch.int32)
-    kernels._cut[(-(-pieces // kernels.PLANNED.value),)](
-        cuts, start, torch.tensor(contexts), count, kv_heads, pieces, programs, window or 0,
-        N=tile, WINDOW=window is not None, PDL=False,
-    )  # fmt: skip
-    found: dict[int, list[list[int]]] = {}
-    for sequence, *piece in cuts.t().tolist():
-        found.setdefault(sequence, []).append(piece)
-    unused = found.pop(-1, [])
-    assert len(unused) < pieces
-    assert sorted(found) == [i for i, brought in enumerate(lens) if brought == 1]
-    seen = {i: min(contexts[i], window or contexts[i]) for i in found}
-    for i, parts in found.items():
-        assert [part[2:] for part in parts] == [[number, len(parts)] for number in range(len(parts))]
-        edges = [parts[0][0], *(part[1] for part in parts)]
-        assert [part[0] for part in parts] == edges[:-1]
-        assert (edges[0], edges[-1]) == (contexts[i] - seen[i], contexts[i])
-        sizes = {end - begin for begin, end in pairwise(edges[:-1])}
-        assert len(sizes) <= 1
-        assert all(size % tile == 0 for size in sizes)
-        assert len(parts) <= -(-seen[i] * programs // (sum(seen.values()) * kv_heads))
+    expected = []
+    seen = {i: min(contexts[i], window or contexts[i]) for i, brought in enumerate(lens) if brought == 1}
+    for i, keys in seen.items():
+        wanted = min(-(-keys * programs // (sum(seen.values()) * kv_heads)), -(-keys // tile))
+        size = math.ceil(keys / wanted / tile) * tile
+        edges = [*range(contexts[i] - keys, contexts[i], size), contexts[i]]
+        expected += [[i, *pair, number, len(edges) - 1] for number, pair in enumerate(pairwise(edges))]
+    found = cut(lens, contexts, programs, kv_heads, tile, window)
+    assert found[: len(expected)] == expected
+    assert all(piece[0] == -1 for piece in found[len(expected) :])
+
+
+def test_many_long_contexts_are_all_read() -> None:
+    """More keys, times heads, than 32 bits count: prefixes that many sequences share."""
+    found = cut([1] * 512, [131072] * 512, 396, 32, 64, None)
+    assert [piece[0] for piece in found if piece[0] >= 0] == list(range(512))

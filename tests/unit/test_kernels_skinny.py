@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yalis.kernels import reference
+from yalis.kernels.room import Room
 
 skinny = pytest.importorskip("yalis.kernels.skinny", reason="triton is not installed")
 Shape = skinny.Shape
@@ -86,21 +87,31 @@ def test_parts_are_added_in_their_order_whoever_comes_last(monkeypatch: pytest.M
     check(first, sum(parts[1:], parts[0]))
 
 
+MATRICES = ((6144, 4096), (4096, 4096), (4096, 14336), (128256, 4096), (960, 576), (49152, 576), (40, 64))
+ROOMS = (Room(132, 227 << 10), Room(108, 163 << 10), Room(142, 99 << 10), Room(4, 99 << 10))
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
 @pytest.mark.parametrize("gated", [False, True])
-def test_launches_fit_a_hopper(itemsize: int, rows: int, gated: bool) -> None:
-    for outputs, inputs in ((6144, 4096), (4096, 14336), (128256, 4096), (960, 576), (49152, 576), (40, 64)):
+def test_launches_fit_their_device(itemsize: int, rows: int, gated: bool) -> None:
+    hopper = ROOMS[0]
+    for outputs, inputs in ((14336, 4096), *MATRICES):
         problem = skinny.Problem(rows, outputs, inputs, itemsize, gated)
-        for shape in [skinny.choose(problem, 132), *skinny.candidates(problem)]:
+        launches = [(room, skinny.choose(problem, room)) for room in ROOMS]
+        for room, shape in [*launches, *((hopper, shape) for shape in skinny.candidates(problem))]:
             assert all(size & (size - 1) == 0 for size in shape[:3]), shape
-            weights = shape.outputs * (2 if gated else 1)
+            assert skinny.shared_bytes(problem, shape) <= room.shared, (room, shape)
             if rows == 1:
                 # Each thread loads 16 bytes at a time at most, and its sums stay in registers.
-                assert weights * shape.inputs <= 64 * 32 * shape.warps, shape
-            else:
-                assert shape.stages * shape.inputs * (weights + rows) * itemsize <= 227 * 1024, shape
+                assert shape.outputs * (2 if gated else 1) * shape.inputs <= 64 * 32 * shape.warps, shape
             assert shape.splits == 1 or -(-outputs // shape.outputs) <= 4096, shape
+
+
+def test_launches_found_by_search_are_used_where_they_fit() -> None:
+    for problem, shape in skinny.TUNED.items():
+        assert skinny.choose(problem, ROOMS[0]) == shape
+        assert (skinny.choose(problem, ROOMS[2]) == shape) == (skinny.shared_bytes(problem, shape) <= ROOMS[2].shared)
 
 
 def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> None:
@@ -121,6 +132,8 @@ def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> No
     order = kernels["few rows"]["order"]
     assert order[:3] == ["start next", "prefetch", "wait"]
     assert "product" in order  # on the tensor cores, from copies that run ahead
+    problem = skinny.Problem(16, 4096, 4096, 2, gated=True)
+    assert 0 <= kernels["few rows"]["shared"] - skinny.shared_bytes(problem, Shape(64, 64, 4, 3)) < 2048
     counted = order.index("count")
     assert order[counted - 1] == "store"  # a part is written before it is counted
     assert "load" in order[counted:]

@@ -1,7 +1,7 @@
 """What layers compute between collectives, in the largest steps they can name; ops decide what runs.
 
 On a CPU in float32 that is native code (kernels/native.c). On a GPU it is our Triton kernels: few rows of a product
-join it with what stands before and behind (kernels/skinny.py), many go through cuBLAS, with kernels/fused.py around.
+join it with what stands behind (kernels/skinny.py), many go through cuBLAS, with kernels/fused.py around.
 Everywhere else, and where tensors do not suit a kernel, it is plain torch, operation by operation. All round where
 those operations round.
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from yalis.kernels.dependent import option
 from yalis.kernels.fused import follow
+from yalis.kernels.room import Room, room_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
@@ -32,7 +33,7 @@ NEVER = tl.constexpr(-1.0e30)
 COUNTED = tl.constexpr(128)  # contexts looked at together
 PLANNED = tl.constexpr(64)  # pieces that a program of `cut` finds
 _JOINED = 4096  # numbers of parts that are joined at a time
-_COUNTERS = 1 << 16
+_COUNTERS = 1 << 20
 
 
 @triton.jit
@@ -157,7 +158,7 @@ def _seen_by_all(query_start, context_len, sequences, window, WINDOW: tl.constex
         if WINDOW:
             keys = tl.minimum(keys, window)
         seen += tl.where(counts == 1, keys, 0)
-    return tl.sum(seen, 0)
+    return tl.sum(seen.to(tl.int64), 0)
 
 
 @triton.jit
@@ -318,15 +319,15 @@ class Shape(NamedTuple):
     stages: int
 
 
-def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, roomy: bool) -> Shape:
-    """Chosen on an H200 with 32 heads over 8 key heads of 128, bf16; `roomy`: it has a Hopper's shared memory."""
+def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, room: Room) -> Shape:
+    """Chosen on an H200 with 32 heads over 8 key heads of 128, bf16."""
     # Exact float32 products run outside the tensor cores, and wide heads fill registers: smaller tiles for both.
     if dtype == torch.float32:
         shape = Shape(32, 32, 4, 2)
     elif head_dim > 128:
         shape = Shape(64, 32, 4, 2)
     else:
-        shape = Shape(128, 128, 8, 3) if roomy else Shape(64, 64, 4, 2)
+        shape = Shape(128, 128, 8, 3) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
     return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
 
 
@@ -353,7 +354,7 @@ def plan_launch(
     if sequences == sum(query_lens):
         return Launch(0, query_start, query_start, pieces, programs, {})
     group = num_heads // num_kv_heads
-    per = prefill_shape(group, head_dim, dtype, _roomy(query_start.device)).m // group
+    per = prefill_shape(group, head_dim, dtype, room_of(query_start.device)).m // group
     tiles = sum(-(-n // per) for n in query_lens if n != 1)
     counts = query_start.diff().long()
     needed = torch.where(counts == 1, 0, (counts + per - 1) // per)
@@ -391,7 +392,7 @@ def paged_attention(
     flags = {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
     sizes = {"G": group, "D": dim, "DP": padded, "B": block_size}
     if launch.tiles:
-        shape = prefill_shape(group, dim, q.dtype, _roomy(q.device))
+        shape = prefill_shape(group, dim, q.dtype, room_of(q.device))
         _prefill[(launch.tiles, kv_heads)](
             out, q, k_cache, v_cache, query_start, context_len, block_tables, launch.tile_sequence, launch.tile_start,
             *strides, *numbers, **sizes, M=shape.m, N=shape.n, **flags, num_warps=shape.warps, num_stages=shape.stages,
@@ -426,8 +427,3 @@ def _counters(device: torch.device) -> Tensor:
     Made by the first launch, which compiles the kernel too: not while a graph is captured.
     """
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-
-
-@cache
-def _roomy(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -7,8 +7,8 @@ scratch, and the last to arrive adds the parts up in their order, so a result ne
 
 What stands behind the product joins it: the bias, the residual, the gate of an MLP. An RMSNorm of the input is a launch
 of its own: inside the product every program would repeat it, which was slower at every size tried. Sums are float32.
-Rounded to the dtype of the tensors, where separate operations round: the norm's output, the product with its bias, the
-sum with the residual; in an MLP gate and up, the activation of the gate, and their product.
+Rounded to the dtype of the tensors, where separate operations round: the product with its bias, the sum with the
+residual; in an MLP gate and up, the activation of the gate, and their product.
 
 Splits share counters of the device, so one stream carries its launches, captured or not.
 
@@ -36,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.dependent import option
 from yalis.kernels.fused import gate
+from yalis.kernels.room import Room, room_of
 
 MOST_ROWS = 64
 _LINES = 256  # cache lines a program asks for before its input is there
@@ -217,8 +218,7 @@ class Problem(NamedTuple):
         return cls(rows, outputs, weight.shape[1], x.itemsize, gated)
 
 
-TUNED_ON = 132  # processors of an H200; a device with fewer may have less shared memory too
-#: Llama-3.1-8B's in bfloat16, by search: in whole decode steps, among the best that tune_kernels.py found.
+#: Llama-3.1-8B's in bfloat16, by search on an H200: in whole decode steps, among the best that tune_kernels.py found.
 TUNED: dict[Problem, Shape] = {
     Problem(1, 6144, 4096, 2): Shape(4, 2048, 8),
     Problem(1, 4096, 4096, 2): Shape(1, 2048, 4),
@@ -243,32 +243,40 @@ TUNED: dict[Problem, Shape] = {
 }
 
 
-def choose(problem: Problem, processors: int) -> Shape:
-    """The launch found by search, else one that should do on a device with so many processors."""
-    tuned = TUNED.get(problem) if processors >= TUNED_ON else None
-    return tuned or _guess(problem, processors)
+def choose(problem: Problem, room: Room) -> Shape:
+    """The launch found by search, else one that should do; always one that the device has room for."""
+    tuned = TUNED.get(problem)
+    return tuned if tuned and shared_bytes(problem, tuned) <= room.shared else _guess(problem, room)
 
 
-def _guess(problem: Problem, processors: int) -> Shape:
+def shared_bytes(problem: Problem, shape: Shape) -> int:
+    """Of shared memory, that the loads of several rows in flight take at most."""
+    if problem.rows == 1:
+        return 0
+    weights = shape.outputs * (2 if problem.gated else 1)
+    return shape.stages * shape.inputs * (weights + problem.rows) * problem.itemsize
+
+
+def _guess(problem: Problem, room: Room) -> Shape:
+    """About what won for Llama-3.1-8B's matrices on an H200."""
     wide = 16 // problem.itemsize  # what a thread loads at once
     if problem.rows == 1:
-        # Llama-3.1-8B's matrices: one output a program, 2048 inputs at a time, 8 warps. A plainer kernel was fastest
-        # with about that on an H200.
         inputs = max(64, min(256 * wide, triton.next_power_of_2(problem.inputs)))
         while problem.inputs % inputs and inputs > 64 * wide:
             inputs //= 2
         return Shape(max(1, 64 * wide // inputs), inputs, max(1, inputs // (32 * wide)))
     if problem.itemsize == 4:  # exact products run outside the tensor cores
         outputs, inputs, stages = 32, 64, 2
-    elif problem.gated:
-        outputs, inputs, stages = 64, 128 if problem.rows <= 32 else 64, 4 if problem.rows != 32 else 3
     else:
-        outputs, inputs, stages = 64, 128, 5 if problem.rows <= 32 else 4
+        outputs, inputs, stages = 64, 64 if problem.gated and problem.rows > 32 else 128, 5
     tiles = -(-problem.outputs // outputs)
     chunks = -(-problem.inputs // inputs)
     # A program for each processor, but a part is worth a few chunks at least.
-    splits = max(1, min(processors // tiles, chunks // 4, 8))
-    return Shape(outputs, inputs, 4, stages, splits)
+    splits = max(1, min(room.processors // tiles, chunks // 4, 8))
+    shape = Shape(outputs, inputs, 4, stages, splits)
+    while shared_bytes(problem, shape) > room.shared and shape.stages > 2:
+        shape = shape._replace(stages=shape.stages - 1)
+    return shape
 
 
 def candidates(problem: Problem) -> Iterator[Shape]:
@@ -281,13 +289,12 @@ def candidates(problem: Problem) -> Iterator[Shape]:
                 yield Shape(outputs, inputs, warps)
         return
     for outputs, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), (3, 5), (1, 2, 4, 8)):
-        halves = 2 if problem.gated else 1
         tiles = -(-problem.outputs // outputs) * splits
-        held = stages * inputs * (outputs * halves + problem.rows) * problem.itemsize
-        if tiles >= 100 and (splits == 1 or tiles <= 1200) and 24_000 <= held <= 200_000:
-            yield Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits)
+        shape = Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits)
+        if tiles >= 90 and (splits == 1 or tiles <= 1200) and 24_000 <= shared_bytes(problem, shape) <= 205_000:
+            yield shape
             if outputs == 128:
-                yield Shape(outputs, inputs, 8, stages, splits)
+                yield shape._replace(warps=8)
 
 
 def linear(
@@ -327,7 +334,7 @@ def _launch(
     assert 1 <= rows <= MOST_ROWS, f"{rows} rows"
     assert weight.stride(1) == 1, "the numbers of a row lie side by side"
     problem = Problem.of(x, weight, activation != "")
-    shape = shape or choose(problem, _processors(x.device))
+    shape = shape or choose(problem, room_of(x.device))
     if x.stride(1) != 1:
         x = x.contiguous()
     if residual is not None and residual.stride(1) != 1:
@@ -375,8 +382,3 @@ def _counters(device: torch.device) -> Tensor:
     """
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "the first launch compiles"
     return torch.zeros(4096, dtype=torch.int32, device=device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

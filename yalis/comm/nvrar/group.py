@@ -275,12 +275,12 @@ class NvrarBackend(OverTorchBackend):
         """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
         protocols = ["ll"] if size < 64 << 10 else ["ll", "signal"] if size <= 4 << 20 else ["signal"]
         blocks = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or size // count >= 2 << 10]
-        chunks = [chunk for chunk in (4 << 10, 16 << 10, 64 << 10) if chunk < size] or [4 << 10]
         return [
             {"protocol": protocol, "blocks": count, "chunk": chunk}
             for protocol in protocols
             for count in blocks
-            for chunk in chunks
+            for chunk in (4 << 10, 16 << 10, 64 << 10)
+            if chunk == 4 << 10 or chunk // 4 < size // count  # a block's part is one chunk otherwise
         ]
 
     def check(self) -> None:
