@@ -240,6 +240,21 @@ def test_bad_prompts_are_a_sentence(llm, prompt, says):
     assert llm.num_unfinished == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "held", "says"),
+    [
+        ({}, 256, "shorten it: the model was made for no more$"),
+        ({"max_model_len": 32}, 32, "shorten it, or raise --max-model-len$"),
+        ({"kv_blocks": 4, "block_size": 4}, 16, "shorten it, or raise --kv-memory or --kv-blocks$"),
+    ],
+)
+def test_long_prompt_names_what_bounds_the_context(ref, fields, held, says):
+    with LLM(str(ref.path), device="cpu", **fields) as llm:
+        assert llm.max_model_len == held
+        with pytest.raises(YalisError, match=says):
+            llm.generate([[1] * held], plain())
+
+
 def test_one_bad_prompt_queues_nothing(llm, ref):
     with pytest.raises(YalisError, match="not one of"):
         llm.generate([ref.prompts[0], [VOCAB]], plain())
@@ -268,7 +283,7 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"kv_blocks": 2, "block_size": 4, "max_model_len": 64}, "KV"),
         ({"max_batch_tokens": 0}, "at least 1"),
         ({"blok_size": 4}, "no argument 'blok_size'"),
-        ({"kv_memory": 1e-9}, "no memory is left for the KV cache"),
+        ({"kv_memory": 1e-9}, r"no memory is left for the KV cache: .* needs \d+\.\d KiB and 1 B are free"),
         ({"kv_memory": float("inf")}, "GiB above 0"),
         ({"kv_memory": "1"}, "GiB above 0"),
         ({"memory_fraction": "x"}, "at most 1"),

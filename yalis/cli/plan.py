@@ -188,14 +188,9 @@ def _print_table(plan: SplitPlan) -> None:
 
 def _spell_part(part: Part, is_kv: bool) -> str:
     """The KV cache has no size of its own, only one for each token."""
-    return f"{part.name} ({part.copies} copies)" if is_kv else f"{part.name} {_spell_bytes(part.bytes)}"
+    from yalis.parallel.memory import spell_bytes
 
-
-def _spell_bytes(count: int) -> str:
-    for unit, size in (("GiB", _GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+    return f"{part.name} ({part.copies} copies)" if is_kv else f"{part.name} {spell_bytes(part.bytes)}"
 
 
 def spell_ranks(ranks: Sequence[int], most: int = 6) -> str:

@@ -10,6 +10,7 @@ import torch
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.launch.world import World
+from yalis.parallel.memory import spell_bytes
 from yalis.spec import ModelSpec
 
 OLDEST_TORCH = (2, 11)
@@ -137,7 +138,7 @@ def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, m
     if blocks < 1:
         raise YalisError(
             f"no memory is left for the KV cache: one block of {config.block_size} tokens needs "
-            f"{block_bytes / 2**20:.1f} MiB and {max(budget, 0) / 2**20:.1f} MiB are free; "
+            f"{spell_bytes(block_bytes)} and {spell_bytes(max(budget, 0))} are free; "
             "give a larger --kv-memory or --memory-fraction, or a smaller model"
         )
     return blocks

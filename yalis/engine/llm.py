@@ -302,13 +302,19 @@ class LLM:
         if len(tokens) >= engine.max_model_len:
             raise YalisError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {engine.max_model_len} and one "
-                "of them is to be generated; shorten it, or raise --max-model-len, --kv-memory or --kv-blocks"
+                f"of them is to be generated; shorten it{self._longer_context(engine.max_model_len)}"
             )
         if sampling.stop and self.tokenizer is None:
             raise YalisError(
                 "stop strings need a tokenizer; give stop_token_ids, or a tokenizer's folder with --tokenizer"
             )
         return [operator.index(token) for token in tokens]
+
+    def _longer_context(self, held: int) -> str:
+        """What would make it hold more: that depends on what bounds it."""
+        if held >= self.spec.max_position:
+            return ": the model was made for no more"
+        return f", or raise {'--max-model-len' if self.config.max_model_len else '--kv-memory or --kv-blocks'}"
 
     def _advance(self) -> None:
         """One engine step and what follows from it, whole even when Ctrl-C is pressed meanwhile."""

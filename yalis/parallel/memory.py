@@ -195,3 +195,10 @@ def _read_by(held: str, rows: int) -> str:
 
 def _only(count: int, line: str) -> str:
     return f", on the first {line} only" if count > 1 else ""
+
+
+def spell_bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
