@@ -1,11 +1,12 @@
 #!/bin/bash
 # nvrar between ranks that share one GPU: builds it, checks it, measures it. usage: nvrar_on_one_gpu.sh FOLDER [STEP ...]
-# Steps: build, smoke, contract, storm, bench, tests; all but the last if none is named. Results go into FOLDER.
-# LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES and BACKENDS of the benchmark. With the Python that holds the
-# GPU's torch as $PYTHON; MPS is started here, and stopped.
+# Steps: build, smoke, contract, storm, bench, others, decode, tests; all but the last if none is named. Results go into FOLDER.
+# LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES, BACKENDS, OTHERS and WAYS of benchmarks. With the Python that
+# holds the GPU's torch as $PYTHON; MPS is started here, and stopped. Ranks of benchmarks are mpirun's, which backend mpi needs.
 . "$(dirname "$0")/steps.sh"
-steps=${*:-build smoke contract storm bench}
-LIMIT=${LIMIT:-300} LINES_SHOWN=${LINES_SHOWN:-1}
+steps=${*:-build smoke contract storm bench others decode}
+LIMIT=${LIMIT:-300} LINES_SHOWN=${LINES_SHOWN:-1} BACKENDS=${BACKENDS:-torch,mpi,nvrar,ring,oneshot,nvshmem}
+ranks=(mpirun --allow-run-as-root --oversubscribe --bind-to none -n)
 export CUDA_MPS_PIPE_DIRECTORY=$folder/mps CUDA_MPS_LOG_DIRECTORY=$folder/mps OMP_NUM_THREADS=1 YALIS_NVRAR_TIMEOUT=20
 mkdir -p "$folder/mps"
 
@@ -37,11 +38,23 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
         "$python" -m tests.gpu.nvrar_job storms "$nodes" ops="${OPS:-20000}"
     done
     ;;
-  bench)
-    for each in 2 1; do
-      YALIS_NVRAR_ARENA=600 step "bench-ranks-per-node-$each" "$python" -m yalis bench allreduce \
-        --ranks 8 --ranks-per-node $each --ranks-per-gpu 8 --device cuda --tune --sizes "${SIZES:-16K,128K,1M}" \
-        --dtypes bfloat16 --backends "${BACKENDS:-torch,nvrar,ring,oneshot,nvshmem}" --out "$folder"
+  bench) # every way at its best, by the same search
+    YALIS_NVRAR_ARENA=600 step bench-4x2 "${ranks[@]}" 8 "$python" -m yalis bench allreduce \
+      --ranks-per-node 2 --ranks-per-gpu 8 --device cuda --tune --sizes "${SIZES:-32K,128K,512K,1M}" \
+      --dtypes bfloat16 --backends "$BACKENDS" --out "$folder" --plot "$folder/allreduce-4x2"
+    ;;
+  others) # as they are without a search, eager and in graphs
+    for each in ${OTHERS:-2x2 2x1}; do
+      YALIS_NVRAR_ARENA=600 step "bench-$each" "${ranks[@]}" $((${each%x*} * ${each#*x})) "$python" -m yalis bench allreduce \
+        --ranks-per-node "${each#*x}" --ranks-per-gpu 8 --device cuda --sizes "${SIZES:-32K,128K,512K,1M}" \
+        --dtypes bfloat16 --backends "$BACKENDS" --out "$folder" --plot "$folder/allreduce-$each"
+    done
+    ;;
+  decode) # a step of a whole model, 2 nodes of 2 ranks, by each backend
+    for way in ${WAYS:-nvrar torch hierarchical mpi}; do
+      step "decode-$way" "${ranks[@]}" 4 "$python" -m yalis bench latency --model benchmarks/shapes/llama-3.2-1b.json --load random \
+        --dtype bfloat16 --tp 4 --ranks-per-node 2 --ranks-per-gpu 4 --allreduce "$way" --batch 1,16 --prompt-len 128 \
+        --output-len 65 --repeats 1 --memory-fraction 0.15 --max-num-seqs 16 --out "$folder/decode"
     done
     ;;
   esac

@@ -203,6 +203,18 @@ class Checks:
         for _ in range(3):
             graph.replay()
         self.require(bool((x == self.world.size**3).all()), "replayed sums")
+        if not self.all.gather_capturable:
+            return
+        x = torch.zeros(3, 5, dtype=torch.bfloat16, device=self.device)
+        self.all.all_gather(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            joined = self.all.all_gather(x)
+        for turn in range(3):
+            x.fill_(self.world.rank + turn)
+            graph.replay()
+            want = torch.arange(self.world.size, device=self.device).repeat_interleave(5) + turn
+            self.require(bool((joined == want).all()), "replayed gathers")
 
     def alone(self) -> None:
         one: Communicator = self.backend.group(f"alone {self.world.rank}", [self.world.rank])

@@ -74,19 +74,29 @@ def answer(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
         "logprobs": [[sorted(step.top.items()) for step in output.logprobs or ()] for output in greedy],
         "counters": None if counters is None else asdict(counters.counters),
         "stats": asdict(llm.stats),
-        "replays": llm._engine.runner.graphs.replays if counters is not None else None,
+        "replays": replays(llm),
         "cached": [output.metrics.cached_tokens for output in outputs],
     }
 
 
 def force(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
-    """The next token of every prompt that is given with its answer so far, and all log-probabilities."""
+    """The next two tokens of every prompt that is given with its answer so far: the second is a decode step's.
+
+    With all log-probabilities of both.
+    """
     texts = [prompt["prompt"] + prompt["answer"][:step] for prompt in prompts for step in range(STEPS)]
-    outputs = llm.generate(texts, replace(GREEDY, max_tokens=1))
+    outputs = llm.generate(texts, replace(GREEDY, max_tokens=2))
     return {
-        "tokens": [output.token_ids[0] for output in outputs],
-        "logprobs": [sorted(output.logprobs[0].top.items()) for output in outputs if output.logprobs],
+        "tokens": [output.token_ids for output in outputs],
+        "logprobs": [[sorted(step.top.items()) for step in output.logprobs or ()] for output in outputs],
+        "replays": replays(llm),
     }
+
+
+def replays(llm: LLM) -> int | None:
+    """How often this rank replayed a recorded step; unknown where replicas have an engine each."""
+    runner = getattr(llm._engine, "runner", None)
+    return runner.graphs.replays if runner else None
 
 
 def go_on(llm: LLM, prompts: list[list[int]], waves: int) -> dict[str, Any]:

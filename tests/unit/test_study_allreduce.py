@@ -154,6 +154,32 @@ def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
         plots.draw_allreduce(result, tmp_path / "missing" / "plot")
 
 
+def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
+    sizes = (8192, 65536)
+    tried = [
+        ("nvrar", 30, {"blocks": 8}),
+        ("nvrar", 50, {"blocks": 1}),
+        ("ring", 90, {"blocks": 2}),
+        ("torch", 400, {}),
+    ]
+    rows = [row(name, size, median, **options) for name, median, options in tried for size in sizes]
+    near, far = {"latency": 1e-6, "seconds_per_byte": 1e-11}, {"latency": 2e-6, "seconds_per_byte": 1e-11}
+    links = [{"delay_us": None, "inside": near, "between": far, "launch": 3e-6}]
+    result = make_result(rows, links=links, tune=True)
+    assert [(one["backend"], one["median_us"]) for one in allreduce.fastest(result.rows) if one["bytes"] == 8192] == [
+        ("nvrar", pytest.approx(30)), ("ring", pytest.approx(90)), ("torch", pytest.approx(400)),
+    ]  # fmt: skip
+    expected = allreduce.model(result, None, 8192)
+    wire = 2 * 8192 / 2 * 1e-5  # us for a half, as words
+    assert expected["nvrar"] == pytest.approx(3 + 2 * (1 + wire) + 2 + wire)
+    assert expected["ring"] == pytest.approx(3 + 6 * (2 + wire / 2))
+    assert expected["oneshot"] == pytest.approx(3 + (1 + 2 * wire) + (2 + 4 * wire))
+    assert results.read(results.write(result, tmp_path)) == result
+    drawn = plots.draw_allreduce(result, tmp_path / "plot")[1].read_text()
+    assert "cost model, oneshot" in drawn
+    assert "blocks=" not in drawn
+
+
 def test_tuning_is_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
     fast, slow = {"between": "halving", "chunk": 1 << 16}, {"between": "doubling", "chunk": 1 << 16}

@@ -104,6 +104,8 @@ def print_table(result: Result) -> None:
                 print(f"{label(row):<{wide}}{_cells(row)}")
     for title, cells in _by_size(result).items():
         print(f"\n{title}\n  {' · '.join(cells)}")
+    for note in result.notes:
+        print(f"\n{note}")
 
 
 def _by_size(result: Result) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
 from yalis.launch.join import join
 from yalis.launch.serving import serving
-from yalis.perfmodel.collectives import BETWEEN, Link, Shape, hierarchical, ring
+from yalis.perfmodel.collectives import BETWEEN, Link, Shape, hierarchical, one_shot, ring
 from yalis.study.spread import spread
 from yalis.study.topology import topology_of
 
@@ -37,6 +37,9 @@ MOST_BYTES = 1 << 30
 PEERS = (PLAIN, *BESIDE_NVRAR)
 RIVALS = {"hierarchical": (PLAIN, "mpi"), "nvrar": (*BESIDE_NVRAR, "torch")}
 DTYPES = ("float32", "bfloat16", "float16")
+NCCL_SHARES = "torch is NCCL over sockets here: it lets ranks share a GPU only where they pose as machines."
+#: Bytes on the wire for each of data, where words carry flags.
+WORDS = 2.0
 
 Row = dict[str, Any]
 Report = Callable[[str], None]
@@ -119,7 +122,8 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
         world.close()
     rows = add_speedups(measured["rows"], plan.baseline)
     facts, devices = {**asdict(plan), **measured["facts"]}, [measured["device"]]
-    return results.new("allreduce", facts, rows, command, devices, topology=topology)
+    notes = [NCCL_SHARES] if plan.ranks_per_gpu > 1 and any(row["backend"] == "torch" for row in rows) else None
+    return results.new("allreduce", facts, rows, command, devices, notes, topology=topology)
 
 
 def make_row(
@@ -181,13 +185,19 @@ class Ratio:
     times_faster: float
 
 
-def ratios(rows: Sequence[Row]) -> list[Ratio]:
-    """Ours, at their best, against each rival that was measured in the same setting."""
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """Each backend's fastest row in each setting."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = (*_setting(row), row["backend"])
         if row["median_us"] is not None and (key not in best or row["median_us"] < best[key]["median_us"]):
             best[key] = row
+    return list(best.values())
+
+
+def ratios(rows: Sequence[Row]) -> list[Ratio]:
+    """Ours, at their best, against each rival that was measured in the same setting."""
+    best = {(*_setting(row), row["backend"]): row for row in fastest(rows)}
     return [
         Ratio(row, against, against["median_us"] / row["median_us"])
         for ours, rivals in RIVALS.items()
@@ -235,7 +245,10 @@ def save_table(result: results.Result) -> tuple[Path, list[tuple[int, Choice]]]:
 
 
 def model(result: results.Result, delay_us: float | None, size: int) -> dict[str, float]:
-    """Microseconds that the cost model expects of algorithms on this result's links; nothing where they are unknown."""
+    """Microseconds that the cost model expects of algorithms on this result's links; nothing where they are unknown.
+
+    On GPUs all of them move words with flags, and one launch comes before.
+    """
     facts = result.parameters
     counts = {len(ranks) for ranks in facts["nodes"]}
     found = [link for link in facts["links"] if link["delay_us"] == delay_us]
@@ -246,6 +259,14 @@ def model(result: results.Result, delay_us: float | None, size: int) -> dict[str
     )
     shared = bool(facts.get("lab", {}).get("rate"))
     shape = Shape(len(facts["nodes"]), counts.pop(), shared_link=shared)
+    if (launch := found[0].get("launch")) is not None:
+        flat = Shape(shape.size, 1) if shape.nodes > 1 else shape  # a single ring, which knows no nodes
+        costs = {
+            "nvrar": hierarchical(shape, size, word_factor=WORDS),
+            "ring": ring(flat, WORDS * size),
+            "oneshot": one_shot(shape, WORDS * size),
+        }
+        return {name: 1e6 * (launch + cost.seconds(inside, between)) for name, cost in costs.items()}
     best = min(hierarchical(shape, size, way).seconds(inside, between) for way in BETWEEN)
     return {"hierarchical": 1e6 * best, "ring": 1e6 * ring(shape, size).seconds(inside, between)}
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -39,16 +38,14 @@ from yalis.launch.environment import find_place
 from yalis.launch.join import join
 from yalis.launch.serving import serving
 from yalis.launch.world import World
-from yalis.perfmodel.collectives import Link, Load, fit
 from yalis.results import usable_cores
 from yalis.study import bandwidth
 from yalis.study.allreduce import BESIDE_NVRAR, PLAIN, WORKER, AllReducePlan, Report, Row, make_row
+from yalis.study.allreduce_links import IN_GRAPH, links_of_messages, links_of_pairs, record
 
 _SPIN_S = 3e-4  # sleeping ends late by up to this
 _LEAD_S = 0.02  # for all ranks to hear of the first moment
-PINGS, _PINGS_EACH = (1 << 10, 32 << 10, 256 << 10, 1 << 20), 9
 TURNS = 3  # in which the repeats of all backends alternate
-IN_GRAPH = 20  # operations that a graph holds
 # A search goes on after its first turn with so many of the ways that a backend offers.
 FINALISTS = 6
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -63,7 +60,7 @@ def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[
     share_threads(config, world, device)
     field = Field(world, device, Topology.of(world, plan.ranks_per_node))
     try:
-        links = field.links() if device.type == "cpu" else {}
+        links = field.links(plan)
         rows = list(field.run(plan, report))
     finally:
         field.close()
@@ -210,17 +207,8 @@ class Entry:
         bandwidth.synchronize(self._device)
 
     def _record(self) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
         self._prepare()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(IN_GRAPH):
-                self._group.all_reduce(self._x, self._out)
-
-        def replay() -> None:
-            graph.replay()
-            bandwidth.synchronize(self._device)
-
-        return replay
+        return record(lambda: self._group.all_reduce(self._x, self._out), self._device)
 
     def _check(self, out: Tensor) -> None:
         """All ranks have the sum, with the same bits."""
@@ -237,10 +225,13 @@ Ways = list[tuple[Choice, str, Entry]]
 
 
 def _finalists(ways: Ways) -> Iterator[tuple[Choice, str, Entry]]:
-    """The fastest of each backend and mode so far; the times, and so the choice, are the same on all ranks."""
+    """The fastest of each backend and mode so far, at their best: what disturbs a few operations only adds time.
+
+    The times, and so the choice, are the same on all ranks.
+    """
     for kind in dict.fromkeys((choice.backend, mode) for choice, mode, _ in ways):
         own = [way for way in ways if (way[0].backend, way[1]) == kind and not way[2].wrong]
-        yield from sorted(own, key=lambda way: median(way[2].seconds or [0.0]))[:FINALISTS]
+        yield from sorted(own, key=lambda way: min(way[2].seconds, default=0.0))[:FINALISTS]
 
 
 class Field:
@@ -273,7 +264,7 @@ class Field:
         entries = [
             (Choice(name, options), mode, Entry(self.world, self.start, group, wanted, mode, self.device))
             for name in names
-            for options in (self._options(name, size) if plan.tune else [{}])
+            for options in (self._options(name, size, plan.ranks_per_gpu) if plan.tune else [{}])
             for group in [self._group(name, options)]
             for mode in self._modes(group, plan.tune)
         ]
@@ -282,8 +273,8 @@ class Field:
             count = plan.repeats * (turn + 1) // TURNS - plan.repeats * turn // TURNS
             for choice, mode, entry in going:
                 report(f"{size / 1024:g} KB of {dtype}: {choice}, {mode}, turn {turn + 1} of {TURNS}")
-                glance = plan.tune and mode == "graph" and turn == 0  # a graph of many operations hardly varies
-                entry.take_turn(*((2, 3) if glance else (plan.warmup, count)))
+                glance = plan.tune and mode == "graph" and turn == 0  # a graph holds many operations
+                entry.take_turn(*((2, 4) if glance else (plan.warmup, count)))
             going = list(_finalists(going))
         for choice, mode, entry in entries:
             options = dict(choice.options)
@@ -296,31 +287,15 @@ class Field:
             return ("eager",)
         return ("graph",) if tune else ("eager", "graph")
 
-    def links(self) -> dict[str, dict[str, float]]:
-        """What a message takes inside a node and between nodes, by the clock of who sends it and has it sent back.
-
-        The cost model says from these what an all-reduce should take.
-        """
-        nodes = self.topology.by_node()
-        peers = {"inside": nodes[0][1:2], "between": nodes[1][:1] if len(nodes) > 1 else ()}
-        return {kind: asdict(self._link(*peer)) for kind, peer in peers.items() if peer}
-
-    def _link(self, peer: int) -> Link:
-        measured = []
-        for size in PINGS:
-            x = torch.zeros(size, dtype=torch.uint8)
-            times = []
-            for _ in range(_PINGS_EACH):
-                begin = time.perf_counter()
-                if self.world.rank == 0:
-                    self._under.send(x.clone(), peer)
-                    self._under.recv(x, peer)
-                elif self.world.rank == peer:
-                    self._under.send(self._under.recv(x, 0), 0)
-                times.append((time.perf_counter() - begin) / 2)
-            measured.append((Load(1, 1, size), median(times)))
-        told: dict[str, float] = self.world.exchange(asdict(fit(measured)))[0]
-        return Link(**told)
+    def links(self, plan: AllReducePlan) -> dict[str, Any]:
+        """What the cost model needs to know, where it can be measured."""
+        if self.device.type == "cpu":
+            return links_of_messages(self.world, self.topology, self._under)
+        if "nvrar" not in self._choose(plan):
+            return {}
+        self._group("nvrar", {})
+        (backend,) = (backend for backend in self._opened if backend.name == "nvrar")
+        return links_of_pairs(self.world, self.topology, backend, self.start)
 
     def _choose(self, plan: AllReducePlan) -> list[str]:
         """Those asked for; else gloo, what can be used, and what belongs beside it. Auto only does what others do."""
@@ -339,12 +314,12 @@ class Field:
             return None if self.device.type == "cpu" else f"gloo joins CPUs, and these ranks are on {self.device.type}"
         return refusal("nvrar" if name in BESIDE_NVRAR else name, self.world, self.device)
 
-    def _options(self, name: str, size: int) -> list[dict[str, int | str]]:
+    def _options(self, name: str, size: int, ranks_per_gpu: int) -> list[dict[str, int | str]]:
         """The ways to do it that are worth trying, if there are several."""
         if name in (PLAIN, "nvshmem"):
             return [{}]
         offered = getattr(BACKENDS.load("nvrar" if name in BESIDE_NVRAR else name), "options_to_try", None)
-        tried: list[dict[str, int | str]] = list(offered(size)) if offered else [{}]
+        tried: list[dict[str, int | str]] = list(offered(size, ranks_per_gpu)) if offered else [{}]
         if name in BESIDE_NVRAR:  # which have one protocol
             shapes = [{key: value for key, value in one.items() if key != "protocol"} for one in tried]
             tried = [one for number, one in enumerate(shapes) if one not in shapes[:number]]

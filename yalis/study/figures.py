@@ -13,7 +13,7 @@ from typing import Any
 
 from yalis.errors import YalisError
 from yalis.results import Result
-from yalis.study.allreduce import baseline_of, label, model
+from yalis.study.allreduce import baseline_of, fastest, label, model
 
 #: A part of a phase and its colour; idle is what is left blank, almost.
 PART_COLOURS = {
@@ -220,7 +220,9 @@ def draw_allreduce(result: Result) -> Any:
 def _draw_allreduce(result: Result) -> Any:
     from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
 
-    delays = list(dict.fromkeys(row["delay_us"] for row in result.rows))
+    tuned = bool(result.parameters.get("tune"))
+    shown = fastest(result.rows) if tuned else result.rows
+    delays = list(dict.fromkeys(row["delay_us"] for row in shown))
     figure, axes = _figure(6.6, 2, len(delays), sharex=True, sharey="row")
     sizes = sorted({row["bytes"] for row in result.rows})
     several = {name: len({row[name] for row in result.rows}) > 1 for name in ("dtype", "mode")}
@@ -229,9 +231,12 @@ def _draw_allreduce(result: Result) -> Any:
     for column, delay in enumerate(delays):
         latency, speedup = axes[0][column], axes[1][column]
         lines: dict[str, list[dict[str, Any]]] = {}
-        for row in sorted(result.rows, key=lambda row: int(row["bytes"])):
+        for row in sorted(shown, key=lambda row: int(row["bytes"])):
             if row["delay_us"] == delay and row["median_us"] is not None:
-                told = [label(row), *(str(row[name]) for name, differs in several.items() if differs)]
+                told = [
+                    row["backend"] if tuned else label(row),
+                    *(str(row[name]) for name, differs in several.items() if differs),
+                ]
                 lines.setdefault(", ".join(told), []).append(row)
         for name, rows in lines.items():
             place = len(looks)
@@ -246,11 +251,10 @@ def _draw_allreduce(result: Result) -> Any:
             )  # fmt: skip
             speedup.plot(at, [_number(row["speedup"]) for row in rows], **look)
         expected = [model(result, delay, size) for size in sizes]
-        for name, style in (("hierarchical", "--"), ("ring", ":")):
-            if expected[0]:
-                (handles[f"cost model, {name}"],) = latency.plot(
-                    sizes, [one[name] for one in expected], style, color=_INK, alpha=0.6, lw=1.2
-                )
+        for name, style in zip(expected[0], ("--", ":", "-."), strict=False):
+            (handles[f"cost model, {name}"],) = latency.plot(
+                sizes, [one[name] for one in expected], style, color=_INK, alpha=0.6, lw=1.2
+            )
         for axis in (latency, speedup):
             axis.set_xscale("log", base=2)
             axis.set_xticks(sizes)

@@ -12,7 +12,7 @@ from typing import Any
 from yalis import results
 from yalis.results import Result
 from yalis.study import figures
-from yalis.study.allreduce import label
+from yalis.study.allreduce import fastest, label
 from yalis.study.plots import model_name
 from yalis.study.profile import PARTS, over_ranks
 from yalis.study.scaling import crowding
@@ -241,7 +241,11 @@ def _allreduce_card(given: Given) -> Card:
         title += f", {delays[0] / 1e3:g} ms between hosts"
     measured = any(row["median_us"] is not None for row in result.rows)
     draw = partial(figures.draw_allreduce, result) if measured else None
-    return Card("allreduce", title, [given], Table(columns, result.rows), draw, notes)
+    rows = result.rows
+    if facts.get("tune"):
+        rows = fastest(rows)
+        notes.append(f"The fastest of each way, of {len(result.rows)} settings that were tried; the JSON has them all.")
+    return Card("allreduce", title, [given], Table(columns, rows), draw, notes)
 
 
 def _latency_card(given: Given) -> Card:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -32,7 +33,7 @@ ALGORITHMS = {"ring": 1, "oneshot": 2}
 # Bytes that one operation moves at most; longer messages are several operations, and very long ones NCCL's.
 WORDS_BYTES, SIGNAL_BYTES, LONGEST = 1 << 20, 4 << 20, 64 << 20
 # Unless a table says otherwise: up to where words win, and what one block handles of a piece.
-LL_BYTES, BLOCK_BYTES, MOST_BLOCKS, THREADS = 512 << 10, 8 << 10, 32, 512
+LL_BYTES, BLOCK_BYTES, MOST_BLOCKS, MOST_CHUNK, THREADS = 512 << 10, 8 << 10, 32, 64 << 10, 512
 OLDEST_GPU = (7, 0)
 # Beside the arena, for what NVSHMEM itself keeps in its heap.
 HEAP_SLACK = 64 << 20
@@ -54,7 +55,7 @@ def launch_for(choice: Choice | None, size: int, owners: int, most_blocks: int) 
     protocol = chosen.get("protocol", "ll" if size <= LL_BYTES else "signal")
     piece = -(-size // owners)
     blocks = chosen.get("blocks", min(MOST_BLOCKS, -(-piece // BLOCK_BYTES)))
-    chunk = chosen.get("chunk", min(max(-(-piece // max(int(blocks), 1)), 1), 32 << 10))
+    chunk = chosen.get("chunk", min(max(-(-piece // max(int(blocks), 1)), 1), MOST_CHUNK))
     threads = chosen.get("threads", THREADS)
     numbers = (blocks, chunk, threads)
     good = all(isinstance(number, int) and number > 0 for number in numbers)
@@ -188,6 +189,21 @@ class NvrarGroup(OverTorch):
         self.launch(source, buffer, self._launch(x.nbytes))
         return target if buffer is target else target.copy_(buffer)
 
+    @property
+    def gather_capturable(self) -> bool:
+        return True
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """NCCL's, but not where ranks share a GPU: there a graph cannot capture it, and this is a sum.
+
+        Each rank brings its own part, and zeros for the others'.
+        """
+        if self.under.capturable or x.dtype not in VALUES or not x.numel() or x.nbytes * self.size > LONGEST:
+            return self.under.all_gather(x, dim)
+        parts = x.new_zeros((self.size, *x.shape))
+        parts[self.rank] = x
+        return torch.cat(self.all_reduce(parts).unbind(), dim)
+
     def launch(self, x: Tensor, out: Tensor, how: Launch) -> None:
         """The sum of `x`, contiguous and of a known type, in `out`."""
         self._library.call(
@@ -271,17 +287,21 @@ class NvrarBackend(OverTorchBackend):
         return missing() or super().unusable(world, device)
 
     @staticmethod
-    def options_to_try(size: int) -> list[dict[str, int | str]]:
+    def options_to_try(size: int, ranks_per_gpu: int = 1) -> list[dict[str, int | str]]:
         """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
         protocols = ["ll"] if size < 64 << 10 else ["ll", "signal"] if size <= 4 << 20 else ["signal"]
-        blocks = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or size // count >= 2 << 10]
-        return [
-            {"protocol": protocol, "blocks": count, "chunk": chunk}
-            for protocol in protocols
-            for count in blocks
-            for chunk in (4 << 10, 16 << 10, 64 << 10)
-            if chunk == 4 << 10 or chunk // 4 < size // count  # a block's part is one chunk otherwise
+        most = min(MOST_BLOCKS, max(64 // ranks_per_gpu, 1))
+        counts = [count for count in (1, 2, 4, 8, 16, 32) if count <= most]
+        # Neither a block that has hardly anything to do, nor few that have far too much.
+        blocks = [count for count in counts if 2 << 10 <= size // count <= 128 << 10] or [
+            1 if size < 2 << 10 else counts[-1]
         ]
+        tried: list[dict[str, int | str]] = []
+        for protocol, count in product(protocols, blocks):
+            tried.append({"protocol": protocol, "blocks": count})  # each block's part is one chunk
+            finer = [chunk for chunk in (4 << 10, 16 << 10) if chunk < size // count // 2]
+            tried += [{"protocol": protocol, "blocks": count, "chunk": chunk} for chunk in finer]
+        return tried
 
     def check(self) -> None:
         if self._session is not None and self._session.status.reported:

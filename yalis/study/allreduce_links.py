@@ -1,0 +1,108 @@
+"""What a message takes inside a node and between nodes: what the cost model of all-reduces is fed with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yalis.comm.base import CommBackend, Communicator
+from yalis.comm.topology import Topology
+from yalis.launch.world import World
+from yalis.perfmodel.collectives import Cost, Link, Load, Shape, fit, hierarchical
+from yalis.study import bandwidth
+from yalis.study.allreduce import WORDS
+
+if TYPE_CHECKING:
+    from yalis.study.allreduce_rank import Start
+
+PINGS, _PINGS_EACH = (1 << 10, 32 << 10, 256 << 10, 1 << 20), 9
+PAIRED, _PAIRED_EACH = (4 << 10, 32 << 10, 128 << 10, 512 << 10), 7
+IN_GRAPH = 20  # operations that a graph holds
+
+
+def links_of_messages(world: World, topology: Topology, group: Communicator) -> dict[str, Any]:
+    """By the clock of who sends a message and has it sent back."""
+    nodes = topology.by_node()
+    peers = {"inside": nodes[0][1:2], "between": nodes[1][:1] if len(nodes) > 1 else ()}
+    return {kind: asdict(_ping(world, group, *peer)) for kind, peer in peers.items() if peer}
+
+
+def _ping(world: World, group: Communicator, peer: int) -> Link:
+    measured = []
+    for size in PINGS:
+        x = torch.zeros(size, dtype=torch.uint8)
+        times = []
+        for _ in range(_PINGS_EACH):
+            begin = time.perf_counter()
+            if world.rank == 0:
+                group.send(x.clone(), peer)
+                group.recv(x, peer)
+            elif world.rank == peer:
+                group.send(group.recv(x, 0), 0)
+            times.append((time.perf_counter() - begin) / 2)
+        measured.append((Load(1, 1, size), median(times)))
+    told: dict[str, float] = world.exchange(asdict(fit(measured)))[0]
+    return Link(**told)
+
+
+def links_of_pairs(world: World, topology: Topology, nvrar: CommBackend, start: Start) -> dict[str, Any]:
+    """By nvrar itself, on GPUs: all ranks at once sum with one other each, over each kind of link, in graphs.
+
+    What is left of a time after the launch of a kernel is rounds and bytes of that link alone.
+    """
+    nodes, device = topology.by_node(), nvrar.device
+    found: dict[str, list[Sequence[int]]] = {
+        "inside": [ranks[first : first + 2] for ranks in nodes for first in range(0, len(ranks) - 1, 2)],
+        "between": [
+            pair for one, other in zip(nodes[::2], nodes[1::2], strict=False) for pair in zip(one, other, strict=False)
+        ],
+    }
+    counter = torch.zeros((), device=device)
+    launch = _seconds_each(lambda: counter.add_(1), start, device)
+    links: dict[str, Any] = {"launch": launch}
+    for kind, pairs in found.items():
+        if not pairs:
+            continue
+        mine = next((pair for pair in pairs if world.rank in pair), None)
+        group = nvrar.group(f"link {kind}", mine) if mine else None
+        measured = []
+        for size in PAIRED:
+            x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+            seconds = _seconds_each(partial(group.all_reduce, x) if group else None, start, device)
+            measured.append((_load_of_pair(kind, size), max(seconds - launch, 1e-9)))
+        links[kind] = asdict(fit(measured))
+    return links
+
+
+def _load_of_pair(kind: str, size: int) -> Load:
+    cost: Cost = hierarchical(Shape(1, 2) if kind == "inside" else Shape(2, 1), size, word_factor=WORDS)
+    return cost.inside if kind == "inside" else cost.between
+
+
+def _seconds_each(act: Callable[[], object] | None, start: Start, device: torch.device) -> float:
+    """The slowest rank's median seconds for one of many `act` in a graph; ranks with none only wait for the others."""
+    replay = record(act, device) if act else lambda: None
+    start.times(lambda: None, replay, 2, 0.0)
+    return median(start.times(lambda: None, replay, _PAIRED_EACH, 0.0)) / IN_GRAPH
+
+
+def record(act: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """What replays a graph of many `act`, and waits for its end."""
+    act()
+    bandwidth.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(IN_GRAPH):
+            act()
+
+    def replay() -> None:
+        graph.replay()
+        bandwidth.synchronize(device)
+
+    return replay
