@@ -39,9 +39,10 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
     done
     ;;
   bench) # every way at its best, by the same search
-    YALIS_NVRAR_ARENA=600 step bench-4x2 "${ranks[@]}" 8 "$python" -m yalis bench allreduce \
-      --ranks-per-node 2 --ranks-per-gpu 8 --device cuda --tune --sizes "${SIZES:-32K,128K,512K,1M}" \
-      --dtypes bfloat16 --backends "$BACKENDS" --out "$folder" --plot "$folder/allreduce-4x2"
+    # mpirun would take --tune for a flag of its own, wherever it stands
+    YALIS_NVRAR_ARENA=600 step bench-4x2 "${ranks[@]}" 8 bash -c "$python -m yalis bench allreduce \
+      --ranks-per-node 2 --ranks-per-gpu 8 --device cuda --tune --sizes ${SIZES:-32K,128K,512K,1M} \
+      --dtypes bfloat16 --backends $BACKENDS --out $folder --plot $folder/allreduce-4x2"
     ;;
   others) # as they are without a search, eager and in graphs
     for each in ${OTHERS:-2x2 2x1}; do

@@ -70,7 +70,7 @@ def links_of_pairs(world: World, topology: Topology, nvrar: CommBackend, start: 
         if not pairs:
             continue
         mine = next((pair for pair in pairs if world.rank in pair), None)
-        group = nvrar.group(f"link {kind}", mine) if mine else None
+        group = nvrar.group(f"link {kind} of {mine[0]}", mine) if mine else None
         measured = []
         for size in PAIRED:
             x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
