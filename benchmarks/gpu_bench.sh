@@ -2,7 +2,8 @@
 # One GPU against its floors: Llama-3.1-8B's shape with random weights, and others. usage: gpu_bench.sh FOLDER [STEP ...]
 # Steps: table job startup profile (if none is named), shapes batches contexts plots peers eager compile kernels attention tests.
 # What each prints goes into FOLDER/STEP.txt, results as JSON into FOLDER/STEP; the table of targets comes last.
-# LIMIT is what a step may take, in seconds. With the Python that holds the GPU's torch as $PYTHON.
+# LIMIT is what a step may take, in seconds; WARMUP and REPEATS are runs of a workload. With the Python that holds the GPU's torch as
+# $PYTHON. The compile cache that startup makes anew is FOLDER/cache: with YALIS_CACHE the same, later steps find it warm.
 . "$(dirname "$0")/steps.sh"
 steps=${*:-table job startup profile}
 LIMIT=${LIMIT:-280} LINES_SHOWN=${LINES_SHOWN:-40}
@@ -14,7 +15,7 @@ latency() {
   local name=$1 shape=$2
   shift 2
   step "$name" "$python" -m yalis bench latency --model "$shapes/$shape.json" --load random --dtype bfloat16 \
-    --max-batch-tokens 40960 --no-prefix-reuse --repeats "${REPEATS:-2}" --out "$folder/$name" "$@"
+    --max-batch-tokens 40960 --no-prefix-reuse --warmup "${WARMUP:-1}" --repeats "${REPEATS:-2}" --out "$folder/$name" "$@"
 }
 
 # workloads OUTPUT BATCHxPROMPT ...
@@ -26,14 +27,17 @@ workloads() {
 
 # From the start of the process to its first token, in seconds.
 startup() {
+  unset TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR # which would be warm
   YALIS_CACHE=$folder/cache "$python" - "$(date +%s.%N)" "$shapes" <<'P'
 import sys, time
 from yalis import LLM, SamplingParams
+from yalis.study.bandwidth import describe
 
 with LLM(f"{sys.argv[2]}/llama-3.1-8b.json", load="random", dtype="bfloat16") as llm:
     ready = time.time() - float(sys.argv[1])
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True))
-    print(f"ready after {ready:.1f} s, first token after {time.time() - float(sys.argv[1]):.1f} s")
+    first = time.time() - float(sys.argv[1])
+    print(f"{describe(llm.device)['name']}: ready after {ready:.1f} s, first token after {first:.1f} s")
 P
 }
 export -f startup
@@ -42,13 +46,13 @@ export folder python shapes
 for name in $steps; do
   case $name in
   table) latency table llama-3.1-8b $(workloads 257 1x128 16x128 64x512) $(workloads 513 16x2480) ;;
-  job) REPEATS=1 latency job llama-3.1-8b --workload poster ;;
+  job) WARMUP=0 REPEATS=1 latency job llama-3.1-8b --workload 16x2480x33 --workload poster ;; # the first warms up
   startup)
     rm -rf "$folder/cache"
     step startup-cold bash -c startup
     step startup-warm bash -c startup
     ;;
-  profile) step profile "$python" benchmarks/profile_step.py --json "$folder/profile.json" ;;
+  profile) step profile "$python" benchmarks/profile_step.py --model "$shapes/llama-3.1-8b.json" --json "$folder/profile.json" ;;
   shapes)
     for shape in llama-3.2-1b qwen3-4b qwen2.5-32b; do latency "shapes-$shape" $shape $(workloads 129 1x128 16x128); done
     ;;
@@ -57,12 +61,12 @@ for name in $steps; do
       $(workloads 33 1x128 2x128 4x128 8x128 16x128 32x128 64x128 96x128 128x128 160x128 192x128 256x128)
     ;;
   contexts)
-    latency contexts llama-3.1-8b --max-num-seqs 16 --warmup 0 \
-      $(workloads 33 1x1024 1x4096 1x16384 1x32768 1x65500 16x1024 16x2048 16x4096 16x8192 16x16384)
+    WARMUP=0 latency contexts llama-3.1-8b --max-num-seqs 16 \
+      $(workloads 33 1x1024 1x4096 1x16384 1x32768 1x65536 16x1024 16x2048 16x4096 16x8192 16x16384)
     ;;
   plots) step plots "$python" benchmarks/plot_growth.py "$folder" ;;
-  peers)
-    latency peers llama-3.1-8b --max-num-seqs 16 $(workloads 129 1x128 16x128) $(printf -- '--peer %s ' ${PEERS:-vllm transformers})
+  peers) # the table's workloads, as long as a ratio takes
+    latency peers llama-3.1-8b $(workloads 129 1x128 16x128 64x512 16x2480) $(printf -- '--peer %s ' ${PEERS:-vllm transformers})
     ;;
   eager) latency eager llama-3.1-8b --eager $(workloads 65 1x128 16x128) ;;
   compile) latency compile llama-3.1-8b --compile $(workloads 65 1x128 16x128 16x2480) ;;

@@ -50,7 +50,8 @@ def draw(axis: Any, rows: list[dict[str, Any]], by: str) -> None:
         floors = [row["floor_ms"] for row in line]
         axis.plot(along, floors, "--", color=drawn.get_color(), linewidth=1, label=f"floor, {label}")
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend()
 

@@ -27,9 +27,11 @@ def main() -> None:
     args = parser.parse_args()
     batches = [int(part) for part in args.batch.split(",")]
     blocks = max(batches) * (args.prompt_len // 16 + 8)
+    tokens = max(2048, max(batches) * args.prompt_len)  # all prompts in one step: nobody decodes beside them
     with LLM(
-        args.model, load="random", max_num_seqs=max(batches), kv_blocks=blocks, prefix_reuse=False, eager=args.eager
-    ) as llm:
+        args.model, load="random", max_num_seqs=max(batches), max_batch_tokens=tokens, kv_blocks=blocks,
+        prefix_reuse=False, eager=args.eager,
+    ) as llm:  # fmt: skip
         found = {batch: measure_step(llm, batch, args.prompt_len) for batch in batches}
     for batch, times in found.items():
         show(batch, times)

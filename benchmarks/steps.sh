@@ -12,7 +12,7 @@ failures=0
 step() {
   local name=$1 began=$SECONDS
   shift
-  if timeout "$LIMIT" "$@" >"$folder/$name.txt" 2>"$folder/$name.err"; then
+  if timeout -k 10 "$LIMIT" "$@" >"$folder/$name.txt" 2>"$folder/$name.err"; then
     echo "ok    $name ($((SECONDS - began)) s)"
     tail -n "$LINES_SHOWN" "$folder/$name.txt"
   else
