@@ -1,10 +1,10 @@
 #!/bin/bash
 # nvrar between ranks that share one GPU: builds it, checks it, measures it. usage: nvrar_on_one_gpu.sh FOLDER [STEP ...]
-# Steps: build, smoke, contract, storm, bench, others, decode, tests; all but the last if none is named. Results go into FOLDER.
-# LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES, BACKENDS, OTHERS and WAYS of benchmarks. With the Python that
-# holds the GPU's torch as $PYTHON; MPS is started here, and stopped. Ranks of benchmarks are mpirun's, which backend mpi needs.
+# Steps: build, smoke, contract, storm, bench, plain, decode, tests; all but the last if none is named. Results go into FOLDER.
+# LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES, BACKENDS, PLAIN and WAYS of benchmarks. With the Python that
+# holds the GPU's torch as $PYTHON; MPS is started here, and stopped.
 . "$(dirname "$0")/steps.sh"
-steps=${*:-build smoke contract storm bench others decode}
+steps=${*:-build smoke contract storm bench plain decode}
 LIMIT=${LIMIT:-300} LINES_SHOWN=${LINES_SHOWN:-1} BACKENDS=${BACKENDS:-torch,mpi,nvrar,ring,oneshot,nvshmem}
 ranks=(mpirun --allow-run-as-root --oversubscribe --bind-to none -n)
 export CUDA_MPS_PIPE_DIRECTORY=$folder/mps CUDA_MPS_LOG_DIRECTORY=$folder/mps OMP_NUM_THREADS=1 YALIS_NVRAR_TIMEOUT=20
@@ -39,13 +39,12 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
     done
     ;;
   bench) # every way at its best, by the same search
-    # mpirun would take --tune for a flag of its own, wherever it stands
-    YALIS_NVRAR_ARENA=600 step bench-4x2 "${ranks[@]}" 8 bash -c "$python -m yalis bench allreduce \
-      --ranks-per-node 2 --ranks-per-gpu 8 --device cuda --tune --sizes ${SIZES:-32K,128K,512K,1M} \
-      --dtypes bfloat16 --backends $BACKENDS --out $folder --plot $folder/allreduce-4x2"
+    YALIS_NVRAR_ARENA=600 step bench-tuned "$python" -m yalis bench allreduce --ranks 8 --ranks-per-node 2 --ranks-per-gpu 8 \
+      --device cuda --tune --repeats 15 --sizes "${SIZES:-32K,128K,512K,1M}" --dtypes bfloat16 \
+      --backends "${BACKENDS//mpi,/}" --out "$folder" --plot "$folder/allreduce-4x2-tuned"
     ;;
-  others) # as they are without a search, eager and in graphs
-    for each in ${OTHERS:-2x2 2x1}; do
+  plain) # without a search, eager and in graphs; ranks are mpirun's, which backend mpi needs
+    for each in ${PLAIN:-2x1 2x2 4x2}; do
       YALIS_NVRAR_ARENA=600 step "bench-$each" "${ranks[@]}" $((${each%x*} * ${each#*x})) "$python" -m yalis bench allreduce \
         --ranks-per-node "${each#*x}" --ranks-per-gpu 8 --device cuda --sizes "${SIZES:-32K,128K,512K,1M}" \
         --dtypes bfloat16 --backends "$BACKENDS" --out "$folder" --plot "$folder/allreduce-$each"

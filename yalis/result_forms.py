@@ -49,7 +49,7 @@ PARAMETERS: dict[str, Form] = {
         "ranks": Count,
         "shape": str,
         "nodes": [[int, ...], ...],
-        "links": [{"delay_us": (float,), "inside?": _LINK, "between?": _LINK, "launch?": float}],
+        "links": [{"delay_us": (float,), "inside?": _LINK, "between?": _LINK, "fixed?": float}],
         "baseline": str,
         "ranks_per_gpu?": Count,
         "lab?": dict,

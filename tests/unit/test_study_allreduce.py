@@ -164,7 +164,7 @@ def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
     ]
     rows = [row(name, size, median, **options) for name, median, options in tried for size in sizes]
     near, far = {"latency": 1e-6, "seconds_per_byte": 1e-11}, {"latency": 2e-6, "seconds_per_byte": 1e-11}
-    links = [{"delay_us": None, "inside": near, "between": far, "launch": 3e-6}]
+    links = [{"delay_us": None, "inside": near, "between": far, "fixed": 3e-6}]
     result = make_result(rows, links=links, tune=True)
     assert [(one["backend"], one["median_us"]) for one in allreduce.fastest(result.rows) if one["bytes"] == 8192] == [
         ("nvrar", pytest.approx(30)), ("ring", pytest.approx(90)), ("torch", pytest.approx(400)),

@@ -32,12 +32,13 @@ WORKER = ("yalis.study.allreduce_rank",)
 PLAIN = "gloo"
 #: What nvrar is measured against: other algorithms on its own words, and NVSHMEM's own.
 BESIDE_NVRAR = ("ring", "oneshot", "nvshmem")
+#: Whose sums may differ between ranks by rounding; everybody else promises the same bits.
+UNLIKE = ("nvshmem",)
 #: No backends of an engine, but what those are compared with.
 MOST_BYTES = 1 << 30
 PEERS = (PLAIN, *BESIDE_NVRAR)
 RIVALS = {"hierarchical": (PLAIN, "mpi"), "nvrar": (*BESIDE_NVRAR, "torch")}
 DTYPES = ("float32", "bfloat16", "float16")
-NCCL_SHARES = "torch is NCCL over sockets here: it lets ranks share a GPU only where they pose as machines."
 #: Bytes on the wire for each of data, where words carry flags.
 WORDS = 2.0
 
@@ -108,7 +109,7 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
     try:
         if world.rank:
             with serving(world):
-                take_part(world, plan, report)
+                take_part(world, plan, lambda text: None)
             return None
         measured = take_part(world, plan, report)
         topology = topology_of(world)
@@ -122,7 +123,9 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
         world.close()
     rows = add_speedups(measured["rows"], plan.baseline)
     facts, devices = {**asdict(plan), **measured["facts"]}, [measured["device"]]
-    notes = [NCCL_SHARES] if plan.ranks_per_gpu > 1 and any(row["backend"] == "torch" for row in rows) else None
+    notes = list(measured["notes"])
+    if plan.ranks_per_gpu > 1 and any(row["backend"] == "torch" for row in rows):
+        notes.append("torch is NCCL over sockets here: it lets ranks share a GPU only where they pose as machines.")
     return results.new("allreduce", facts, rows, command, devices, notes, topology=topology)
 
 
@@ -154,6 +157,12 @@ def label(row: Row) -> str:
     if set(options) == {"algorithm"}:
         return f"{row['backend']} {options['algorithm']}"
     return " ".join([row["backend"], *(f"{name}={value}" for name, value in options.items())])
+
+
+def name_of(result: results.Result, backend: str) -> str:
+    """A backend, and what it is where that is not what its users expect."""
+    shared = backend == "torch" and result.parameters.get("ranks_per_gpu", 1) > 1
+    return f"{backend} (NCCL over sockets)" if shared and result.devices[0]["type"] == "cuda" else backend
 
 
 def baseline_of(rows: Sequence[Row], named: str) -> str:
@@ -247,7 +256,7 @@ def save_table(result: results.Result) -> tuple[Path, list[tuple[int, Choice]]]:
 def model(result: results.Result, delay_us: float | None, size: int) -> dict[str, float]:
     """Microseconds that the cost model expects of algorithms on this result's links; nothing where they are unknown.
 
-    On GPUs all of them move words with flags, and one launch comes before.
+    On GPUs all of them move words with flags, and a kernel's launch and end are fixed.
     """
     facts = result.parameters
     counts = {len(ranks) for ranks in facts["nodes"]}
@@ -259,14 +268,14 @@ def model(result: results.Result, delay_us: float | None, size: int) -> dict[str
     )
     shared = bool(facts.get("lab", {}).get("rate"))
     shape = Shape(len(facts["nodes"]), counts.pop(), shared_link=shared)
-    if (launch := found[0].get("launch")) is not None:
+    if (fixed := found[0].get("fixed")) is not None:
         flat = Shape(shape.size, 1) if shape.nodes > 1 else shape  # a single ring, which knows no nodes
         costs = {
             "nvrar": hierarchical(shape, size, word_factor=WORDS),
             "ring": ring(flat, WORDS * size),
             "oneshot": one_shot(shape, WORDS * size),
         }
-        return {name: 1e6 * (launch + cost.seconds(inside, between)) for name, cost in costs.items()}
+        return {name: 1e6 * (fixed + cost.seconds(inside, between)) for name, cost in costs.items()}
     best = min(hierarchical(shape, size, way).seconds(inside, between) for way in BETWEEN)
     return {"hierarchical": 1e6 * best, "ring": 1e6 * ring(shape, size).seconds(inside, between)}
 

@@ -14,7 +14,7 @@ import torch
 from yalis.comm.base import CommBackend, Communicator
 from yalis.comm.topology import Topology
 from yalis.launch.world import World
-from yalis.perfmodel.collectives import Cost, Link, Load, Shape, fit, hierarchical
+from yalis.perfmodel.collectives import Link, Load, fit
 from yalis.study import bandwidth
 from yalis.study.allreduce import WORDS
 
@@ -54,35 +54,40 @@ def _ping(world: World, group: Communicator, peer: int) -> Link:
 def links_of_pairs(world: World, topology: Topology, nvrar: CommBackend, start: Start) -> dict[str, Any]:
     """By nvrar itself, on GPUs: all ranks at once sum with one other each, over each kind of link, in graphs.
 
-    What is left of a time after the launch of a kernel is rounds and bytes of that link alone.
+    Between two nodes nvrar takes one round, and a ring takes two for the same bytes: what it takes longer is a round's
+    latency. What is left without rounds and bytes is fixed, the launch and end of a kernel.
     """
-    nodes, device = topology.by_node(), nvrar.device
-    found: dict[str, list[Sequence[int]]] = {
-        "inside": [ranks[first : first + 2] for ranks in nodes for first in range(0, len(ranks) - 1, 2)],
-        "between": [
-            pair for one, other in zip(nodes[::2], nodes[1::2], strict=False) for pair in zip(one, other, strict=False)
-        ],
-    }
-    counter = torch.zeros((), device=device)
-    launch = _seconds_each(lambda: counter.add_(1), start, device)
-    links: dict[str, Any] = {"launch": launch}
-    for kind, pairs in found.items():
-        if not pairs:
-            continue
-        mine = next((pair for pair in pairs if world.rank in pair), None)
-        group = nvrar.group(f"link {kind} of {mine[0]}", mine) if mine else None
-        measured = []
-        for size in PAIRED:
-            x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-            seconds = _seconds_each(partial(group.all_reduce, x) if group else None, start, device)
-            measured.append((_load_of_pair(kind, size), max(seconds - launch, 1e-9)))
-        links[kind] = asdict(fit(measured))
+    nodes = topology.by_node()
+    near = [ranks[first : first + 2] for ranks in nodes for first in range(0, len(ranks) - 1, 2)]
+    ours = zip(nodes[::2], nodes[1::2], strict=False)
+    far = [pair for one, other in ours for pair in zip(one, other, strict=False)]
+    links: dict[str, Any] = {"fixed": 0.0}
+    if far:
+        times, ring = (_times_of_pairs(world, far, nvrar, start, how) for how in ("nvrar", "ring"))
+        latency = max(median(ring[size] - times[size] for size in PAIRED), 0.0)
+        whole = fit([(Load(1, 1, WORDS * size), times[size]) for size in PAIRED])
+        links["fixed"] = max(whole.latency - latency, 0.0)
+        links["between"] = asdict(Link(min(latency, whole.latency), whole.seconds_per_byte))
+    if near:
+        times = _times_of_pairs(world, near, nvrar, start, "nvrar")
+        # A half there, to be summed, and a half back.
+        rounds = [(Load(2, 2, WORDS * size), max(times[size] - links["fixed"], 1e-9)) for size in PAIRED]
+        links["inside"] = asdict(fit(rounds))
     return links
 
 
-def _load_of_pair(kind: str, size: int) -> Load:
-    cost: Cost = hierarchical(Shape(1, 2) if kind == "inside" else Shape(2, 1), size, word_factor=WORDS)
-    return cost.inside if kind == "inside" else cost.between
+def _times_of_pairs(
+    world: World, pairs: Sequence[Sequence[int]], nvrar: CommBackend, start: Start, how: str
+) -> dict[int, float]:
+    """Seconds of an all-reduce within each of these pairs, by its bytes."""
+    mine = next((pair for pair in pairs if world.rank in pair), None)
+    group: Any = nvrar.group(f"pair {list(mine)} by {how}", mine) if mine else None
+    found = {}
+    for size in PAIRED:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=nvrar.device)
+        act = partial(group.all_reduce_with, x, x, how, protocol="ll") if group else None
+        found[size] = _seconds_each(act, start, nvrar.device)
+    return found
 
 
 def _seconds_each(act: Callable[[], object] | None, start: Start, device: torch.device) -> float:

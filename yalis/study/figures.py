@@ -13,7 +13,7 @@ from typing import Any
 
 from yalis.errors import YalisError
 from yalis.results import Result
-from yalis.study.allreduce import baseline_of, fastest, label, model
+from yalis.study.allreduce import baseline_of, fastest, label, model, name_of
 
 #: A part of a phase and its colour; idle is what is left blank, almost.
 PART_COLOURS = {
@@ -234,7 +234,7 @@ def _draw_allreduce(result: Result) -> Any:
         for row in sorted(shown, key=lambda row: int(row["bytes"])):
             if row["delay_us"] == delay and row["median_us"] is not None:
                 told = [
-                    row["backend"] if tuned else label(row),
+                    name_of(result, row["backend"] if tuned else label(row)),
                     *(str(row[name]) for name, differs in several.items() if differs),
                 ]
                 lines.setdefault(", ".join(told), []).append(row)
