@@ -24,7 +24,7 @@ from yalis.result_forms import check_form, fits
 from yalis.version import __version__
 
 SCHEMA = "yalis-result"
-VERSION = 2
+VERSION = 3
 
 #: What a row of each kind must carry. A number may be null where it could not be measured; `status` then says why.
 _ROWS: dict[str, dict[str, type]] = {
@@ -36,10 +36,15 @@ _ROWS: dict[str, dict[str, type]] = {
         "prompt_len": int,
         "output_len": int,
         "first_token_ms": float,
+        "first_token_ms_low": float,
+        "first_token_ms_high": float,
         "prefill_tokens_per_s": float,
         "decode_ms": float,
         "decode_ms_low": float,
         "decode_ms_high": float,
+        "seconds": float,  # of the whole job: the median of the repeats
+        "seconds_low": float,
+        "seconds_high": float,
         "tokens_per_s": float,
         "host_ms": float,  # the host's own work for a decode step
         "prefill_floor_ms": float,
@@ -112,6 +117,8 @@ _ROWS: dict[str, dict[str, type]] = {
         "stages": int,
         "micro_batches": int,
         "seconds": float,  # of one pass of all prompts
+        "seconds_low": float,
+        "seconds_high": float,
         "idle_share": float,  # of the stages' time
         "ideal_idle_share": float,  # (p - 1) / (m + p - 1)
         "busy_seconds": list,  # of each stage
@@ -139,12 +146,23 @@ _ROWS: dict[str, dict[str, type]] = {
         "status": str,  # "ok", or what was wrong
         "error": float,  # relative to the reference
         "us": float,  # ours
+        "us_low": float,
+        "us_high": float,
         "torch_us": float,
         "ratio": float,  # torch's time over ours
         "gb_per_s": float,  # of the bytes it must move, by ours
         "gflop_per_s": float,
         "floor_us": float,
         "share_of_floor": float,
+    },
+}
+#: Columns that came with a version; rows of an older one have no such figure.
+_SINCE: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {"latency": ("host_ms",)},
+    3: {
+        "latency": ("first_token_ms_low", "first_token_ms_high", "seconds", "seconds_low", "seconds_high"),
+        "pipeline": ("seconds_low", "seconds_high"),
+        "kernels": ("us_low", "us_high"),
     },
 }
 _ALWAYS_THERE = {
@@ -157,12 +175,18 @@ _ALWAYS_THERE = {
 }
 #: A measured figure, and the columns of its spread.
 _SPREADS = {
-    "latency": [("decode_ms", "decode_ms_low", "decode_ms_high")],
+    "latency": [
+        ("first_token_ms", "first_token_ms_low", "first_token_ms_high"),
+        ("decode_ms", "decode_ms_low", "decode_ms_high"),
+        ("seconds", "seconds_low", "seconds_high"),
+    ],
     "throughput": [
         ("seconds", "seconds_low", "seconds_high"),
         ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high"),
     ],
     "scaling": [("seconds", "seconds_low", "seconds_high")],
+    "pipeline": [("seconds", "seconds_low", "seconds_high")],
+    "kernels": [("us", "us_low", "us_high")],
     "allreduce": [("median_us", "low_us", "high_us")],
 }
 _ABOVE_ZERO = {
@@ -173,10 +197,13 @@ _ABOVE_ZERO = {
 }
 #: What a row that went well cannot be shown without.
 _NEEDED = {
+    "latency": ("decode_ms", "tokens_per_s"),
     "throughput": ("seconds", "seconds_low", "seconds_high", "tokens_per_s", "first_token_ms"),
     "scaling": ("machine", "seconds", "seconds_low", "seconds_high"),
     "pipeline": ("seconds", "idle_share", "ideal_idle_share"),
     "profile": tuple(_ROWS["profile"]),
+    "allreduce": ("median_us",),
+    "kernels": ("us",),
 }
 
 
@@ -270,13 +297,15 @@ def read(path: Path) -> Result:
 
 
 def _upgrade(data: Any) -> Any:
-    """Version 1 did not tell the topology, nor the host's part of a decode step, and was otherwise the same."""
-    if isinstance(data, dict) and data.get("schema_version") == 1:
-        rows = data.get("rows")
-        if data.get("kind") == "latency" and isinstance(rows, list):
-            rows = [{"host_ms": None, **row} if isinstance(row, dict) else row for row in rows]
-        return {**data, "schema_version": VERSION, "topology": None, "rows": rows}
-    return data
+    """An older version told less: the first no topology, and each of them fewer columns."""
+    if not isinstance(data, dict) or data.get("schema_version") not in range(1, VERSION):
+        return data
+    told = {"topology": None, **data, "schema_version": VERSION}
+    old, kind, rows = data["schema_version"], str(data.get("kind")), data.get("rows")
+    if isinstance(rows, list):
+        added = [name for version, kinds in _SINCE.items() if version > old for name in kinds.get(kind, ())]
+        told["rows"] = [{**dict.fromkeys(added), **row} if isinstance(row, dict) else row for row in rows]
+    return told
 
 
 def check(data: Any, label: str) -> None:

@@ -15,8 +15,9 @@ from yalis.errors import YalisError, YalisFailure
 
 ROW: dict[str, Any] = {
     "engine": "yalis", "version": "0", "status": "ok", "batch": 1, "prompt_len": 4, "output_len": 4,
-    "first_token_ms": 1.0, "prefill_tokens_per_s": 2.0, "decode_ms": 3, "decode_ms_low": 3.0, "decode_ms_high": 3.0,
-    "tokens_per_s": 4.0, "host_ms": None,
+    "first_token_ms": 1.0, "first_token_ms_low": None, "first_token_ms_high": None, "prefill_tokens_per_s": 2.0,
+    "decode_ms": 3, "decode_ms_low": 3.0, "decode_ms_high": 3.0,
+    "seconds": None, "seconds_low": None, "seconds_high": None, "tokens_per_s": 4.0, "host_ms": None,
     "prefill_floor_ms": None, "floor_ms": None, "share_of_floor": None, "ratio": None, "same_tokens": None,
 }  # fmt: skip
 
@@ -45,9 +46,9 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda d: d.update(schema="other"), "not a yalis result"),
-        (lambda d: d.update(schema_version=0), "schema version 0, and this yalis reads versions 1 to 2"),
+        (lambda d: d.update(schema_version=0), "schema version 0, and this yalis reads versions 1 to 3"),
         (lambda d: d.pop("host"), "has no 'host'"),
-        (lambda d: d.update(schema_version=3), "schema version 3, and this yalis reads versions 1 to 2"),
+        (lambda d: d.update(schema_version=4), "schema version 4, and this yalis reads versions 1 to 3"),
         (lambda d: d.update(rows={}), "'rows' of type dict"),
         (lambda d: d.update(rows=[]), "no rows: nothing was measured"),
         (lambda d: d.update(extra=1), "field 'extra'"),
@@ -61,6 +62,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
         (lambda d: d["rows"][0].update(batch=10**400), "as 'batch'; it should be a int"),
         (lambda d: d["rows"][0].update(decode_ms=0), "0 as 'decode_ms'; it should be above 0"),
         (lambda d: d["rows"][0].update(first_token_ms=-1), "-1 as 'first_token_ms'; it should be above 0"),
+        (lambda d: d["rows"][0].update(decode_ms=None), "no 'decode_ms', although it is told to be good"),
         (lambda d: d["rows"][0].update(decode_ms_low=4), "3 as 'decode_ms', from 4 to 3.0"),
         (lambda d: d["rows"][0].update(decode_ms_high=2), "3 as 'decode_ms', from 3.0 to 2"),
         (lambda d: d["rows"][0].update(decode_ms_high=None), "3 as 'decode_ms', from 3.0 to None"),
@@ -120,6 +122,7 @@ FILES = {
         ("allreduce", "parameters links", [{}], "no 'parameters.links[].delay_us'"),
         ("allreduce", "parameters nodes", [], "'parameters.nodes'"),
         ("allreduce", "parameters lab", 1, "'parameters.lab'; it should be an object"),
+        ("allreduce", "rows 0 median_us", None, "no 'median_us', although it is told to be good"),
         ("allreduce", "rows 0 low_us", None, "'median_us', from None to"),
         ("allreduce", "rows 0 delay_us", None, "a 'delay_us' in some rows and none in others"),
     ],
@@ -144,13 +147,21 @@ def test_what_readers_rely_on_is_checked_in_one_place(
         assert err.count("\n") == 1
 
 
-def test_version_1_had_no_topology(tmp_path: Path) -> None:
+def test_older_versions_told_less(tmp_path: Path) -> None:
     result = make()
     path = results.write(result, tmp_path)
     data = json.loads(path.read_text())
+    for version, added in (2, ["first_token_ms_low", "first_token_ms_high"]), (1, ["host_ms"]):
+        for name in added if version == 1 else [*added, "seconds", "seconds_low", "seconds_high"]:
+            del data["rows"][0][name]
+        path.write_text(json.dumps({**data, "schema_version": version}))
+        assert results.read(path) == result
     del data["topology"]
     path.write_text(json.dumps({**data, "schema_version": 1}))
     assert results.read(path) == result
+    path.write_text(json.dumps({**data, "schema_version": 2}))
+    with pytest.raises(YalisError, match="lacks the column 'host_ms'"):
+        results.read(path)
 
 
 def test_committed_results_can_be_read() -> None:

@@ -26,7 +26,7 @@ def latency(*rows: dict[str, Any], engine: dict[str, Any] = ENGINE, **parameters
 
 def _row(**values: Any) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(results.columns("latency"))
-    row.update(engine="yalis", version="0", status="ok", batch=1, prompt_len=8, output_len=8)
+    row.update(engine="yalis", version="0", status="ok", batch=1, prompt_len=8, output_len=8, tokens_per_s=1.0)
     return {**row, **values}
 
 
@@ -52,6 +52,19 @@ def test_a_change_is_what_lies_outside_both_spreads(
     (change,) = compare(latency(before), latency(after), 0.05).changes
     assert (change.verdict, change.sure) == (verdict, sure)
     assert change.ratio == pytest.approx(after["decode_ms"] / before["decode_ms"])
+
+
+def test_a_figure_that_an_older_yalis_did_not_tell_is_not_mended() -> None:
+    new = step(10, first_token_ms=2.0, first_token_ms_low=1.9, first_token_ms_high=2.1, seconds=1.0)
+    for before, after in (step(10), new), (new, step(10)):
+        assert [change.figure.column for change in compare(latency(before), latency(after), 0.05).changes] == [
+            "decode_ms"
+        ]
+    slow = {**new, "first_token_ms": 3.0, "first_token_ms_low": 2.5, "first_token_ms_high": 3.5}
+    changes = compare(latency(new), latency(slow), 0.05).changes
+    assert [(change.verdict, change.sure) for change in changes] == [
+        ("the same", False), ("slower", True), ("the same", False),
+    ]  # fmt: skip
 
 
 def test_more_tokens_a_second_are_better() -> None:

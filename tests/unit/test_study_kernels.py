@@ -32,14 +32,15 @@ def test_every_operation_is_right_and_has_its_floor() -> None:
     found = {(row["kernel"], row["shape"].split()[0]) for row in result.rows}
     assert {kernel for kernel, _ in found} == {
         "linear", "norm, linear", "linear, add", "norm, linear, gate", "add, norm", "gate", "argmax", "rope, write",
-        "step",
+        "attention", "step",
     }  # fmt: skip
     assert {shape for kernel, shape in found if kernel == "linear"} == set(matrices(TINY))
-    assert len(result.rows) == 2 * (10 + 4 + 1)
+    assert len(result.rows) == 2 * (10 + 4 + 1 + 1)
     assert len(heard) == 1 + len(result.rows)
     for row in result.rows:
         assert row["status"] == "ok"
         assert row["error"] < 1e-5
+        assert 0 < row["us_low"] <= row["us"] <= row["us_high"]
         assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"])
     head = next(row for row in result.rows if row["shape"] == "head 300x64" and row["rows"] == 5)
     assert head["floor_us"] == pytest.approx(1e6 * 4 * (300 * 64 + 5 * 64 + 5 * 300) / 1e9)
@@ -79,7 +80,7 @@ def test_the_triton_kernels_pass_the_same_check() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     seen = set()
     for trial in list_trials(plan(rows=(3,)), TINY, CPU, torch.float32):
-        if trial.kernel not in seen:
+        if trial.kernel not in seen and trial.kernel != "attention":  # whose launch is a GPU's
             assert kernels.find_error(trial, Kernels()) < 1e-5, trial.kernel
         seen.add(trial.kernel)
 

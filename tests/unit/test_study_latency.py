@@ -18,7 +18,8 @@ from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisFailure
 from yalis.study import bandwidth, peer_engines, peers
-from yalis.study.latency import LatencyPlan, Ours, fit
+from yalis.study.latency import LatencyPlan, Ours, _take_turns, fit
+from yalis.study.workloads import Workload
 
 
 class Broken:
@@ -74,10 +75,35 @@ def test_ours_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "not installed: pip install a_package_that_is_not_there" in out
 
 
+class Gives:
+    """An engine whose answers have so many tokens."""
+
+    name, version = "gives", "1"
+
+    def __init__(self, *counts: int) -> None:
+        self._counts = counts
+
+    def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
+        return peers.Timing(1.0, [1.0], 2.0, [[7] * count for count in self._counts])
+
+
+def test_an_engine_that_gives_too_little_measured_nothing() -> None:
+    case, plan = Workload(2, 3, 4), LatencyPlan(warmup=0, repeats=1)
+    why = "2 requests for 4 tokens gave {} in {} answers, so nothing was measured"
+    engines: list[tuple[str, peers.Peer | str]] = [("good", Gives(4, 4)), ("short", Gives(4, 3)), ("none", Gives())]
+    good, *bad = _take_turns(case, plan, engines, 10, lambda text: None)
+    assert len(good) == 1
+    assert bad == [why.format(7, 2), why.format(0, 0)]
+    with pytest.raises(YalisFailure, match="gave 7 in 2 answers"):
+        _take_turns(case, plan, engines[1:], 10, lambda text: None)  # ours is the first
+
+
 def _check(row: dict[str, Any]) -> None:
     assert row["status"] == "ok"
     assert 0 < row["decode_ms_low"] <= row["decode_ms"] <= row["decode_ms_high"]
-    assert row["first_token_ms"] > 0
+    assert 0 < row["first_token_ms_low"] <= row["first_token_ms"] <= row["first_token_ms_high"]
+    assert row["first_token_ms"] / 1e3 < row["seconds_low"] <= row["seconds"] <= row["seconds_high"]
+    assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["output_len"] / row["seconds"])
     assert row["tokens_per_s"] > 0
     assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["decode_ms"])
 

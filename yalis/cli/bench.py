@@ -172,6 +172,7 @@ def _print_latency(result: Result) -> None:
         ("first token", 13),
         ("decode step", 13),
         ("10%..90%", 16),
+        ("the job", 11),
         ("tokens/s", 10),
         ("floor", 10),
         ("of floor", 10),
@@ -188,7 +189,8 @@ def _print_latency(result: Result) -> None:
         host = "" if row["host_ms"] is None else f"{row['host_ms']:>7.2f} ms"
         print(
             f"{label:<20}{work:<17}{row['first_token_ms']:>10.1f} ms{row['decode_ms']:>10.2f} ms{spread:>16}"
-            f"{row['tokens_per_s']:>10.1f}{row['floor_ms']:>7.2f} ms{row['share_of_floor']:>10.0%}{host}"
+            f"{row['seconds']:>9.3f} s{row['tokens_per_s']:>10.1f}{row['floor_ms']:>7.2f} ms"
+            f"{row['share_of_floor']:>10.0%}{host}"
         )
     for row in result.rows:
         if row["engine"] != "yalis" and row["status"] == "ok":
@@ -198,26 +200,28 @@ def _print_latency(result: Result) -> None:
 def _print_pipeline(result: Result) -> None:
     facts = result.parameters
     print(f"{facts['engine']['model']} · {facts['prompts']} prompts of {facts['prompt_len']} tokens, one pass")
-    print(f"{'stages':>7}{'micro-batches':>15}{'a pass':>12}{'idle':>8}{'ideal':>8}{'speed-up':>10}")
+    print(f"{'stages':>7}{'micro-batches':>15}{'a pass':>12}{'10%..90%':>16}{'idle':>8}{'ideal':>8}{'speed-up':>10}")
     for row in result.rows:
+        spread = f"{row['seconds_low'] * 1000:.0f}..{row['seconds_high'] * 1000:.0f}"
         print(
-            f"{row['stages']:>7}{row['micro_batches']:>15}{row['seconds'] * 1000:>9.0f} ms{row['idle_share']:>8.0%}"
-            f"{row['ideal_idle_share']:>8.0%}{row['speedup']:>9.2f}x"
+            f"{row['stages']:>7}{row['micro_batches']:>15}{row['seconds'] * 1000:>9.0f} ms{spread:>16}"
+            f"{row['idle_share']:>8.0%}{row['ideal_idle_share']:>8.0%}{row['speedup']:>9.2f}x"
         )
 
 
 def _print_kernels(result: Result) -> None:
     print(f"{result.devices[0]['name']} · {result.parameters['dtype']}")
-    heads = (("ours", 12), ("torch", 12), ("ratio", 8), ("GB/s", 9), ("of floor", 10))
-    print(f"{'kernel':<28}{'shape':<16}{'rows':>5}" + "".join(f"{head:>{width}}" for head, width in heads))
+    heads = (("ours", 12), ("10%..90%", 18), ("torch", 12), ("ratio", 8), ("GB/s", 9), ("of floor", 10))
+    print(f"{'kernel':<26}{'shape':<24}{'rows':>5}" + "".join(f"{head:>{width}}" for head, width in heads))
     for row in result.rows:
-        name = f"{row['kernel']:<28}{row['shape']:<16}{row['rows']:>5}"
+        name = f"{row['kernel']:<26}{row['shape']:<24}{row['rows']:>5}"
         if row["status"] != "ok":
             print(f"{name}  {row['status']}")
             continue
+        spread = f"{row['us_low']:.1f}..{row['us_high']:.1f}"
         print(
-            f"{name}{row['us']:>9.1f} us{row['torch_us']:>9.1f} us{row['ratio']:>7.2f}x{row['gb_per_s']:>9.1f}"
-            f"{row['share_of_floor']:>10.0%}"
+            f"{name}{row['us']:>9.1f} us{spread:>18}{row['torch_us']:>9.1f} us{row['ratio']:>7.2f}x"
+            f"{row['gb_per_s']:>9.1f}{row['share_of_floor']:>10.0%}"
         )
 
 

@@ -40,7 +40,11 @@ class Kind:
 KINDS = {
     "latency": Kind(
         ("engine", "batch", "prompt_len", "output_len"),
-        (Figure("decode_ms", "ms", "decode_ms_low", "decode_ms_high"), Figure("first_token_ms", "ms")),
+        (
+            Figure("decode_ms", "ms", "decode_ms_low", "decode_ms_high"),
+            Figure("first_token_ms", "ms", "first_token_ms_low", "first_token_ms_high"),
+            Figure("seconds", "s", "seconds_low", "seconds_high"),
+        ),
     ),
     "throughput": Kind(
         ("engine", "requests", "prompt_tokens", "rate"),
@@ -52,11 +56,11 @@ KINDS = {
         ),
     ),
     "scaling": Kind(("ranks", "split", "allreduce"), (Figure("seconds", "s", "seconds_low", "seconds_high"),)),
-    "pipeline": Kind(("stages", "micro_batches"), (Figure("seconds", "s"),)),
+    "pipeline": Kind(("stages", "micro_batches"), (Figure("seconds", "s", "seconds_low", "seconds_high"),)),
     "allreduce": Kind(
         ("backend", "options", "dtype", "bytes", "mode", "delay_us"), (Figure("median_us", "us", "low_us", "high_us"),)
     ),
-    "kernels": Kind(("kernel", "shape", "rows"), (Figure("us", "us"),)),
+    "kernels": Kind(("kernel", "shape", "rows"), (Figure("us", "us", "us_low", "us_high"),)),
 }
 #: Parameters that say what was measured with; others say what was measured, and must be equal.
 _HOW = {
@@ -189,6 +193,8 @@ def _row_changes(kind: Kind, key: tuple[str, ...], old: Row | None, new: Row | N
             if before is after is None:
                 continue
             there = new if before is not None else old  # the row without a figure, if there is one
+            if there is not None and there.get("status", "ok") == "ok":
+                continue  # an older yalis did not tell it
             if there is None:
                 verdict = "gone" if new is None else "new"
             else:

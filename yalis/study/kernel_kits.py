@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from yalis.errors import YalisError
-from yalis.kernels import ops, reference
+from yalis.kernels import native, ops, reference
 
 EPS = 1e-5
 _ACTIVATION = "silu"
@@ -100,6 +100,20 @@ class Native(Torch):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return ops.rotate(x, cos, sin)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
+    ) -> Tensor:
+        library = native.load() if q.dtype is torch.float32 else None
+        if library is None:
+            return super().attention(q, k, v, starts, lengths, tables, launch)
+        (rows, heads, dim), out = q.shape, torch.empty_like(q)
+        library.attend(
+            out.data_ptr(), q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(),
+            tables.data_ptr(), tables.stride(0), lengths.data_ptr(), rows, heads, k.shape[2], dim, k.shape[1],
+            0, _SCALE, 0.0, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
 
 class Kernels:

@@ -126,18 +126,13 @@ def _small(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torc
 
 def _attention(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
     """One token of each sequence over its cache; torch's reads a cache that is not paged."""
-    if device.type != "cuda":
-        return
-    from yalis.kernels.paged_attention import plan_launch
-
     blocks = -(-plan.context // _BLOCK)
     context = blocks * _BLOCK
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     for rows in plan.rows:
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         lengths = torch.full((rows,), context, dtype=torch.int32, device=device)
         tables = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
-        launch = plan_launch(starts, (1,) * rows, dims.heads, dims.kv_heads, dims.head_dim, dtype, 3 * processors)
+        launch = _launch(starts, rows, dims, dtype) if device.type == "cuda" else None
         moved = 2 * rows * context * dims.kv_heads * dims.head_dim * dtype.itemsize
         copies: list[tuple[Any, ...]] = []
         for _ in range(_copies(moved, device)):
@@ -146,6 +141,13 @@ def _attention(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: 
             copies.append((q, k, v, starts, lengths, tables, launch))
         flops = 4.0 * rows * dims.heads * dims.head_dim * context
         yield Trial("attention", f"{context} tokens", rows, float(moved), flops, _call("attention"), copies)
+
+
+def _launch(starts: Tensor, rows: int, dims: ModelDims, dtype: torch.dtype) -> Any:
+    from yalis.kernels.paged_attention import plan_launch
+
+    processors = torch.cuda.get_device_properties(starts.device).multi_processor_count
+    return plan_launch(starts, (1,) * rows, dims.heads, dims.kv_heads, dims.head_dim, dtype, 3 * processors)
 
 
 def _steps(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:

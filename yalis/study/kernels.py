@@ -24,6 +24,7 @@ from yalis.perfmodel.floors import ModelDims, decode_floor_s
 from yalis.study import bandwidth
 from yalis.study.kernel_kits import Kernels, Kit, Reference, Torch, our_kits
 from yalis.study.kernel_trials import DTYPES, KernelsPlan, Trial, list_trials, make_product
+from yalis.study.spread import spread
 
 if TYPE_CHECKING:
     from yalis.kernels.skinny import Problem, Shape
@@ -76,6 +77,7 @@ class Timed:
     ours: float
     theirs: float
     error: float
+    span: tuple[float, float]  # of ours
 
 
 def time_both(trial: Trial, kit: Kit, device: torch.device, dtype: torch.dtype, repeats: int) -> Timed | str:
@@ -83,8 +85,8 @@ def time_both(trial: Trial, kit: Kit, device: torch.device, dtype: torch.dtype, 
     error = find_error(trial, kit)
     if not error <= _TOLERANCE[dtype] * trial.looseness:
         return f"wrong: off by {error:.1e}"
-    ours, theirs = (seconds(partial(trial.run, one), len(trial.copies), device, repeats) for one in (kit, Torch()))
-    return Timed(ours, theirs, error)
+    ours, theirs = (times(partial(trial.run, one), len(trial.copies), device, repeats) for one in (kit, Torch()))
+    return Timed(median(ours), median(theirs), error, spread(ours))
 
 
 def _row(trial: Trial, suffix: str, timed: Timed | str) -> dict[str, Any]:
@@ -96,6 +98,8 @@ def _row(trial: Trial, suffix: str, timed: Timed | str) -> dict[str, Any]:
     row.update(
         error=timed.error,
         us=1e6 * timed.ours,
+        us_low=1e6 * timed.span[0],
+        us_high=1e6 * timed.span[1],
         torch_us=1e6 * timed.theirs,
         ratio=timed.theirs / timed.ours,
         gb_per_s=trial.bytes / timed.ours / 1e9,
@@ -119,8 +123,8 @@ def find_error(trial: Trial, kit: Kit, expected: Tensor | None = None) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def seconds(run: Callable[[int], object], copies: int, device: torch.device, repeats: int) -> float:
-    """Of one call, over calls that take turns with the copies."""
+def times(run: Callable[[int], object], copies: int, device: torch.device, repeats: int) -> list[float]:
+    """Seconds of one call, over calls that take turns with the copies; of each repeat."""
 
     def turns(calls: int) -> None:
         for i in range(calls):
@@ -132,7 +136,7 @@ def seconds(run: Callable[[int], object], copies: int, device: torch.device, rep
     work: Callable[[], None] = partial(turns, calls)
     if device.type == "cuda":
         work = _captured(work)
-    return median(_clock(work, device) for _ in range(repeats)) / calls
+    return [_clock(work, device) / calls for _ in range(repeats)]
 
 
 def _clock(work: Callable[[], None], device: torch.device) -> float:
@@ -168,13 +172,14 @@ def tune(
         for problem in problems:
             trial = make_product(problem, dtype, device)
             expected = trial.run(Reference())
-            times: list[tuple[float, Shape]] = []
+            tried: list[tuple[float, Shape]] = []
             for shape in candidates(problem):
                 kit = Kernels(pdl=True, shape=shape)  # as a decode step launches them
                 if fits(trial, kit) and find_error(trial, kit, expected) <= _TOLERANCE[dtype]:
-                    times.append((seconds(partial(trial.run, kit), len(trial.copies), device, 5), shape))
-            if times:
-                best, found[problem] = min(times)
+                    taken = times(partial(trial.run, kit), len(trial.copies), device, 5)
+                    tried.append((median(taken), shape))
+            if tried:
+                best, found[problem] = min(tried)
                 report(f"{problem}: {found[problem]}, {1e6 * best:.2f} us, {trial.bytes / best / 1e12:.2f} TB/s")
     return found
 

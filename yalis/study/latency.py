@@ -200,9 +200,21 @@ def _take_turns(
         batches.append([draw_prompt(noise, case.prompt_len, vocab_size) for _ in range(case.batch)])
 
     def run(engine: peers.Peer, prompts: list[list[int]], _: object) -> peers.Timing:
-        return engine.run(prompts, case.output_len)
+        timing = engine.run(prompts, case.output_len)
+        _check_answers(case, timing.tokens)
+        return timing
 
     return take_turns(engines, batches, plan.warmup, run, lambda text: report(f"{case}: {text}"))
+
+
+def _check_answers(case: Workload, answers: list[list[int]]) -> None:
+    """An engine that gave something else than was asked for was not measured at it."""
+    if [len(tokens) for tokens in answers] != [case.output_len] * case.batch:
+        given = sum(map(len, answers))
+        raise YalisFailure(
+            f"{case.batch} requests for {case.output_len} tokens gave {given} in {len(answers)} answers, so nothing "
+            "was measured"
+        )
 
 
 def _tabulate(
@@ -225,16 +237,25 @@ def _tabulate(
             row["status"] = timings
         else:
             steps = [step for timing in timings for step in timing.steps]
-            first, step = median(timing.first_token for timing in timings), median(steps)
+            firsts = [timing.first_token for timing in timings]
+            totals = [timing.total for timing in timings]
+            first, step, seconds = median(firsts), median(steps), median(totals)
             low, high = spread(steps)
+            first_low, first_high = spread(firsts)
+            seconds_low, seconds_high = spread(totals)
             row.update(
                 status="ok",
                 first_token_ms=1e3 * first,
+                first_token_ms_low=1e3 * first_low,
+                first_token_ms_high=1e3 * first_high,
                 prefill_tokens_per_s=case.batch * case.prompt_len / first,
                 decode_ms=1e3 * step,
                 decode_ms_low=1e3 * low,
                 decode_ms_high=1e3 * high,
-                tokens_per_s=median(case.batch * case.output_len / timing.total for timing in timings),
+                seconds=seconds,
+                seconds_low=seconds_low,
+                seconds_high=seconds_high,
+                tokens_per_s=case.batch * case.output_len / seconds,
                 host_ms=_host_ms(timings),
                 prefill_floor_ms=1e3 * floors.prefill,
                 floor_ms=1e3 * floors.decode,

@@ -21,6 +21,7 @@ from yalis.engine.engine import Engine
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError
 from yalis.study import bandwidth
+from yalis.study.spread import spread
 from yalis.study.topology import topology_of
 from yalis.types import SamplingParams
 
@@ -107,11 +108,14 @@ def _pass(llm: LLM, engine: Engine, micro_batches: int, prompts: list[list[int]]
 
 def _row(stages: int, micro_batches: int, passes: list[Pass], base: float) -> dict[str, Any]:
     seconds = median(one.seconds for one in passes)
+    low, high = spread([one.seconds for one in passes])
     idle = median(1 - sum(one.busy) / (stages * one.seconds) for one in passes)
     return {
         "stages": stages,
         "micro_batches": micro_batches,
         "seconds": seconds,
+        "seconds_low": low,
+        "seconds_high": high,
         "idle_share": idle,
         "ideal_idle_share": (stages - 1) / (micro_batches + stages - 1),
         "busy_seconds": [median(one.busy[stage] for one in passes) for stage in range(stages)],
