@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from yalis.cli.main import main
 from yalis.errors import YalisError
 from yalis.perfmodel.floors import ModelDims
 from yalis.study import bandwidth, kernel_trials, kernels
@@ -64,7 +67,9 @@ class Off(Native):
         return super().argmax(logits) + 1
 
 
-def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_gets_no_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Unwritten())])
     rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
     assert rows["gate"]["status"] == "wrong: off by nan"
@@ -74,6 +79,15 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Off())])
     rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
     assert rows["argmax"]["status"] == "wrong: off by 1.0e+00"
+    monkeypatch.setitem(kernels.DIMS, "cpu", TINY)
+    words = f"bench kernels --device cpu --rows 1 --layers 1 --repeats 1 --out {tmp_path}"
+    assert main(words.split()) == 1
+    out, err = capsys.readouterr()
+    assert "wrong: off by 1.0e+00\n" in out
+    assert "1 of 16 kernels did not give what their reference gives, the first argmax (300, 1 rows): off by" in err
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Native())])
+    assert main(words.split()) == 0
 
 
 def test_the_triton_kernels_pass_the_same_check() -> None:

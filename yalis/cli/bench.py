@@ -112,6 +112,10 @@ def run(args: argparse.Namespace) -> int:
         tell(f"wrote {results.write(result, args.out)}")
     if args.benchmark == "allreduce":
         bench_allreduce.finish(args, result)
+    if args.benchmark == "kernels":
+        from yalis.study.kernels import check_right
+
+        check_right(result)
     return 0
 
 

@@ -92,13 +92,14 @@ def print_table(result: Result) -> None:
         share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.0%}"
         speeds = f"{row['tokens_per_s']:>11.1f}{row['requests_per_s']:>12.2f}"
         print(f"{label:<20}{row['seconds']:>10.3f} s{span:>18}{speeds}{share:>10}")
-    print(f"{'milliseconds to':<20}{'median':>12}{'90%':>12}{'99%':>12}")
+    wide = 20 if len(result.rows) == 1 else 28
+    print(f"{'milliseconds to':<{wide}}{'median':>12}{'90%':>12}{'99%':>12}")
     for row in result.rows:
         for name, title in (("first_token_ms", "a first token"), ("token_ms", "a next token")):
             if row[name] is not None:
                 label = title if len(result.rows) == 1 else f"{title}, {row['engine']}"
                 values = (row[name], row[f"{name}_p90"], row[f"{name}_p99"])
-                print(f"{label:<20}" + "".join(f"{value:>12.1f}" for value in values))
+                print(f"{label:<{wide}}" + "".join(f"{value:>12.1f}" for value in values))
     for row in result.rows:
         if row["engine"] != "yalis" and row["status"] == "ok":
             same = (

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from yalis import results
 from yalis.engine.device import resolve_device
+from yalis.errors import YalisFailure
 from yalis.perfmodel.floors import ModelDims, decode_floor_s
 from yalis.study import bandwidth
 from yalis.study.kernel_kits import Kernels, Kit, Reference, Torch, our_kits
@@ -68,6 +69,16 @@ def measure(plan: KernelsPlan, command: str, report: Callable[[str], None] = lam
             row["share_of_floor"] = row["floor_us"] / row["us"]
     given = {"dims": asdict(dims), "dtype": str(dtype).removeprefix("torch."), **asdict(rates)}
     return results.new("kernels", {**asdict(plan), **given}, rows, command, [bandwidth.describe(device)])
+
+
+def check_right(result: results.Result) -> None:
+    """Fail, in one sentence, if any kernel was wrong."""
+    if wrong := [row for row in result.rows if row["status"] != "ok"]:
+        first = wrong[0]
+        raise YalisFailure(
+            f"{len(wrong)} of {len(result.rows)} kernels did not give what their reference gives, the first "
+            f"{first['kernel']} ({first['shape']}, {first['rows']} rows): {first['status'].removeprefix('wrong: ')}"
+        )
 
 
 @dataclass(frozen=True)
