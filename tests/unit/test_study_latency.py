@@ -18,7 +18,8 @@ from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisFailure
 from yalis.study import bandwidth, peer_engines, peers
-from yalis.study.latency import LatencyPlan, Ours, _take_turns, fit
+from yalis.study.latency import Floors, LatencyPlan, Ours, _tabulate, _take_turns, fit
+from yalis.study.topology import has_floor, unlike_peers
 from yalis.study.workloads import Workload
 
 
@@ -96,6 +97,26 @@ def test_an_engine_that_gives_too_little_measured_nothing() -> None:
     assert bad == [why.format(7, 2), why.format(0, 0)]
     with pytest.raises(YalisFailure, match="gave 7 in 2 answers"):
         _take_turns(case, plan, engines[1:], 10, lambda text: None)  # ours is the first
+
+
+def test_a_floor_is_of_the_devices_that_each_engine_has() -> None:
+    engines: list[tuple[str, peers.Peer | str]] = [("yalis", Gives()), ("transformers", Gives())]
+    taken: list[list[peers.Timing] | str] = [[Gives(4).run([], 4)], [Gives(4).run([], 4)]]
+    case = Workload(1, 3, 4)
+    ours, theirs = _tabulate(case, engines, taken, Floors(0.8, 0.4), 2, comparable=True)
+    assert (ours["prefill_floor_ms"], ours["floor_ms"], ours["share_of_floor"]) == (400.0, 200.0, 0.2)
+    assert (theirs["prefill_floor_ms"], theirs["floor_ms"], theirs["share_of_floor"]) == (800.0, 400.0, 0.4)
+    ours, theirs = _tabulate(case, engines, taken, None, 2, comparable=True)
+    assert ours["floor_ms"] is theirs["share_of_floor"] is None
+
+    one, two = EngineConfig("m"), EngineConfig("m", tp=(2, 1))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert has_floor(one, cpu)
+    assert has_floor(two, cuda)
+    assert not has_floor(two, cpu)  # its ranks share the memory
+    assert not has_floor(replace(two, ranks_per_gpu=2), cuda)
+    assert unlike_peers(one, ["vllm"]) == unlike_peers(two, []) == []
+    assert unlike_peers(two, ["vllm"]) == ["yalis ran on 2 ranks and vllm on one device"]
 
 
 def _check(row: dict[str, Any]) -> None:

@@ -169,7 +169,9 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _print_latency(result: Result) -> None:
     facts, device = result.parameters, result.devices[0]
     threads = f", {device['threads']} threads" if "threads" in device else ""
-    print(f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}")
+    ranks = 1 if result.topology is None else result.topology["ranks"]
+    told = f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}"
+    print(told + (f" · {ranks} ranks" if ranks > 1 else ""))
     read, matmul = facts["read_bytes_per_s"] / 1e9, facts["matmul_flops_per_s"] / 1e9
     print(f"measured here: read {read:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
     heads = (
@@ -190,15 +192,19 @@ def _print_latency(result: Result) -> None:
             print(f"{label:<20}{work:<17}  {row['status']}")
             continue
         spread = f"{row['decode_ms_low']:.2f}..{row['decode_ms_high']:.2f}"
+        floor = f"{'none':>10}{'':>10}"
+        if row["floor_ms"] is not None:
+            floor = f"{row['floor_ms']:>7.2f} ms{row['share_of_floor']:>10.0%}"
         host = "" if row["host_ms"] is None else f"{row['host_ms']:>7.2f} ms"
         print(
             f"{label:<20}{work:<17}{row['first_token_ms']:>10.1f} ms{row['decode_ms']:>10.2f} ms{spread:>16}"
-            f"{row['seconds']:>9.3f} s{row['tokens_per_s']:>10.1f}{row['floor_ms']:>7.2f} ms"
-            f"{row['share_of_floor']:>10.0%}{host}"
+            f"{row['seconds']:>9.3f} s{row['tokens_per_s']:>10.1f}{floor}{host}"
         )
     for row in result.rows:
         if row["engine"] != "yalis" and row["status"] == "ok":
             print(_comparison(row))
+    for note in result.notes:
+        print(note)
 
 
 def _print_pipeline(result: Result) -> None:

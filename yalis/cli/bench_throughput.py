@@ -112,3 +112,5 @@ def print_table(result: Result) -> None:
             )
         if row["cached_tokens"]:
             print(f"{row['cached_tokens']} of the prompts' tokens were found in the cache")
+    for note in result.notes:
+        print(note)

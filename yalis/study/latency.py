@@ -19,12 +19,13 @@ from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
 from yalis.engine.llm import LLM
+from yalis.engine.team import split_of
 from yalis.errors import YalisError, YalisFailure
 from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefill_floor_s, prefill_flops
 from yalis.spec import read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.spread import spread
-from yalis.study.topology import topology_of
+from yalis.study.topology import has_floor, topology_of, unlike_peers
 from yalis.study.turns import take_turns
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import SamplingParams
@@ -139,8 +140,8 @@ def measure(
         dims = ModelDims.of(llm.spec, dtype.itemsize, dtype.itemsize)
         rows = []
         for case, timings in zip(plan.cases, taken, strict=True):
-            floors = find_floors(dims, case, rates)
-            rows += _tabulate(case, engines, timings, floors, comparable=config.load != "random")
+            floors = find_floors(dims, case, rates) if has_floor(config, device) else None
+            rows += _tabulate(case, engines, timings, floors, split_of(config).size, config.load != "random")
         instead = ("batch", "prompt_len", "output_len") if plan.workload else ("workload",)
         parameters = {
             **{name: value for name, value in asdict(plan).items() if name not in instead},
@@ -150,7 +151,8 @@ def measure(
             **asdict(rates),
         }
         devices = [bandwidth.describe(device)]
-        return results.new("latency", parameters, rows, command, devices, topology=topology_of(llm._world))
+        notes = unlike_peers(config, plan.peer)
+        return results.new("latency", parameters, rows, command, devices, notes, topology_of(llm._world))
 
 
 def fit(config: EngineConfig, plan: LatencyPlan) -> EngineConfig:
@@ -175,6 +177,10 @@ class Floors:
 
     prefill: float
     decode: float  # a step, at the middle of the output
+
+    def over(self, devices: int) -> Floors:
+        """Where so many like it have a share each."""
+        return Floors(self.prefill / devices, self.decode / devices)
 
 
 def find_floors(dims: ModelDims, case: Workload, rates: bandwidth.DeviceRates) -> Floors:
@@ -221,10 +227,11 @@ def _tabulate(
     case: Workload,
     engines: list[tuple[str, peers.Peer | str]],
     taken: list[list[peers.Timing] | str],
-    floors: Floors,
+    floors: Floors | None,
+    ranks: int,
     comparable: bool,
 ) -> list[dict[str, Any]]:
-    """One row for each engine, ours first. `comparable`: whether all of them have the same weights."""
+    """One row for each engine, ours first; `ranks` are ours. `comparable`: whether all have the same weights."""
     ours = taken[0]
     assert not isinstance(ours, str)
     our_step = median(step for timing in ours for step in timing.steps)
@@ -257,12 +264,16 @@ def _tabulate(
                 seconds_high=seconds_high,
                 tokens_per_s=case.batch * case.output_len / seconds,
                 host_ms=_host_ms(timings),
-                prefill_floor_ms=1e3 * floors.prefill,
-                floor_ms=1e3 * floors.decode,
-                share_of_floor=floors.decode / step,
                 ratio=step / our_step,
                 same_tokens=_agreement(ours, timings) if comparable and timings is not ours else None,
             )
+            if floors is not None:
+                own = floors.over(ranks) if timings is ours else floors
+                row.update(
+                    prefill_floor_ms=1e3 * own.prefill,
+                    floor_ms=1e3 * own.decode,
+                    share_of_floor=own.decode / step,
+                )
         rows.append(row)
     return rows
 

@@ -31,7 +31,7 @@ from yalis.spec import ModelSpec, read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.jobs import Job, ThroughputPlan, check_length, digest_of, draw_jobs, read_dataset
 from yalis.study.spread import percentiles, spread
-from yalis.study.topology import topology_of
+from yalis.study.topology import has_floor, topology_of, unlike_peers
 from yalis.study.turns import Report, take_turns
 from yalis.types import RequestOutput
 
@@ -153,7 +153,7 @@ def measure(
     config = _leave_room(config, plan)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
-    floored = _has_floor(config, device)
+    floored = has_floor(config, device)
     rates = _rates(device, dtype, report) if floored else None
     report("loading the model")
     with LLM(**asdict(config)) as llm:
@@ -185,7 +185,8 @@ def measure(
         "prompts_digest": digest_of(turns[plan.warmup]),  # of the run that gave these answers
         "answers": [_digest(tokens) for tokens in ours[0].tokens],
     }
-    return results.new("throughput", parameters, rows, command, [described], topology=topology)
+    notes = unlike_peers(config, plan.peer)
+    return results.new("throughput", parameters, rows, command, [described], notes, topology)
 
 
 def _leave_room(config: EngineConfig, plan: ThroughputPlan) -> EngineConfig:
@@ -211,11 +212,6 @@ def _peer_setup(
         batch=min(config.max_num_seqs, plan.requests or work.batch),
         max_batch_tokens=config.max_batch_tokens,
     )
-
-
-def _has_floor(config: EngineConfig, device: torch.device) -> bool:
-    """Whether every rank has a device to itself, so that what one can do tells what all can."""
-    return split_of(config).size == 1 or (device.type == "cuda" and config.ranks_per_gpu == 1)
 
 
 def _rates(device: torch.device, dtype: torch.dtype, report: Report) -> bandwidth.DeviceRates:

@@ -1,10 +1,15 @@
-"""How the ranks of a measurement lie on hosts, and who started them."""
+"""How the ranks of a measurement lie on hosts and devices, and who started them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from yalis import results
+from yalis.config import EngineConfig
+from yalis.engine.team import split_of
 from yalis.launch.environment import find_place
 from yalis.launch.world import World
 
@@ -13,3 +18,14 @@ def topology_of(world: World | None) -> dict[str, Any]:
     """As results tell it."""
     assert world is not None, "the engine is closed"
     return results.topology([member.node for member in world.members], find_place().launcher)
+
+
+def has_floor(config: EngineConfig, device: torch.device) -> bool:
+    """Whether every rank has a device to itself, so that what one can do tells what all can."""
+    return split_of(config).size == 1 or (device.type == "cuda" and config.ranks_per_gpu == 1)
+
+
+def unlike_peers(config: EngineConfig, names: Sequence[str]) -> list[str]:
+    """What must be told beside a ratio: peers take one device, whatever ours take."""
+    ranks = split_of(config).size
+    return [f"yalis ran on {ranks} ranks and {', '.join(names)} on one device"] if names and ranks > 1 else []
