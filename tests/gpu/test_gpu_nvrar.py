@@ -103,15 +103,35 @@ def test_compile_keeps_the_operation(mps: Mps) -> None:
     assert answer["compiled"]
 
 
-def test_memcheck_is_clean() -> None:
-    """Without MPS, under which compute-sanitizer does not run: ranks take turns, so this is small."""
+@pytest.mark.parametrize("overrun", [0, 1])
+def test_memcheck_is_clean(overrun: int) -> None:
+    """And is not where an operation writes past its output: nvrar's kernels, and only they, are watched.
+
+    Without MPS, under which compute-sanitizer does not run: ranks take turns, so this is small.
+    """
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         pytest.skip("needs compute-sanitizer")
-    watched = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"]
-    done = run(None, *watched, *JOB, "small", "1+1", "ops=20", timeout=400)
+    chosen = "--kernel-name" if "--kernel-name" in run(None, sanitizer, "--help").stdout else "--kernel-regex"
+    watched = [
+        sanitizer,
+        "--tool",
+        "memcheck",
+        "--target-processes",
+        "all",
+        "--error-exitcode",
+        "9",
+        chosen,
+        "kns=nvrar",
+    ]
+    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that a tensor's end is an allocation's
+    done = run(None, *watched, *JOB, "small", "1+1", "ops=20", f"overrun={overrun}", timeout=400, **apart)
+    told = done.stdout[-4000:] + done.stderr[-2000:]
+    if overrun:
+        assert "Invalid __global__ write" in done.stdout, told
+        return
+    assert done.returncode == 0, told
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert json.loads(lines[-1]) == {"wrong": 0, "alike": True}
 
 

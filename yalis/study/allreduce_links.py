@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from yalis.study.allreduce_rank import Start
 
 PINGS, _PINGS_EACH = (1 << 10, 32 << 10, 256 << 10, 1 << 20), 9
-PAIRED, _PAIRED_EACH = (4 << 10, 32 << 10, 128 << 10, 512 << 10), 7
-IN_GRAPH = 20  # operations that a graph holds
+PAIRED, _PAIRED_EACH = (4 << 10, 32 << 10, 128 << 10, 512 << 10), 9
+IN_GRAPH = 64  # operations that a graph holds, as many as a decode step of 32 layers has
 
 
 def links_of_messages(world: World, topology: Topology, group: Communicator) -> dict[str, Any]:
@@ -91,10 +91,9 @@ def _times_of_pairs(
 
 
 def _seconds_each(act: Callable[[], object] | None, start: Start, device: torch.device) -> float:
-    """The slowest rank's median seconds for one of many `act` in a graph; ranks with none only wait for the others."""
+    """The slowest rank's seconds, at best, for one of many `act` in a graph; ranks with none only wait for others."""
     replay = record(act, device) if act else lambda: None
-    start.times(lambda: None, replay, 2, 0.0)
-    return median(start.times(lambda: None, replay, _PAIRED_EACH, 0.0)) / IN_GRAPH
+    return min(start.settled(lambda: None, replay, 3, _PAIRED_EACH)) / IN_GRAPH
 
 
 def record(act: Callable[[], object], device: torch.device) -> Callable[[], None]:

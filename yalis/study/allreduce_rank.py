@@ -45,6 +45,7 @@ from yalis.study.allreduce_links import IN_GRAPH, links_of_messages, links_of_pa
 
 _SPIN_S = 3e-4  # sleeping ends late by up to this
 _LEAD_S = 0.02  # for all ranks to hear of the first moment
+_WARM_S = 2e-3  # between starts while nobody knows how long it takes
 TURNS = 3  # in which the repeats of all backends alternate
 # A search goes on after its first turn with so many of the ways that a backend offers.
 FINALISTS = 6
@@ -119,7 +120,7 @@ class Start:
         for _ in range(count):
             prepare()
             moment += period
-            if self.shared and period:
+            if self.shared:
                 self._wait(moment)
             else:
                 self._comm.barrier()
@@ -127,6 +128,11 @@ class Start:
             act()
             own.append(time.perf_counter() - begin)
         return [max(ranks) for ranks in zip(*self._world.exchange(own), strict=True)]
+
+    def settled(self, prepare: Callable[[], None], act: Callable[[], None], warmup: int, count: int) -> list[float]:
+        """The same, at a pace that the first few, which do not count, have shown to be slow enough for all ranks."""
+        warm = self.times(prepare, act, warmup, _WARM_S)
+        return self.times(prepare, act, count, 1.5 * max(warm[1:] or warm) + 5e-4)
 
     def _wait(self, moment: float) -> None:
         if (left := moment - time.monotonic() - self._spin) > 0:
@@ -188,10 +194,7 @@ class Entry:
         """A wrong result ends an entry's part."""
         if self.wrong or not count:
             return
-        warm = self._start.times(self._prepare, self._act, warmup, 0.0)
-        # Long enough for all ranks to be done with one operation before the next moment comes.
-        period = 1.5 * max(warm[1:] or warm) + 5e-4
-        taken = self._start.times(self._prepare, self._act, count, period)
+        taken = self._start.settled(self._prepare, self._act, warmup, count)
         self.seconds += [seconds / self._each for seconds in taken]
         self._check(self._result)
 
