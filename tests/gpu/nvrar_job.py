@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from yalis.comm.choose import open_backend
 from yalis.comm.group_sum import GroupSum
 from yalis.comm.nvrar.group import Launch, NvrarGroup
 from yalis.comm.topology import Topology
+from yalis.errors import first_line
 from yalis.launch.join import join
+from yalis.launch.serving import serving
 from yalis.launch.world import World
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -273,11 +276,27 @@ def make_groups(backend: CommBackend, world: World) -> list[tuple[NvrarGroup, li
     return made
 
 
-def main() -> None:
+def main() -> int:
+    """As the commands do it: a rank other than 0 serves, and rank 0 says what ended the job."""
     job, nodes, *rest = sys.argv[1:]
     asked = {key: int(number) for key, _, number in (word.partition("=") for word in rest)}
     counts = [int(count) for count in nodes.split("+")]
     world = join(sum(counts), [__spec__.name, *sys.argv[1:]])
+    try:
+        with serving(world) if world.rank else nullcontext():
+            take_part(job, world, counts, asked)
+    except Exception as error:
+        explained = world.explain(error)
+        if world.rank == 0:
+            world.fail(first_line(error))
+            print(f"yalis: {explained or first_line(error)}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        world.close()
+    return 0
+
+
+def take_part(job: str, world: World, counts: list[int], asked: dict[str, int]) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda:0")
     topology = Topology(tuple(node for node, count in enumerate(counts) for _ in range(count)))
@@ -287,8 +306,7 @@ def main() -> None:
         if world.rank == 0:
             print(json.dumps(found), flush=True)
         backend.close()
-    world.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

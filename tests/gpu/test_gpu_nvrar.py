@@ -113,17 +113,9 @@ def test_memcheck_is_clean(overrun: int) -> None:
     if not Path(sanitizer).exists():
         pytest.skip("needs compute-sanitizer")
     chosen = "--kernel-name" if "--kernel-name" in run(None, sanitizer, "--help").stdout else "--kernel-regex"
-    watched = [
-        sanitizer,
-        "--tool",
-        "memcheck",
-        "--target-processes",
-        "all",
-        "--error-exitcode",
-        "9",
-        chosen,
-        "kns=nvrar",
-    ]
+    of_kernels = ["--report-api-errors", "no"]  # NCCL tries calls that may fail
+    watched = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9", *of_kernels]
+    watched += [chosen, "kns=nvrar"]
     apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that a tensor's end is an allocation's
     done = run(None, *watched, *JOB, "small", "1+1", "ops=20", f"overrun={overrun}", timeout=400, **apart)
     told = done.stdout[-4000:] + done.stderr[-2000:]
@@ -146,7 +138,7 @@ def test_a_rank_that_leaves_is_reported(mps: Mps, how: int, patience: int) -> No
         mps.start()
     assert done.returncode not in (0, None)
     left = next(json.loads(line)["left"] for line in done.stderr.splitlines() if line.startswith('{"left"'))
-    assert "rank 2" in done.stderr
+    assert "rank 2" in done.stderr, done.stderr
     if how == 1:
         assert "s in the all-reduce of group all" in done.stderr
         assert "phase between nodes" in done.stderr

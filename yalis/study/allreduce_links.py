@@ -92,21 +92,34 @@ def _times_of_pairs(
 
 def _seconds_each(act: Callable[[], object] | None, start: Start, device: torch.device) -> float:
     """The slowest rank's seconds, at best, for one of many `act` in a graph; ranks with none only wait for others."""
-    replay = record(act, device) if act else lambda: None
+    replay = record(act, device) if act else lambda: 0.0
     return min(start.settled(lambda: None, replay, 3, _PAIRED_EACH)) / IN_GRAPH
 
 
-def record(act: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """What replays a graph of many `act`, and waits for its end."""
+def record(act: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """What replays a graph of many `act`, and returns the seconds that they took by the device's clock.
+
+    One more goes before them: once it is done all ranks have come, however late their hosts let them start.
+    """
     act()
     bandwidth.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(IN_GRAPH):
-            act()
+    first, many = _graph_of(act, 1), _graph_of(act, IN_GRAPH)
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def replay() -> None:
-        graph.replay()
+    def replay() -> float:
+        first.replay()
+        began.record()
+        many.replay()
+        ended.record()
         bandwidth.synchronize(device)
+        return began.elapsed_time(ended) / 1e3
 
     return replay
+
+
+def _graph_of(act: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(count):
+            act()
+    return graph

@@ -2,8 +2,8 @@
 
 Ranks start every operation together. Where one clock serves them all (one machine, whatever hosts it poses as) they
 wait for the same moment of it; between machines they leave a barrier. An operation's time is the longest that any rank
-took from its own start to its own end, on a GPU until the stream is empty again. A graph holds several operations, as
-that of a decode step does, and its time is divided by them.
+took from its own start to its own end, on a GPU until the stream is empty again. A graph holds many operations, as that
+of a decode step does; they are timed by the GPU's clock once all ranks have come, and that is divided by their number.
 
 Before every operation the input is written anew, and the checked one has an output full of NaN: a sum that was never
 taken cannot pass for one of an earlier operation.
@@ -49,6 +49,8 @@ _WARM_S = 2e-3  # between starts while nobody knows how long it takes
 TURNS = 3  # in which the repeats of all backends alternate
 # A search goes on after its first turn with so many of the ways that a backend offers.
 FINALISTS = 6
+# Does something; returns the seconds it took, or None, which leaves that to the host's clock.
+Act = Callable[[], float | None]
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -113,7 +115,7 @@ class Start:
         self.shared = len(set(boots)) == 1 and boots[0] is not None
         self._spin = _SPIN_S if world.size <= usable_cores() else 0.0
 
-    def times(self, prepare: Callable[[], None], act: Callable[[], None], count: int, period: float) -> list[float]:
+    def times(self, prepare: Callable[[], None], act: Act, count: int, period: float) -> list[float]:
         """The slowest rank's seconds for each `act`. `period`: from one start to the next, where a clock says when."""
         moment = max(self._world.exchange(time.monotonic())) + _LEAD_S
         own = []
@@ -125,11 +127,11 @@ class Start:
             else:
                 self._comm.barrier()
             begin = time.perf_counter()
-            act()
-            own.append(time.perf_counter() - begin)
+            told = act()
+            own.append(time.perf_counter() - begin if told is None else told)
         return [max(ranks) for ranks in zip(*self._world.exchange(own), strict=True)]
 
-    def settled(self, prepare: Callable[[], None], act: Callable[[], None], warmup: int, count: int) -> list[float]:
+    def settled(self, prepare: Callable[[], None], act: Act, warmup: int, count: int) -> list[float]:
         """The same, at a pace that the first few, which do not count, have shown to be slow enough for all ranks."""
         warm = self.times(prepare, act, warmup, _WARM_S)
         return self.times(prepare, act, count, 1.5 * max(warm[1:] or warm) + 5e-4)
@@ -181,7 +183,8 @@ class Entry:
         self._world, self._start, self._group, self._wanted, self._device = world, start, group, wanted, device
         self._mine = wanted.mine.to(device)
         self._x, self._out = (group.workspace(tuple(self._mine.shape), self._mine.dtype, device) for _ in range(2))
-        self._act, self._result, self._each = self._reduce, self._x, 1
+        self._act: Act = self._reduce
+        self._result, self._each = self._x, 1
         self.seconds: list[float] = []
         self.checked = 0
         self.alike = True
@@ -213,7 +216,7 @@ class Entry:
         self._group.all_reduce(self._x)
         bandwidth.synchronize(self._device)
 
-    def _record(self) -> Callable[[], None]:
+    def _record(self) -> Act:
         self._prepare()
         return record(lambda: self._group.all_reduce(self._x, self._out), self._device)
 
