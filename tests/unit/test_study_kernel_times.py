@@ -1,4 +1,4 @@
-"""The arithmetic of a profiled step."""
+"""A profiled step: its arithmetic, and that it is one of decoding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.tiny_chat import save_tiny_chat
 from yalis import LLM
 from yalis.errors import YalisError
 from yalis.perfmodel.timeline import Span
-from yalis.study.kernel_times import KernelTime, add_up, measure_step
+from yalis.study.kernel_times import KernelTime, add_up, measure_step, start_decoding
 
 
 def test_gaps_and_overlap_are_told_apart():
@@ -29,3 +29,16 @@ def test_a_cpu_is_refused(tmp_path):
         pytest.raises(YalisError, match="on a GPU"),
     ):
         measure_step(llm, 1, 4)
+
+
+def test_a_second_batch_is_past_its_prompts_too(tmp_path):
+    # The engine counts all it ever answered; what the first batch left behind is none of the second's.
+    with LLM(str(save_tiny_chat(tmp_path / "model")), threads=1, device="cpu", prefix_reuse=False) as llm:
+        for batch in (4, 1):
+            tokens, steps = llm.stats.output_tokens, llm.stats.steps
+            start_decoding(llm, batch, 20, 12)
+            assert llm.stats.output_tokens - tokens == 8 * batch
+            assert llm.stats.steps - steps == 8  # the prompts' own, and seven of a token each
+            assert llm.num_unfinished == batch
+            while llm.num_unfinished:
+                llm.poll()

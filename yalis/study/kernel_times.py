@@ -15,6 +15,8 @@ from yalis.perfmodel.timeline import Piece, Span, break_down, by_name, categoriz
 from yalis.study.workloads import draw_prompt
 from yalis.types import SamplingParams
 
+_WARM = 8  # tokens of each sequence, before any step is watched
+
 
 @dataclass(frozen=True)
 class KernelTime:
@@ -37,23 +39,28 @@ def measure_step(llm: LLM, batch: int, prompt_len: int, steps: int = 16) -> Step
     """Decode a batch, and watch some of its steps."""
     if llm.device.type != "cuda":
         raise YalisError(f"kernels are watched on a GPU, and this model is on {llm.device}")
-    noise = random.Random(0)
-    sampling = SamplingParams(max_tokens=steps + 16, ignore_eos=True)
-    for _ in range(batch):
-        llm.submit(draw_prompt(noise, prompt_len, llm.spec.vocab_size), sampling)
-    stats = llm.stats
-    while stats.output_tokens < 8 * batch:  # prompts are over, and whatever happens once
-        llm.poll()
+    start_decoding(llm, batch, prompt_len, steps + 2 * _WARM)
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    before = stats.steps
+    before = llm.stats.steps
     with torch.profiler.profile(activities=activities) as watch:
         for _ in range(steps):
             llm.poll()
         torch.cuda.synchronize(llm.device)
-    watched = stats.steps - before
+    watched = llm.stats.steps - before
     while llm.num_unfinished:
         llm.poll()
     return add_up(_spans(watch), watched)
+
+
+def start_decoding(llm: LLM, batch: int, prompt_len: int, output_len: int) -> None:
+    """Submit a batch, and run until its prompts are over, and whatever happens once."""
+    before = llm.stats.output_tokens  # of all that the engine ever answered
+    noise = random.Random(0)
+    sampling = SamplingParams(max_tokens=output_len, ignore_eos=True)
+    for _ in range(batch):
+        llm.submit(draw_prompt(noise, prompt_len, llm.spec.vocab_size), sampling)
+    while llm.stats.output_tokens - before < _WARM * batch:
+        llm.poll()
 
 
 def _spans(watch: Any) -> list[Span]:
