@@ -26,7 +26,8 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(**given: object) -> KernelsPlan:
-    return KernelsPlan(**{"dims": TINY, "rows": (1, 5), "layers": 1, "repeats": 1, "device": "cpu", **given})  # type: ignore[arg-type]
+    small = {"dims": TINY, "rows": (1, 5), "layers": 1, "prompts": 2, "prompt_len": 40, "repeats": 1, "device": "cpu"}
+    return KernelsPlan(**{**small, **given})  # type: ignore[arg-type]
 
 
 def test_every_operation_is_right_and_has_its_floor() -> None:
@@ -34,11 +35,11 @@ def test_every_operation_is_right_and_has_its_floor() -> None:
     result = kernels.measure(plan(), "yalis bench kernels", heard.append)
     found = {(row["kernel"], row["shape"].split()[0]) for row in result.rows}
     assert {kernel for kernel, _ in found} == {
-        "linear", "norm, linear", "linear, add", "norm, linear, gate", "add, norm", "gate", "argmax", "rope, write",
-        "attention", "step",
+        "linear", "norm, linear", "linear, add", "norm, linear, gate", "norm", "add, norm", "gate", "rope, write",
+        "feed", "take", "argmax", "argmax, settle", "attention", "prompt attention", "step",
     }  # fmt: skip
     assert {shape for kernel, shape in found if kernel == "linear"} == set(matrices(TINY))
-    assert len(result.rows) == 2 * (10 + 4 + 1 + 1)
+    assert len(result.rows) == 2 * (10 + 4 + 4 + 1 + 1) + 1
     assert len(heard) == 1 + len(result.rows)
     for row in result.rows:
         assert row["status"] == "ok"
@@ -50,6 +51,11 @@ def test_every_operation_is_right_and_has_its_floor() -> None:
     step = next(row for row in result.rows if row["kernel"] == "step" and row["rows"] == 1)
     numbers = 128 * 64 + 64 * 64 + 192 * 64 + 64 * 96 + 300 * 64
     assert step["floor_us"] == pytest.approx(1e6 * 4 * numbers / 1e9)
+    # Two prompts fill three blocks each: token n sees n keys, and each costs two products of a head's size.
+    prompt = next(row for row in result.rows if row["kernel"] == "prompt attention")
+    assert (prompt["shape"], prompt["rows"]) == ("2 x 48 tokens", 96)
+    assert prompt["gflop_per_s"] * prompt["us"] * 1e3 == pytest.approx(2 * 4 * 4 * 16 * sum(range(1, 49)))
+    assert prompt["gb_per_s"] * prompt["us"] * 1e3 == pytest.approx(4 * 96 * 16 * (4 + 4 + 2 + 2))
 
 
 class Unwritten(Native):
@@ -80,21 +86,37 @@ def test_a_wrong_kernel_gets_no_time(
     rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
     assert rows["argmax"]["status"] == "wrong: off by 1.0e+00"
     monkeypatch.setitem(kernels.DIMS, "cpu", TINY)
-    words = f"bench kernels --device cpu --rows 1 --layers 1 --repeats 1 --out {tmp_path}"
+    words = f"bench kernels --device cpu --rows 1 --layers 1 --prompt-len 40 --repeats 1 --out {tmp_path}"
     assert main(words.split()) == 1
     out, err = capsys.readouterr()
     assert "wrong: off by 1.0e+00\n" in out
-    assert "1 of 16 kernels did not give what their reference gives, the first argmax (300, 1 rows): off by" in err
+    assert "1 of 21 kernels did not give what their reference gives, the first argmax (300, 1 rows): off by" in err
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Native())])
-    assert main(words.split()) == 0
+
+
+def test_a_kernel_is_told_by_what_it_is_bound_by(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(kernels.DIMS, "cpu", TINY)
+    words = "bench kernels --device cpu --rows 1 --layers 1 --prompts 1 --prompt-len 40 --repeats 1"
+    for rates, ceilings, unit in (
+        ((1e15, 1e12, "a kernel"), "read 1000.00 TB/s (a kernel), matmul 1.00 TFLOP/s", "FLOP/s"),
+        ((1e9, 1e15, "another"), "read 1.0 GB/s (another), matmul 1000.00 TFLOP/s", "B/s"),
+    ):
+        monkeypatch.setattr(bandwidth, "measure", lambda *_, given=rates: bandwidth.DeviceRates(*given))
+        assert main(words.split()) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert told[1] == f"measured here: {ceilings}"
+        speeds = {line[:26].rstrip(): line.split()[-2] for line in told[3:]}
+        assert speeds["prompt attention"][1:] == speeds["linear"][1:] == unit
+        assert speeds["argmax"].endswith("B/s")  # which multiplies nothing
 
 
 def test_the_triton_kernels_pass_the_same_check() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     seen = set()
-    for trial in list_trials(plan(rows=(3,)), TINY, CPU, torch.float32):
-        if trial.kernel not in seen and trial.kernel != "attention":  # whose launch is a GPU's
+    for trial in list_trials(plan(rows=(3,), context=70), TINY, CPU, torch.float32):
+        if trial.kernel not in seen:
             assert kernels.find_error(trial, Kernels()) < 1e-5, trial.kernel
         seen.add(trial.kernel)
 
@@ -105,6 +127,20 @@ def test_a_rate_above_the_measured_one_is_the_ceiling(monkeypatch: pytest.Monkey
     result = kernels.measure(plan(rows=(1,)), "")
     assert max(row["share_of_floor"] for row in result.rows) <= 1.0 + 1e-9
     assert result.parameters["read_bytes_per_s"] > 1.0
+    assert result.parameters["read_by"].endswith("1 rows")
+
+
+def test_the_best_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs, ours = bandwidth.DeviceRates(3.0, 5.0, "torch.sum"), bandwidth.DeviceRates(4.0, 2.0, "ours")
+    assert torchs.best(ours) == ours.best(torchs) == bandwidth.DeviceRates(4.0, 5.0, "ours")
+    # A GPU's readers, here on a CPU: what they tell is bytes a second.
+    monkeypatch.setitem(bandwidth._READ_BYTES, "cpu", 2**22)
+    monkeypatch.setattr(bandwidth, "_HEAD", (256, 1024))
+    seconds = iter([4.0, 1.0, 2.0, 2.0, 0.5])
+    monkeypatch.setattr(bandwidth, "_best_seconds", lambda kernel, device: next(seconds))
+    found = bandwidth.torch_reads(CPU) | bandwidth.product_reads(CPU)
+    assert list(found) == ["torch.sum", "torch.max", "torch.mv", "torch.dot", "linear, one row"]
+    assert list(found.values()) == [2**20, 2**22, 2**21, 2**21, 2**23]
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_rest(pipeline)
     about = bench_allreduce.ABOUT
     bench_allreduce.add_flags(kinds.add_parser("allreduce", help=about, description=about))
-    about = "the operations of a decode step, ours beside torch's and beside the device's floor"
+    about = "the operations of a decode step and attention of prompts, ours beside torch's and the device's floor"
     kernels = kinds.add_parser("kernels", help=about, description=about)
     rows = (1, 2, 4, 8, 16, 32, 64)
     kernels.add_argument(
         "--rows", metavar="1,16,64", type=_sizes, default=rows, help="rows of input (default: 1,2,4,8,16,32,64)"
     )
-    _add_numbers(kernels, layers=8, context=1024, repeats=10, seed=0)
+    _add_numbers(kernels, layers=8, context=1024, prompts=4, repeats=10, seed=0)
+    kernels.add_argument(
+        "--prompt-len", metavar="N", type=whole, help="tokens in each prompt (default: 2048 on a GPU, 512 on a CPU)"
+    )
     kernels.add_argument("--device", metavar="NAME", default="auto", help="auto, cpu or cuda (default: auto)")
     kernels.add_argument("--dtype", metavar="NAME", default="auto", help="auto, float32, float16 or bfloat16")
     kernels.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
@@ -141,8 +144,8 @@ def _kernels(args: argparse.Namespace, command: str, report: Callable[[str], Non
     from yalis.study.kernels import measure
 
     plan = KernelsPlan(
-        rows=args.rows, layers=args.layers, context=args.context, device=args.device, dtype=args.dtype,
-        repeats=args.repeats, seed=args.seed,
+        rows=args.rows, layers=args.layers, context=args.context, prompts=args.prompts, prompt_len=args.prompt_len,
+        device=args.device, dtype=args.dtype, repeats=args.repeats, seed=args.seed,
     )  # fmt: skip
     return measure(plan, command, report)
 
@@ -220,8 +223,11 @@ def _print_pipeline(result: Result) -> None:
 
 
 def _print_kernels(result: Result) -> None:
-    print(f"{result.devices[0]['name']} · {result.parameters['dtype']}")
-    heads = (("ours", 12), ("10%..90%", 18), ("torch", 12), ("ratio", 8), ("GB/s", 9), ("of floor", 10))
+    facts = result.parameters
+    read, matmul = facts["read_bytes_per_s"], facts["matmul_flops_per_s"]
+    print(f"{result.devices[0]['name']} · {facts['dtype']}")
+    print(f"measured here: read {_rate(read, 'B/s')} ({facts['read_by']}), matmul {_rate(matmul, 'FLOP/s')}")
+    heads = (("ours", 12), ("10%..90%", 18), ("torch", 12), ("ratio", 8), ("speed", 15), ("of floor", 10))
     print(f"{'kernel':<26}{'shape':<24}{'rows':>5}" + "".join(f"{head:>{width}}" for head, width in heads))
     for row in result.rows:
         name = f"{row['kernel']:<26}{row['shape']:<24}{row['rows']:>5}"
@@ -229,10 +235,17 @@ def _print_kernels(result: Result) -> None:
             print(f"{name}  {row['status']}")
             continue
         spread = f"{row['us_low']:.1f}..{row['us_high']:.1f}"
+        moved, done = 1e9 * row["gb_per_s"], 1e9 * row["gflop_per_s"]
+        # Of the two, what the kernel is bound by.
+        speed = _rate(moved, "B/s") if moved / read >= done / matmul else _rate(done, "FLOP/s")
         print(
             f"{name}{row['us']:>9.1f} us{spread:>18}{row['torch_us']:>9.1f} us{row['ratio']:>7.2f}x"
-            f"{row['gb_per_s']:>9.1f}{row['share_of_floor']:>10.0%}"
+            f"{speed:>15}{row['share_of_floor']:>10.0%}"
         )
+
+
+def _rate(value: float, unit: str) -> str:
+    return f"{value / 1e12:.2f} T{unit}" if value >= 1e12 else f"{value / 1e9:.1f} G{unit}"
 
 
 def _comparison(row: dict[str, Any]) -> str:

