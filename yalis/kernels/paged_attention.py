@@ -220,14 +220,11 @@ def _decode(
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     pieces = tl.num_programs(1)
-    # All loads that need nothing but the piece at once: one that waits for another costs more than its keys.
     sequence = tl.load(cuts + piece).to(tl.int64)
-    begin = tl.load(cuts + pieces + piece)
-    end = tl.load(cuts + 2 * pieces + piece)
-    number = tl.load(cuts + 3 * pieces + piece)
-    used = tl.load(cuts + 4 * pieces + piece)
     if sequence < 0:
         return
+    begin = tl.load(cuts + pieces + piece)
+    end = tl.load(cuts + 2 * pieces + piece)
     table = tables + sequence * table_row
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
@@ -256,6 +253,7 @@ def _decode(
 
     acc = acc / total[:, None]  # every row saw a key
     out_ptr += token * out_token
+    used = tl.load(cuts + 4 * pieces + piece)
     if used == 1:
         tl.store(out_ptr + (head * out_head)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=access)
     else:
@@ -269,7 +267,7 @@ def _decode(
         before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
         if before == used - 1:
             tl.store(arrived_ptr, 0)  # for the next launch
-            parts = (at - number) * G
+            parts = (at - tl.load(cuts + 3 * pieces + piece)) * G
             _join(out_ptr, part_ptr, lse_ptr, parts, used, kv_head * G, out_head, G, GP, D, DP, CHUNK)
 
 
