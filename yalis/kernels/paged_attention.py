@@ -37,13 +37,20 @@ _COUNTERS = 1 << 20
 
 
 @triton.jit
+def _blocks(table, table_step, start, end, B: tl.constexpr, N: tl.constexpr):
+    """The blocks of the N keys from `start` on. Loops ask for them a tile ahead: keys cannot be asked for before."""
+    position = start + tl.arange(0, N)
+    return tl.load(table + position // B * table_step, mask=position < end, other=0).to(tl.int64)
+
+
+@triton.jit
 def _absorb(
-    q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
+    q, m, total, acc, block, k_ptr, v_ptr, start, end, query,
     k_block, k_slot, v_block, v_slot, scale, window, softcap,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax: the N keys from `start` on join m [M], total [M] and acc [M, DP].
+    """One step of the running softmax: the N keys from `start` on, in these blocks, join m [M], total [M], acc [M, DP].
 
     m is in units of log2. Without MASKED, every row sees all N keys.
     """
@@ -52,10 +59,8 @@ def _absorb(
     if MASKED:
         inside = position < end
         load = inside[:, None] & (d < D)[None, :]
-        block = tl.load(table + position // B * table_step, mask=inside, other=0).to(tl.int64)
     else:
         load = (position >= 0)[:, None] & (d < D)[None, :]
-        block = tl.load(table + position // B * table_step).to(tl.int64)
     slot = position % B
     # Offsets are 64 bits wide: a pool may hold more than 2**31 numbers.
     k = tl.load(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], mask=load, other=0.0)
@@ -120,24 +125,33 @@ def _prefill(
     end = tl.minimum(context, earliest + PER)
     stop = (end + N - 1) // N * N
     # Keys [clear, full) are seen by every row; those before (the window) and after (causality) need a mask.
+    low = 0
     clear = 0
     if WINDOW:
         low = tl.maximum(0, earliest - window + 1) // N * N
         clear = tl.minimum((tl.maximum(0, end - window) + N - 1) // N * N, stop)
+    full = tl.maximum(clear, (earliest + 1) // N * N)
+    block = _blocks(table, table_step, low, end, B, N)
+    if WINDOW:
         for start in range(low, clear, N):
+            here = block
+            block = _blocks(table, table_step, start + N, end, B, N)
             m, total, acc = _absorb(
-                q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
+                q, m, total, acc, here, k_ptr, v_ptr, start, end, query,
                 k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, True,
             )  # fmt: skip
-    full = tl.maximum(clear, (earliest + 1) // N * N)
     for start in range(clear, full, N):
+        here = block
+        block = _blocks(table, table_step, start + N, end, B, N)
         m, total, acc = _absorb(
-            q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
+            q, m, total, acc, here, k_ptr, v_ptr, start, end, query,
             k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, False,
         )  # fmt: skip
     for start in range(full, stop, N):
+        here = block
+        block = _blocks(table, table_step, start + N, end, B, N)
         m, total, acc = _absorb(
-            q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
+            q, m, total, acc, here, k_ptr, v_ptr, start, end, query,
             k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, True,
         )  # fmt: skip
 
@@ -220,11 +234,14 @@ def _decode(
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     pieces = tl.num_programs(1)
+    # All loads that need nothing but the piece at once: one that waits for another costs more than its keys.
     sequence = tl.load(cuts + piece).to(tl.int64)
-    if sequence < 0:
-        return
     begin = tl.load(cuts + pieces + piece)
     end = tl.load(cuts + 2 * pieces + piece)
+    number = tl.load(cuts + 3 * pieces + piece)
+    used = tl.load(cuts + 4 * pieces + piece)
+    if sequence < 0:
+        return
     table = tables + sequence * table_row
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
@@ -240,20 +257,22 @@ def _decode(
     acc = tl.zeros([M, DP], tl.float32)
     query = tl.zeros([M], tl.int32) + end
     full = begin + tl.maximum(0, end - begin) // N * N
+    block = _blocks(table, table_step, begin, end, B, N)
     for start in range(begin, full, N):
+        here = block
+        block = _blocks(table, table_step, start + N, end, B, N)
         m, total, acc = _absorb(
-            q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
+            q, m, total, acc, here, k_ptr, v_ptr, start, end, query,
             k_block, k_slot, v_block, v_slot, scale, 0, softcap, D, DP, B, N, False, SOFTCAP, False,
         )  # fmt: skip
-    for start in range(full, end, N):
+    if full < end:
         m, total, acc = _absorb(
-            q, m, total, acc, table, table_step, k_ptr, v_ptr, start, end, query,
+            q, m, total, acc, block, k_ptr, v_ptr, full, end, query,
             k_block, k_slot, v_block, v_slot, scale, 0, softcap, D, DP, B, N, False, SOFTCAP, True,
         )  # fmt: skip
 
     acc = acc / total[:, None]  # every row saw a key
     out_ptr += token * out_token
-    used = tl.load(cuts + 4 * pieces + piece)
     if used == 1:
         tl.store(out_ptr + (head * out_head)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=access)
     else:
@@ -267,7 +286,7 @@ def _decode(
         before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
         if before == used - 1:
             tl.store(arrived_ptr, 0)  # for the next launch
-            parts = (at - tl.load(cuts + 3 * pieces + piece)) * G
+            parts = (at - number) * G
             _join(out_ptr, part_ptr, lse_ptr, parts, used, kv_head * G, out_head, G, GP, D, DP, CHUNK)
 
 
@@ -327,7 +346,7 @@ def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, room: Room) -> 
     elif head_dim > 128:
         shape = Shape(64, 32, 4, 2)
     else:
-        shape = Shape(128, 128, 8, 3) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
+        shape = Shape(128, 64, 8, 3) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
     return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
 
 
