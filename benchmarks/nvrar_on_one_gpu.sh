@@ -46,7 +46,7 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
   plain) # without a search, eager and in graphs; ranks are mpirun's, which backend mpi needs
     for each in ${PLAIN:-2x1 2x2 4x2}; do
       YALIS_NVRAR_ARENA=600 step "bench-$each" "${ranks[@]}" $((${each%x*} * ${each#*x})) "$python" -m yalis bench allreduce \
-        --ranks-per-node "${each#*x}" --ranks-per-gpu 8 --device cuda --sizes "${SIZES:-32K,128K,512K,1M}" \
+        --ranks-per-node "${each#*x}" --ranks-per-gpu 8 --device cuda --repeats 15 --sizes "${SIZES:-32K,128K,512K,1M}" \
         --dtypes bfloat16 --backends "$BACKENDS" --out "$folder" --plot "$folder/allreduce-$each"
     done
     ;;

@@ -95,9 +95,14 @@ def test_a_world_of_one_needs_nothing(backend: type[CommBackend]) -> None:
 
 def test_nccl_is_told_of_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_HOSTID", "theirs")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    told = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2"}
+    for name in told:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     env.let_nccl_share_a_gpu(3, one_host=True)
-    assert (env.os.environ["NCCL_HOSTID"], env.os.environ["NCCL_SOCKET_IFNAME"]) == ("yalis-3", "lo")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    assert {name: env.os.environ[name] for name in told} == told
+    assert env.os.environ["NCCL_HOSTID"] == "yalis-3"
+    for name in told:
+        monkeypatch.setenv(name, "theirs")
     env.let_nccl_share_a_gpu(3, one_host=True)
-    assert env.os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert all(env.os.environ[name] == "theirs" for name in told)
