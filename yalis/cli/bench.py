@@ -249,7 +249,9 @@ def _print_kernels(result: Result) -> None:
 
 
 def _rate(value: float, unit: str) -> str:
-    return f"{value / 1e12:.2f} T{unit}" if value >= 1e12 else f"{value / 1e9:.1f} G{unit}"
+    if value >= 1e12:
+        return f"{value / 1e12:.2f} T{unit}"
+    return f"{value / 1e9:.1f} G{unit}" if value >= 1e9 else f"{value / 1e6:.1f} M{unit}"
 
 
 def _comparison(row: dict[str, Any]) -> str:
