@@ -52,7 +52,7 @@ for name in $steps; do
     step startup-cold bash -c startup
     step startup-warm bash -c startup
     ;;
-  profile) step profile "$python" benchmarks/profile_step.py --model "$shapes/llama-3.1-8b.json" --json "$folder/profile.json" ;;
+  profile) LINES_SHOWN=80 step profile "$python" benchmarks/profile_step.py --batch 1,16,64 --model "$shapes/llama-3.1-8b.json" --json "$folder/profile.json" ;;
   shapes)
     for shape in llama-3.2-1b qwen3-4b qwen2.5-32b; do latency "shapes-$shape" $shape $(workloads 129 1x128 16x128); done
     ;;
@@ -70,8 +70,8 @@ for name in $steps; do
     ;;
   eager) latency eager llama-3.1-8b --eager $(workloads 65 1x128 16x128) ;;
   compile) latency compile llama-3.1-8b --compile $(workloads 65 1x128 16x128 16x2480) ;;
-  kernels) step kernels "$python" -m yalis bench kernels --rows 1,16,64 --out "$folder/kernels" ;;
-  attention) step attention "$python" benchmarks/tune_attention.py ;;
+  kernels) LINES_SHOWN=80 step kernels "$python" -m yalis bench kernels --rows 1,16,64 --out "$folder/kernels" ;;
+  attention) LINES_SHOWN=80 step attention "$python" benchmarks/tune_attention.py ${ATTENTION:-decode} ;;
   tests) step tests "$python" -m pytest tests/gpu/test_gpu_graphs.py -p no:cacheprovider -rfEsP --durations=5 ;;
   *) echo "unknown step $name" && failures=$((failures + 1)) ;;
   esac

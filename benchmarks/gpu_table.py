@@ -27,8 +27,14 @@ DEVICE = "H200"
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    rows = read_rows(folder, "table")
-    job = [row for row in read_rows(folder, "job") if (row["batch"], row["prompt_len"], row["output_len"]) == JOB]
+    table = read(folder, "table")
+    rows = our_rows(table)
+    job = [row for row in our_rows(read(folder, "job")) if (row["batch"], row["prompt_len"], row["output_len"]) == JOB]
+    if table is not None:
+        facts = table.parameters
+        by = f" ({facts['read_by']})" if "read_by" in facts else ""
+        rate, matmul = facts["read_bytes_per_s"] / 1e12, facts["matmul_flops_per_s"] / 1e12
+        tell(f"floors by what was measured: read {rate:.2f} TB/s{by}, matmul {matmul:.0f} TFLOP/s")
     tell(f"{'work':<44}{'floor':>9}{'ours':>10}{'of floor':>10}{'must':>9}{'aim':>9}")
     for work, batch, prompt, column, floor, unit, must, aim in TARGETS:
         for row in rows:
@@ -46,15 +52,19 @@ def main() -> None:
             told(f"start-up to first token, caches {kind}", None, float(found[1]), "s", limit, limit)
 
 
-def read_rows(folder: Path, step: str) -> list[dict[str, Any]]:
-    """Our rows of a step's latest result."""
+def read(folder: Path, step: str) -> results.Result | None:
+    """A step's latest result."""
     files = sorted((folder / step).glob("latency-*.json"))
     if not files:
-        return []
+        return None
     found = results.read(files[-1])
     if DEVICE not in found.devices[0]["name"]:
         sys.exit(f"{files[-1]} is of {found.devices[0]['name']}, and the targets are of an {DEVICE}")
-    return [row for row in found.rows if row["engine"] == "yalis"]
+    return found
+
+
+def our_rows(found: results.Result | None) -> list[dict[str, Any]]:
+    return [] if found is None else [row for row in found.rows if row["engine"] == "yalis"]
 
 
 def told(work: str, floor: float | None, ours: float, unit: str, must: float, aim: float) -> None:

@@ -34,7 +34,7 @@ COMMON: Form = {
 }
 #: Of the parameters of each kind.
 PARAMETERS: dict[str, Form] = {
-    "latency": {"engine": _MODEL},
+    "latency": {"engine": _MODEL, "graph_bytes?": int},
     "throughput": {"engine": _SHARED_MODEL, "dtype": str, "answers": [str, ...]},
     "scaling": {"engine": _MODEL, "machines": [dict], "baselines": {"*": str}},
     "profile": {

@@ -24,7 +24,7 @@ from yalis.result_forms import check_form, fits
 from yalis.version import __version__
 
 SCHEMA = "yalis-result"
-VERSION = 3
+VERSION = 4
 
 #: What a row of each kind must carry. A number may be null where it could not be measured; `status` then says why.
 _ROWS: dict[str, dict[str, type]] = {
@@ -133,6 +133,7 @@ _ROWS: dict[str, dict[str, type]] = {
         "delay_us": float,  # one-way, between the hosts of a lab; null elsewhere
         "status": str,  # "ok", or what was wrong
         "checked": int,  # operations whose result was compared with a float64 sum
+        "repeats": int,  # times that the figures below are of: operations, or replays of a graph of many
         "median_us": float,
         "low_us": float,
         "high_us": float,
@@ -164,6 +165,7 @@ _SINCE: dict[int, dict[str, tuple[str, ...]]] = {
         "pipeline": ("seconds_low", "seconds_high"),
         "kernels": ("us_low", "us_high"),
     },
+    4: {"allreduce": ("repeats",)},
 }
 _ALWAYS_THERE = {
     *("engine", "version", "status", "batch", "prompt_len", "output_len", "stages", "micro_batches"),

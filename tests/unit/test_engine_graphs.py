@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
@@ -16,7 +17,7 @@ import torch
 
 from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
-from yalis.engine import engine
+from yalis.engine import engine, graphs, lack
 from yalis.engine.graphs import CudaGraphs, sizes_for
 from yalis.engine.packing import COLUMNS, Packer
 from yalis.errors import YalisError, YalisFailure
@@ -73,11 +74,12 @@ def open_llm(ref, monkeypatch, **fields) -> LLM:
     )
     runner = llm._engine.runner
     with torch.inference_mode():
-        runner.graphs = Graphs(runner.graphs._forward, runner.last_tokens, 2, True, lambda rows: None, dependent=False)
+        forward, last = runner.graphs._forward, runner.last_tokens
+        runner.graphs = Graphs(llm.config, forward, last, 2, True, lambda rows: None, dependent=False)
         runner._warm_up(llm.config, 32)
         before = runner.pool._kv.clone()
         assert before[:, :, 0].count_nonzero(), "warming up ran nothing"
-        runner.graphs.record()
+        runner.graphs.record(runner._block_bytes)
         assert torch.equal(runner.pool._kv, before), "recording wrote into the cache"
     return llm
 
@@ -88,14 +90,14 @@ def plain(**fields) -> SamplingParams:
 
 def test_replayed_steps_give_the_references_tokens(ref, monkeypatch):
     with open_llm(ref, monkeypatch) as llm, torch.inference_mode():
-        graphs = llm._engine.runner.graphs
-        assert graphs.sizes == [1, 2, 4]
+        recorded = llm._engine.runner.graphs
+        assert recorded.sizes == [1, 2, 4]
         # The second ends early: steps of three sequences, filled up to four, and of two.
         lengths = [STEPS, 2, STEPS]
         outputs = llm.generate(ref.prompts, [plain(max_tokens=n) for n in lengths])
         for output, wanted, length in zip(outputs, ref.tokens, lengths, strict=True):
             assert output.token_ids == wanted[:length]
-        assert graphs.replays >= STEPS - 2
+        assert recorded.replays >= STEPS - 2
         assert llm._engine.scheduler.counters.fed_tokens > 0
 
 
@@ -115,20 +117,47 @@ def test_rows_that_ask_for_more_stand_beside_greedy_ones(ref, monkeypatch):
 
 
 def test_compiled_blocks_give_the_same_tokens(ref):
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with LLM(str(ref.path), device="cpu", compile=True) as llm:
         assert [output.token_ids for output in llm.generate(ref.prompts, plain())] == ref.tokens
-        assert llm._engine.runner.model._compiled
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
     with pytest.raises(YalisError, match="leave out --eager or --compile"):
         LLM(str(ref.path), eager=True, compile=True)
 
 
 def test_memory_that_does_not_suffice_is_a_sentence(ref, monkeypatch):
     def fail(function, pool):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of")
 
     monkeypatch.setattr(Graphs, "recording", staticmethod(fail))
-    with pytest.raises(YalisFailure, match="ran out of memory while recording a decode step of 4 sequences; give a"):
+    monkeypatch.setattr(lack, "free_bytes", lambda device: 2 << 30)
+    with pytest.raises(YalisFailure) as told:
         open_llm(ref, monkeypatch)
+    assert str(told.value) == (
+        "cpu ran out of memory recording a decode step of 4 sequences: at least 3.0 GiB needed, 2.0 GiB free; "
+        "give --max-num-seqs 2 at most, or a smaller --kv-blocks, or --eager"
+    )
+
+
+def test_memory_that_graphs_took(ref, monkeypatch):
+    """What the device has less, but not what another process took meanwhile."""
+    mib = 1 << 20
+    cpu, before = torch.device("cpu"), graphs._Memory(free=900 * mib, held=100 * mib)
+    for free, held, graphs_made, taken in (
+        (700, 280, 1, 200),
+        (300, 280, 1, 180 + 64),
+        (300, 280, 11, 600),
+        (950, 100, 1, 0),
+    ):
+        now = graphs._Memory(free * mib, held * mib)
+        monkeypatch.setattr(graphs._Memory, "of", partial(lambda now, device: now, now))
+        assert before.taken(cpu, graphs_made) == taken * mib
+    monkeypatch.undo()
+    with LLM(str(ref.path), device="cpu") as llm:
+        assert llm.stats.graph_bytes == 0  # tapes are the host's
+        llm._engine.runner.graphs.nbytes = 5
+        again = engine.Engine(llm.config, llm.spec, llm._team, frozenset())
+        assert again.stats.graph_bytes == 5
 
 
 def test_sizes_end_with_the_most_there_can_be():

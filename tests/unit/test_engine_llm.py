@@ -10,6 +10,8 @@ import torch
 
 from tests.families import CASES, VOCAB, make_prompts, make_reference
 from yalis import LLM, SamplingParams, YalisError
+from yalis.engine import lack
+from yalis.errors import YalisFailure
 
 STEPS = 12
 
@@ -170,14 +172,23 @@ def test_ctrl_c_between_steps(llm, ref, monkeypatch):
     llm._engine.scheduler.check()
 
 
-def test_failed_step_ends_the_engine_with_a_sentence(ref):
-    llm = LLM(str(ref.path), device="cpu", kv_blocks=64)
-    with llm:
-        launch = llm._engine.runner.launch
-        llm._engine.runner.launch = lambda plan: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
-        with pytest.raises(YalisError, match="ran out of memory in a step; give a smaller"):
+def test_failed_step_ends_the_engine_with_a_sentence(ref, monkeypatch):
+    def fail(plan):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(lack, "free_bytes", lambda device: 1 << 20)
+    with LLM(str(ref.path), device="cpu", kv_blocks=64) as llm:
+        runner = llm._engine.runner
+        run, runner._launch = runner._launch, fail
+        tokens = sum(map(len, ref.prompts))
+        with pytest.raises(YalisFailure) as told:
             llm.generate(ref.prompts, plain())
-        llm._engine.runner.launch = launch
+        blocks = 64 - -(-(1 << 19) // runner._block_bytes)
+        assert str(told.value) == (
+            f"cpu ran out of memory in a step of {tokens} tokens: at least 1.5 MiB needed, 1.0 MiB free; "
+            f"give --max-batch-tokens {2 * tokens // 3} at most, or --kv-blocks {blocks} at most"
+        )
+        runner._launch = run
         with pytest.raises(YalisError, match="load it anew"):
             llm.generate(ref.prompts, plain())
 
@@ -291,7 +302,10 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"load_seed": "a"}, "load_seed"),
         ({"prefix_reuse": "no"}, "True, False"),
         ({"threads": 10**6}, "1 to 1024"),
-        ({"kv_blocks": 10**11}, "does not fit the memory"),
+        (
+            {"kv_blocks": 10**11},
+            r"does not fit the memory of cpu: .* GiB needed, .* free; give --kv-blocks \d+ at most",
+        ),
         ({"max_model_len": 100_000}, "256"),
     ],
 )

@@ -46,7 +46,10 @@ class FormulaTeam:
     """What an engine needs of its ranks."""
 
     def __init__(self, device: str, num_blocks: int, max_model_len: int, seconds: float = 0.0) -> None:
-        self.runner = SimpleNamespace(device=torch.device(device), num_blocks=num_blocks, max_model_len=max_model_len)
+        graphs = SimpleNamespace(nbytes=7)
+        self.runner = SimpleNamespace(
+            device=torch.device(device), num_blocks=num_blocks, max_model_len=max_model_len, graphs=graphs
+        )
         self.world = SimpleNamespace(explain=lambda error: None, fail=lambda sentence: None, failure=None, rank=0)
         self.seconds, self.closed = seconds, False
 

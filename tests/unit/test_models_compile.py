@@ -16,6 +16,7 @@ from tests.ranks import Memory, run_ranks
 from yalis.attention.base import AttentionNeeds, ForwardBatch, LayerCache
 from yalis.attention.choose import choose_backend
 from yalis.comm.base import SingleRank
+from yalis.engine.graphs import compile_blocks
 from yalis.models.decoder import Decoder
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
@@ -71,7 +72,7 @@ def test_one_graph_for_any_number_of_tokens(name: str) -> None:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    compiled.compile(backend=aot_autograd(fw_compiler=keep))
+    compile_blocks(compiled, backend=aot_autograd(fw_compiler=keep))
     heads, kv_heads, dim = eager.spec.num_heads, eager.spec.num_kv_heads, eager.spec.head_dim
     needs = AttentionNeeds(heads, kv_heads, dim, torch.float32, torch.device("cpu"), BLOCK_SIZE)
     attention = choose_backend("auto", needs)(needs)
@@ -106,7 +107,7 @@ def test_engine_after_engine() -> None:
     case = next(case for case in CASES if case.name == "gemma2")  # two kinds of layers
     for _ in range(4):
         model = make_model(case)
-        model.compile(backend="eager")
+        compile_blocks(model, backend="eager")
         dim, kv_heads = model.spec.head_dim, model.spec.num_kv_heads
         needs = AttentionNeeds(model.spec.num_heads, kv_heads, dim, torch.float32, torch.device("cpu"), BLOCK_SIZE)
         attention = choose_backend("auto", needs)(needs)
@@ -127,7 +128,7 @@ def test_ranks_sum_within_compiled_blocks(split: Split) -> None:
         place = split.place(rank)
         grid = Grid(split.rows, split.cols, place.row, place.col, over_rows, over_cols, comm)
         eager, compiled = make_model(case, grid), make_model(case, grid)
-        compiled.compile(backend="aot_eager")
+        compile_blocks(compiled, backend="aot_eager")
         attention = eager.layers[0].attention
         heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         needs = AttentionNeeds(heads, kv_heads, dim, torch.float32, torch.device("cpu"), BLOCK_SIZE)

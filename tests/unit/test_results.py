@@ -46,9 +46,9 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda d: d.update(schema="other"), "not a yalis result"),
-        (lambda d: d.update(schema_version=0), "schema version 0, and this yalis reads versions 1 to 3"),
+        (lambda d: d.update(schema_version=0), "schema version 0, and this yalis reads versions 1 to 4"),
         (lambda d: d.pop("host"), "has no 'host'"),
-        (lambda d: d.update(schema_version=4), "schema version 4, and this yalis reads versions 1 to 3"),
+        (lambda d: d.update(schema_version=5), "schema version 5, and this yalis reads versions 1 to 4"),
         (lambda d: d.update(rows={}), "'rows' of type dict"),
         (lambda d: d.update(rows=[]), "no rows: nothing was measured"),
         (lambda d: d.update(extra=1), "field 'extra'"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from yalis.errors import YalisError, YalisFailure
 from yalis.study import allreduce, plots
 from yalis.study.allreduce import AllReducePlan, Row, make_row
 from yalis.study.allreduce_lab import LabPlan
-from yalis.study.allreduce_rank import Sum
+from yalis.study.allreduce_rank import Sum, enter
 
 
 def row(backend: str, size: int, median: float, delay: float | None = None, **options: Any) -> Row:
@@ -80,7 +82,10 @@ def test_bad_input_is_one_sentence(words: str, sentence: str, capsys: pytest.Cap
 def test_sizes_and_plans() -> None:
     assert _sizes("8K, 1m,12") == (8192, 1 << 20, 12)
     plan = AllReducePlan()
-    assert (plan.sizes[0], plan.sizes[-1], len(plan.sizes)) == (8 << 10, 4 << 20, 10)
+    assert (plan.sizes[0], plan.sizes[-1], len(plan.sizes)) == (8 << 10, 64 << 20, 14)
+    assert AllReducePlan(tune=True).sizes == plan.sizes[:10]
+    assert [plan.repeats_of(size << 20) for size in (1, 4, 8, 16, 64)] == [30, 30, 15, 9, 9]
+    assert AllReducePlan(repeats=50).repeats_of(64 << 20) == 50
     assert AllReducePlan.told({**vars(plan), "sizes": list(plan.sizes)}) == plan
     assert AllReducePlan(sizes=(6,), dtypes=("bfloat16",)).sizes == (6,)
     with pytest.raises(YalisError, match="at least 2 hosts"):
@@ -90,6 +95,7 @@ def test_sizes_and_plans() -> None:
 def test_what_times_come_to() -> None:
     made = make_row("torch", {}, "float32", 4000, "eager", 4, None, 2, [n * 1e-6 for n in range(1, 12)])
     assert (made["median_us"], made["low_us"], made["high_us"]) == pytest.approx((6, 2, 10))
+    assert made["repeats"] == 11
     assert made["bus_gb_per_s"] == pytest.approx(2 * 3 / 4 * 4000 / 6e-6 / 1e9)
     rows = [
         *(row("gloo", 64, 100), row("hierarchical", 64, 50), row("mpi", 64, 80), row("mpi", 64, 40, algorithm="ring")),
@@ -117,6 +123,19 @@ def test_wrong_sums_fail_once_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "wrong: 1 of 16" in capsys.readouterr().out
     with pytest.raises(YalisFailure, match="1 of 2 settings gave wrong sums, the first torch with 64 bytes of float32"):
         allreduce.check_right(result.rows)
+
+
+@pytest.mark.parametrize("kind", [YalisError, YalisFailure])
+def test_a_backend_without_room_has_a_row_and_a_lost_rank_none(kind: type[YalisError]) -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise kind("no room for that")
+
+    wanted = Sum.draw("seed", 0, 2, 8, torch.float32)
+    group: Any = SimpleNamespace(workspace=refuse)
+    told: Any = None
+    with pytest.raises(YalisFailure) if kind is YalisFailure else nullcontext():
+        told = enter(None, None, group, wanted, "eager", torch.device("cpu"), True)  # type: ignore[arg-type]
+    assert told == (None if kind is YalisFailure else "no room for that")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 
 from tests.tiny_chat import save_tiny_chat
 from yalis import results
+from yalis.cli.bench import _print_latency
 from yalis.cli.main import main
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
-from yalis.errors import YalisFailure
+from yalis.errors import YalisError, YalisFailure
 from yalis.study import bandwidth, peer_engines, peers
 from yalis.study.latency import Floors, LatencyPlan, Ours, _tabulate, _take_turns, fit
 from yalis.study.topology import has_floor, unlike_peers
@@ -150,8 +151,23 @@ def test_workloads_share_one_engine(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [(row["batch"], row["prompt_len"], row["output_len"]) for row in data["rows"]] == [(2, 5, 3), (1, 9, 4)]
     assert all(0 < row["host_ms"] < row["decode_ms"] for row in data["rows"])
     assert data["parameters"]["load_seconds"] > 0
+    assert data["parameters"]["graph_bytes"] == 0
     assert main([*words.replace("2x5x3", "2x5x1").split(), model]) == 2
     assert "has no decode step" in capsys.readouterr().err
+
+
+def test_memory_of_graphs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "latency-llama-3.1-8b.json"
+    read = results.read(kept)
+    old = replace(read, rows=[{**row, "seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0} for row in read.rows])
+    _print_latency(old)
+    assert "CUDA graphs" not in capsys.readouterr().out
+    new = replace(old, parameters={**old.parameters, "graph_bytes": 321 << 20})
+    results.check(asdict(new), "this")
+    _print_latency(new)
+    assert "\nCUDA graphs of decode steps take 321.0 MiB of a GPU's memory\n" in capsys.readouterr().out
+    with pytest.raises(YalisError, match=r"'parameters\.graph_bytes'; it should be a whole number"):
+        results.check(asdict(replace(old, parameters={**old.parameters, "graph_bytes": "much"})), "this")
 
 
 def test_vllm_is_given_a_folder(tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _print_latency(result: Result) -> None:
+    from yalis.parallel.memory import spell_bytes
+
     facts, device = result.parameters, result.devices[0]
     threads = f", {device['threads']} threads" if "threads" in device else ""
     ranks = 1 if result.topology is None else result.topology["ranks"]
@@ -177,6 +179,8 @@ def _print_latency(result: Result) -> None:
     print(told + (f" · {ranks} ranks" if ranks > 1 else ""))
     read, matmul = facts["read_bytes_per_s"] / 1e9, facts["matmul_flops_per_s"] / 1e9
     print(f"measured here: read {read:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
+    if graph_bytes := facts.get("graph_bytes"):
+        print(f"CUDA graphs of decode steps take {spell_bytes(graph_bytes)} of a GPU's memory")
     heads = (
         ("first token", 13),
         ("decode step", 13),
@@ -245,7 +249,9 @@ def _print_kernels(result: Result) -> None:
 
 
 def _rate(value: float, unit: str) -> str:
-    return f"{value / 1e12:.2f} T{unit}" if value >= 1e12 else f"{value / 1e9:.1f} G{unit}"
+    if value >= 1e12:
+        return f"{value / 1e12:.2f} T{unit}"
+    return f"{value / 1e9:.1f} G{unit}" if value >= 1e9 else f"{value / 1e6:.1f} M{unit}"
 
 
 def _comparison(row: dict[str, Any]) -> str:

@@ -25,7 +25,12 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=whole, metavar="N", help="ranks to start on this machine (without torchrun, srun or mpirun)")
-    add("--sizes", type=_sizes, metavar="8K,1M", help="bytes of each message (default: 8K to 4M, doubling)")
+    add(
+        "--sizes",
+        type=_sizes,
+        metavar="8K,1M",
+        help="bytes of each message (default: 8K to 64M, doubling; with --tune to 4M)",
+    )
     add("--dtypes", type=_names, metavar="NAMES", help="float32, bfloat16, float16 (default: float32)")
     add(
         "--backends", type=_names, metavar="NAMES",
@@ -34,7 +39,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--baseline", metavar="NAME", help="backend that speed-ups are over (default: gloo on a CPU, else torch)")
     add("--warmup", type=whole, metavar="N", help="operations before any that counts (default: 5)")
-    add("--repeats", type=whole, metavar="N", help="operations that count (default: 30)")
+    add(
+        "--repeats",
+        type=whole,
+        metavar="N",
+        help="operations that count (default: 30, down to 9 where above 4M)",
+    )
     add("--seed", type=whole, metavar="N", help="seed of the inputs (default: 0)")
     add("--tune", action="store_true", help="try the options of each backend, and keep the times for --allreduce auto")
     add("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
@@ -94,7 +104,7 @@ def print_table(result: Result) -> None:
     lab = facts.get("lab")
     print(f"{facts['ranks']} ranks, {facts['shape']} · {result.devices[0]['name']}" + " · a lab of hosts" * bool(lab))
     wide = max(len(label(row)) for row in result.rows) + 2
-    heads = f"{'size':>6}{'dtype':>10}{'mode':>7}{'median':>11}{'10%..90%':>23}{'GB/s':>8}{'speed-up':>10}"
+    heads = f"{'size':>6}{'dtype':>10}{'mode':>7}{'times':>7}{'median':>11}{'10%..90%':>23}{'GB/s':>8}{'speed-up':>10}"
     for delay in dict.fromkeys(row["delay_us"] for row in result.rows):
         if delay is not None:
             print(f"\n{_delay(delay)} between hosts, one way")
@@ -135,7 +145,7 @@ def _cells(row: dict[str, Any]) -> str:
         return f"{start}  {row['status']}"
     span = f"{_time(row['low_us'])}..{_time(row['high_us'])}"
     speedup = f"{row['speedup']:.2f}x" if row["speedup"] is not None else ""
-    return f"{start}{_time(row['median_us']):>11}{span:>23}{row['bus_gb_per_s']:>8.3f}{speedup:>10}"
+    return f"{start}{row['repeats']:>7}{_time(row['median_us']):>11}{span:>23}{row['bus_gb_per_s']:>8.3f}{speedup:>10}"
 
 
 def finish(args: argparse.Namespace, result: Result) -> None:

@@ -16,15 +16,12 @@ from yalis.spec import ModelSpec
 OLDEST_TORCH = (2, 11)
 #: What CUDA and NCCL take for themselves on a GPU that several ranks share.
 SHARED_GPU_CONTEXT = 2 << 30
+#: GiB of KV cache on a CPU, unless told otherwise.
+CPU_KV_MEMORY = 2.0
 
 
 def torch_is_old() -> bool:
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < OLDEST_TORCH
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU's allocator has its own exception; the CPU's raises a plain RuntimeError."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def rank_device(config: EngineConfig, world: World) -> torch.device:
@@ -125,7 +122,7 @@ def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, m
     if config.kv_memory is not None:
         budget = int(config.kv_memory * 2**30)
     elif device.type == "cpu":
-        budget = 2 * 2**30
+        budget = int(CPU_KV_MEMORY * 2**30)
     else:
         free, total = torch.cuda.mem_get_info(device)
         if config.ranks_per_gpu == 1:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from yalis.config import EngineConfig
-from yalis.engine.device import is_out_of_memory
 from yalis.engine.runner import PendingStep
 from yalis.engine.team import RankReport, RemoteStep, Team
 from yalis.engine.watch import Watched
@@ -36,6 +35,7 @@ class EngineStats:
     preemptions: int = 0  # requests that lost their KV blocks and were computed anew
     schedule_seconds: float = 0.0  # host time spent planning and committing
     launch_seconds: float = 0.0  # host time spent building batches and launching them; on a CPU, running them
+    graph_bytes: int = 0  # of its GPU, kept by recorded decode steps; those of one rank of each replica
 
 
 class Engine:
@@ -62,7 +62,7 @@ class Engine:
             self.runner.num_blocks,
         )
         self.eos = eos
-        self.stats = EngineStats()
+        self.stats = EngineStats(graph_bytes=self.runner.graphs.nbytes)
         self._launched: deque[PendingStep | RemoteStep] = deque()
         self._early: list[Emitted] = []  # by steps that somebody waited for outside of step()
         self._broken: str | None = None
@@ -118,11 +118,6 @@ class Engine:
             self._broken = (str(error).strip() or type(error).__name__).splitlines()[0]
             if world.rank == 0:  # elsewhere whoever serves says it, with the traceback
                 world.fail(self._broken)
-            if is_out_of_memory(error):
-                raise YalisFailure(
-                    f"{self.runner.device} ran out of memory in a step; give a smaller --max-batch-tokens, "
-                    "--max-num-seqs, --memory-fraction or --kv-memory"
-                ) from error
             raise
 
     def _step(self) -> list[Emitted]:

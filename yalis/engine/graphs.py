@@ -12,20 +12,23 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from yalis.attention.base import ForwardBatch
-from yalis.engine.device import is_out_of_memory
+from yalis.attention.base import ForwardBatch, LayerCache
+from yalis.attention.step import StepAttention
+from yalis.config import EngineConfig
+from yalis.engine.lack import Lack, telling_lack, what_fits
 from yalis.engine.packing import COLUMNS, PackedStep, pitch, split_packed
-from yalis.errors import YalisFailure
 from yalis.kernels import ops
 from yalis.kernels.dependent import dependent_launches, wanted
 from yalis.kernels.tape import Tape, record
 from yalis.log import get_logger
+from yalis.models.decoder import Block, Decoder
 from yalis.sampling.sampled import NO_TOKEN
 
 log = get_logger(__name__)
@@ -56,6 +59,8 @@ class DecodeGraphs:
 
     #: whether steps that need nothing more take the tokens that a recording chose
     choosing = False
+    #: of the device's memory, kept by what was recorded; a tape's is the host's
+    nbytes = 0
 
     def __init__(self, forward: Forward, last_tokens: Tensor, dependent: bool = False) -> None:
         """`dependent`: launches may begin while the one before still runs."""
@@ -143,6 +148,29 @@ class Tapes(DecodeGraphs):
         return replace(batch, **{**own, "block_tables": tables})
 
 
+def compile_blocks(model: Decoder, **options: Any) -> None:
+    """Let torch.compile, with these options, have a model's blocks: one graph for all that are alike and any tokens.
+
+    (And another for a single token: torch takes a dimension of one for a fact.) Graphs are kept with the code they
+    were made of, a few of them at most, so every model has code of its own.
+    """
+    shared = Block.forward
+    own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
+    for block in model.layers:
+        block.forward = _of_any_length(torch.compile(MethodType(own, block), fullgraph=True, **options))
+
+
+def _of_any_length(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A compiled block that is told, of what it is given, that the first dimension varies from step to step."""
+
+    def forward(x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache, step: StepAttention) -> Tensor:
+        for tensor in (x, *rope, step.batch.slots):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return run(x, rope, cache, step)
+
+    return forward
+
+
 def sizes_for(max_num_seqs: int) -> list[int]:
     """The numbers of sequences that steps are filled up to, closer together where there are few."""
     most = min(max_num_seqs, MOST_SEQUENCES)
@@ -203,6 +231,7 @@ class CudaGraphs(DecodeGraphs):
 
     def __init__(
         self,
+        config: EngineConfig,
         forward: Forward,
         last_tokens: Tensor,
         most_blocks: int,
@@ -213,6 +242,7 @@ class CudaGraphs(DecodeGraphs):
         """The last row of last_tokens is nobody's. `chooses`: logits are whole rows, whose best token is recorded too;
         `make_hidden`: room for what the stage before gives."""
         super().__init__(forward, last_tokens, dependent)
+        self._config = config
         self._chooses, self._make_hidden = chooses, make_hidden
         self._nobody = last_tokens.shape[0] - 1
         self._most_blocks = most_blocks
@@ -241,29 +271,32 @@ class CudaGraphs(DecodeGraphs):
         self._recorded.clear()
         self._pool = None
 
-    def record(self) -> None:
-        """Make all graphs, the largest first, so that the others find room in what it leaves."""
-        before = _free_memory(self._last_tokens.device)
+    def record(self, block_bytes: int = 0) -> None:
+        """Make all graphs, the largest first, so that the others find room in what it leaves.
+
+        `block_bytes`: of the KV cache, where that has taken its memory.
+        """
+        device = self._last_tokens.device
+        before = _Memory.of(device)
         for size in reversed(self.sizes):
-            self._record(size)
-        used = (before - _free_memory(self._last_tokens.device)) / 2**20
-        log.info("recorded decode steps of %s sequences in %.0f MiB", ", ".join(map(str, self.sizes)), used)
+            self._record(size, block_bytes)
+        self.nbytes = before.taken(device, len(self.sizes))
+        sizes = ", ".join(map(str, self.sizes))
+        log.info("recorded decode steps of %s sequences in %.0f MiB", sizes, self.nbytes / 2**20)
 
     def rehearse(self) -> int:
         """Bytes that all graphs will take, found by making the two largest, which are dropped again."""
         device, found = self._last_tokens.device, []
         torch.cuda.empty_cache()
         for size in self.sizes[:-3:-1]:
-            free, held = _free_memory(device), torch.cuda.memory_reserved(device)
+            before = _Memory.of(device)
             self._record(size)
-            # Other processes on this GPU take memory meanwhile: no more than this one's own, and the driver's part.
-            own = torch.cuda.memory_reserved(device) - held + DRIVER_BYTES
-            found.append(max(0, min(free - _free_memory(device), own)))
+            found.append(before.taken(device, 1))
         self.forget()
         torch.cuda.empty_cache()
         return found[0] + sum(found[1:]) * (len(self.sizes) - 1)
 
-    def _record(self, rows: int) -> None:
+    def _record(self, rows: int, block_bytes: int = 0) -> None:
         from yalis.kernels import feeding
 
         columns, tables = split_packed(self._inbox.packed, rows, self._most_blocks)
@@ -294,23 +327,36 @@ class CudaGraphs(DecodeGraphs):
                     return out, None
                 return out, feeding.settle(out, self._last_tokens, owners, NO_TOKEN, wanted())
 
-        try:
+        def say(lack: Lack) -> str:
+            ways = ", or ".join([*what_fits(lack, self._config, device, 0, rows, block_bytes), "--eager"])
+            return f"{device} ran out of memory recording a decode step of {rows} sequences: {lack}; give {ways}"
+
+        with telling_lack(device, say):
             if self._pool is None and device.type == "cuda":
                 self._pool = torch.cuda.graph_pool_handle()
             step()  # whatever is compiled, loaded or reserved by the first run
             recording = self.recording(step, self._pool)
-        except (RuntimeError, MemoryError) as error:
-            if not any(is_out_of_memory(each) for each in (error, error.__context__) if each is not None):
-                raise
-            raise YalisFailure(
-                f"{device} ran out of memory while recording a decode step of {rows} sequences; give a smaller "
-                "--memory-fraction, --kv-memory, --kv-blocks or --max-num-seqs, or --eager"
-            ) from error
         self._recorded[rows] = _Recorded(recording, batch, recording.result[0], owners, recording.result[1])
 
 
-def _free_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.mem_get_info(device)[0]
+@dataclass(frozen=True)
+class _Memory:
+    """A device's, at a moment."""
+
+    free: int
+    held: int  # by this process's allocator
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Memory:
+        if device.type != "cuda":
+            return cls(0, 0)
+        torch.cuda.synchronize(device)
+        return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+
+    def taken(self, device: torch.device, graphs: int) -> int:
+        """Bytes that so many graphs took since.
+
+        Other processes on this GPU take memory meanwhile: no more than this one's own, and the driver's part.
+        """
+        now = _Memory.of(device)
+        return max(0, min(self.free - now.free, now.held - self.held + graphs * DRIVER_BYTES))

@@ -135,7 +135,7 @@ class Replicas:
         self._load = dict.fromkeys(self._shares, 0)
         self._fresh = dict.fromkeys(self._shares, 0)  # of the load, what no token has come from
         self._queued: dict[int, list[int]] = {rank: [] for rank in self._shares}  # as of its last report
-        self._stats = dict.fromkeys(self._shares, EngineStats())
+        self._stats = {**dict.fromkeys(self._shares, EngineStats()), OWN: own.stats}
         self._tokens = EngineStats()  # prompts and outputs are counted here: a moved request may be in two engines
         self.served = dict.fromkeys(self._shares, 0)  # requests that came to their end there
         self.moved = 0  # requests taken from a replica that had not begun them, and given to another

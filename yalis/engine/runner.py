@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,16 +16,17 @@ from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
-from yalis.engine.device import count_blocks, is_out_of_memory, longest_context, resolve_dtype
-from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes
+from yalis.engine.device import count_blocks, longest_context, resolve_dtype
+from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes, compile_blocks
+from yalis.engine.lack import Lack, allocated_bytes, cache_does_not_fit, telling_lack, weights_do_not_fit, what_fits
 from yalis.engine.packing import Packer
 from yalis.engine.watch import StepWatch
-from yalis.errors import YalisFailure
 from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
+from yalis.parallel.memory import rank_memory
 from yalis.parallel.pipeline import Stage
-from yalis.parallel.plan import Grid
+from yalis.parallel.plan import Grid, Place, Split
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.sampled import Sampled
 from yalis.sampling.sampler import Sampler
@@ -85,13 +87,14 @@ class Runner:
             torch.cuda.set_device(device)  # where Triton launches and graphs are captured
             env.keep_compiled()
         self.check = check
-        self.spec, self.eos, self.block_size = spec, eos, config.block_size
+        self.config, self.spec, self.eos, self.block_size = config, spec, eos, config.block_size
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
         self.times = StageTimes()
         groups = (self.grid.over_rows, self.grid.over_cols, self.grid.everyone, self.stage.line)
         self.watch = StepWatch(device, groups)
         self.caches: list[LayerCache] = []
+        self._block_bytes = 0  # of the KV cache, once it has its memory
         grid = self.grid
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
         edges = uneven_edges(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
@@ -102,29 +105,23 @@ class Runner:
         self.backend = choose_backend(config.attention, needs)(needs)
         wanted_len = longest_context(config, spec, checkpoint.label)
         most_blocks = -(-wanted_len // config.block_size)
-        try:
+        with telling_lack(device, partial(self._too_large, label=checkpoint.label)):
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
             if config.compile:
-                self.model.compile()
+                compile_blocks(self.model)
             self.vocabulary = grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.everyone, device)
             # A row for each slot, and one for what fills up a recorded step.
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
             self.packer = Packer(config.max_num_seqs, most_blocks, config.block_size, self.model.rotary.length)
             self.graphs = self._open_graphs(config, most_blocks)
-            self.pool = self._make_pool(config, needs, wanted_len, settle)
-            self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
-            if isinstance(self.graphs, CudaGraphs):
-                self._warm_up(config, wanted_len)
-                self.graphs.record()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise YalisFailure(
-                f"{checkpoint.label} in {self.dtype} with these settings does not fit the memory of {self.device}; "
-                "give a smaller --kv-blocks, --kv-memory or --max-num-seqs, --dtype bfloat16, or a smaller model"
-            ) from error
+        self.pool = self._make_pool(config, needs, wanted_len, settle)
+        self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
+        if isinstance(self.graphs, CudaGraphs):
+            self._warm_up(config, wanted_len)
+            self.graphs.record(self._block_bytes)
+        self._resident = allocated_bytes(device)  # between steps
         capacity = self.pool.num_blocks * config.block_size
         # A length the user did not ask for shrinks to what the cache holds; one that was asked for is refused later.
         self.max_model_len = wanted_len if config.max_model_len else min(wanted_len, capacity)
@@ -154,7 +151,7 @@ class Runner:
         chooses = alone and self.stage.last
         # Between stages other streams carry something too.
         dependent = alone and self.stage.count == 1
-        return CudaGraphs(forward, self.last_tokens, most_blocks, chooses, self._idle_hidden, dependent)
+        return CudaGraphs(config, forward, self.last_tokens, most_blocks, chooses, self._idle_hidden, dependent)
 
     def _make_pool(
         self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
@@ -163,11 +160,32 @@ class Runner:
         per_sequence = -(-max_len // config.block_size)
         taken = 0
         if self.device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None:
-            taken = self._rehearse(config, needs, min(max_len, config.max_batch_tokens))
+            tokens = min(max_len, config.max_batch_tokens)
+            with telling_lack(self.device, partial(self._step_too_large, tokens=tokens, sequences=1)):
+                taken = self._rehearse(config, needs, tokens)
         block_bytes = KVPool.block_bytes(*shape, self.dtype)
         blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs, taken))
         layers, block_size, kv_heads, head_dim = shape
-        return KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
+        with telling_lack(self.device, lambda lack: cache_does_not_fit(lack, blocks, block_bytes, self.device)):
+            pool = KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
+        self._block_bytes = block_bytes
+        return pool
+
+    def _too_large(self, lack: Lack, label: str) -> str:
+        """The model did not fit."""
+        grid, stage = self.grid, self.stage
+        split = Split(grid.rows, grid.cols, stage.count)
+        rank = split.rank(Place(0, stage.index, grid.row, grid.col))
+        held = rank_memory(self.spec, split, rank, self.dtype.itemsize, self.block_size).weight_bytes
+        return weights_do_not_fit(lack, label, held, split.size, self.dtype, self.device)
+
+    def _step_too_large(self, lack: Lack, tokens: int, sequences: int) -> str:
+        """A step did not fit; that of a token for each sequence is told by those."""
+        counts, work = (tokens, 0), f"{tokens} tokens"
+        if tokens == sequences:
+            counts, work = (0, sequences), f"{sequences} sequences"
+        ways = what_fits(lack, self.config, self.device, *counts, self._block_bytes)
+        return f"{self.device} ran out of memory in a step of {work}: {lack}; give {', or '.join(ways)}"
 
     def _rehearse(self, config: EngineConfig, needs: AttentionNeeds, tokens: int) -> int:
         """Run the largest step once, so that the allocator holds its activations before the rest becomes KV blocks.
@@ -198,7 +216,8 @@ class Runner:
             lengths = [longest] * whole + [rest] * (rest > 0) + [1] * decoding
             if len(lengths) <= config.max_num_seqs:
                 steps = [_rehearsed(slot, length, self.block_size) for slot, length in enumerate(lengths)]
-                DecodeGraphs.run(self.graphs, self.packer.pack(steps), self._idle_hidden(sum(lengths)))
+                with telling_lack(self.device, partial(self._step_too_large, tokens=tokens, sequences=len(steps))):
+                    DecodeGraphs.run(self.graphs, self.packer.pack(steps), self._idle_hidden(sum(lengths)))
 
     @torch.inference_mode()
     def _idle_hidden(self, rows: int) -> Tensor | None:
@@ -209,7 +228,8 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
-        with self.watch.step(plan):
+        say = partial(self._step_too_large, tokens=plan.num_tokens, sequences=len(plan.sequences))
+        with self.watch.step(plan), telling_lack(self.device, say, self._resident):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> PendingStep | None:

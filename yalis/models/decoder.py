@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from types import FunctionType, MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +68,6 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec, self.dtype, self.hidden = spec, dtype, len(grid.hidden(spec.hidden_size))
         self.number = next(_numbers)  # among the models of this process
-        self._compiled = False
         # Rounded to the compute dtype, as the reference multiplies.
         scale = spec.embed_scale
         self.embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
@@ -86,19 +83,6 @@ class Decoder(nn.Module):
             tied = self.embedding if spec.tie_embeddings else None
             name = EMBEDDING if spec.tie_embeddings else "lm_head"
             self.head = LMHead(grid, name, vocab, hidden, dtype, device, tied)
-
-    def compile(self, **options: Any) -> None:  # type: ignore[override]
-        """Let torch.compile, with these options, have the blocks: one graph for all that are alike and any tokens.
-
-        (And another for a single token: torch takes a dimension of one for a fact.) Graphs are kept with the code they
-        were made of, a few of them at most, so every model has code of its own.
-        """
-        shared = Block.forward
-        own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
-        for block in self.layers:
-            block.forward = MethodType(own, block)
-            block.compile(fullgraph=True, **options)
-        self._compiled = True
 
     def load(self, source: TensorSource) -> None:
         """Every layer reads its own slices; `source` never learns which."""
@@ -122,9 +106,6 @@ class Decoder(nn.Module):
         rope = self.rotary.rows(batch.rope_rows)
         step = StepAttention(backend, batch, self.number)
         for block, cache in zip(self.layers, caches, strict=True):
-            if self._compiled:  # their first dimension alone varies from step to step
-                for tensor in (x, *rope, batch.slots):
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
             x = block(x, rope, cache, step)
         if self.norm is None or self.head is None:
             return x

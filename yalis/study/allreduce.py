@@ -39,6 +39,8 @@ MOST_BYTES = 1 << 30
 PEERS = (PLAIN, *BESIDE_NVRAR)
 RIVALS = {"hierarchical": (PLAIN, "mpi"), "nvrar": (*BESIDE_NVRAR, "torch")}
 DTYPES = ("float32", "bfloat16", "float16")
+#: Operations that count, unless a number is given.
+MOST_REPEATS, FEWEST_REPEATS = 30, 9
 #: Bytes on the wire for each of data, where words carry flags.
 WORDS = 2.0
 
@@ -48,12 +50,12 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AllReducePlan:
-    sizes: tuple[int, ...] = tuple(8 << 10 << step for step in range(10))  # bytes, 8 KB to 4 MB
+    sizes: tuple[int, ...] = ()  # bytes; none given: doubling from 8 KB to 64 MB, and to 4 MB where options are tried
     dtypes: tuple[str, ...] = ("float32",)
     backends: tuple[str, ...] = ()  # none given: all that can be used
     baseline: str = ""  # a backend; none given: gloo on a CPU, else torch
     warmup: int = 5
-    repeats: int = 30
+    repeats: int | None = None  # None: 30, and fewer of messages above 4 MB
     seed: int = 0
     tune: bool = False  # try the options of each backend
     device: str = "auto"
@@ -62,15 +64,19 @@ class AllReducePlan:
     join_timeout: float = 300.0
 
     def __post_init__(self) -> None:
+        if not self.sizes:
+            largest = 4 << 20 if self.tune else 64 << 20
+            doubling = tuple(8 << 10 << step for step in range(14) if 8 << 10 << step <= largest)
+            object.__setattr__(self, "sizes", doubling)
         for name in ("sizes", "dtypes", "backends"):
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        for name, low in (("warmup", 1), ("repeats", 1)):
-            if getattr(self, name) < low:
-                raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least {low}")
+        for name in ("warmup", "repeats"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise YalisError(f"{name} is {value}; give a whole number of at least 1")
         if self.join_timeout <= 0:
             raise YalisError(f"join_timeout is {self.join_timeout:g}; give a number of seconds above 0")
-        if not self.dtypes or not self.sizes:
-            raise YalisError(f"no {'sizes' if self.dtypes else 'dtypes'} given; give for example --sizes 64K,1M")
+        if not self.dtypes:
+            raise YalisError("no dtypes given; give for example --dtypes float32,bfloat16")
         for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise YalisError(f"unknown dtype {dtype!r}; accepted: {', '.join(DTYPES)}")
@@ -88,6 +94,12 @@ class AllReducePlan:
             raise YalisError(f"--tune measures what auto can choose from, and {self.backends[0]} is only a peer")
         if self.tune and "auto" in self.backends:
             raise YalisError("--tune measures what auto can choose from, which is not auto; leave it out")
+
+    def repeats_of(self, size: int) -> int:
+        """Operations that count, of messages of so many bytes. By default large ones share what 4 MB would take."""
+        if self.repeats is not None:
+            return self.repeats
+        return min(MOST_REPEATS, max(FEWEST_REPEATS, MOST_REPEATS * (4 << 20) // size))
 
     @classmethod
     def told(cls, told: dict[str, Any]) -> AllReducePlan:
@@ -143,6 +155,7 @@ def make_row(
     """`seconds`: of each operation, the slowest rank's."""
     row: Row = dict.fromkeys(results.columns("allreduce"))
     row.update(backend=backend, options=options, dtype=dtype, bytes=size, mode=mode, checked=checked)
+    row["repeats"] = len(seconds)
     row["status"] = wrong or "ok"
     if not wrong:
         middle, (low, high) = median(seconds), spread(seconds)

@@ -33,7 +33,7 @@ from yalis.comm.torch_dist import TorchBackend, TorchGroup
 from yalis.comm.tuning import Choice, Table, Timing, Tuned
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 from yalis.launch.environment import find_place
 from yalis.launch.join import join
 from yalis.launch.serving import serving
@@ -46,6 +46,7 @@ from yalis.study.allreduce_links import IN_GRAPH, links_of_messages, links_of_pa
 _SPIN_S = 3e-4  # sleeping ends late by up to this
 _LEAD_S = 0.02  # for all ranks to hear of the first moment
 _WARM_S = 2e-3  # between starts while nobody knows how long it takes
+_PART = 1 << 20  # elements that are checked at a time
 TURNS = 3  # in which the repeats of all backends alternate
 # A search goes on after its first turn with so many of the ways that a backend offers.
 FINALISTS = 6
@@ -168,7 +169,8 @@ class Sum:
 
     def fault(self, out: Tensor) -> str | None:
         """What is wrong with this rank's result."""
-        bad = int((~((out.cpu().double() - self.total).abs() <= self.bound)).sum())
+        parts = zip(*(each.split(_PART) for each in (out.cpu(), self.total, self.bound)), strict=True)
+        bad = sum(int((~((own.double() - total).abs() <= bound)).sum()) for own, total, bound in parts)
         return f"{bad} of {len(self.total)} elements are not the sum" if bad else None
 
 
@@ -235,6 +237,18 @@ class Entry:
 Ways = list[tuple[Choice, str, Entry]]
 
 
+def enter(
+    world: World, start: Start, group: Communicator, wanted: Sum, mode: str, device: torch.device, promised: bool
+) -> Entry | str:
+    """An entry, or why the backend has no room for such messages: all ranks hear that together."""
+    try:
+        return Entry(world, start, group, wanted, mode, device, promised)
+    except YalisFailure:  # somebody is gone
+        raise
+    except YalisError as error:
+        return str(error)
+
+
 def _finalists(ways: Ways) -> Iterator[tuple[Choice, str, Entry]]:
     """The fastest of each backend and mode so far, at their best: what disturbs a few operations only adds time.
 
@@ -273,31 +287,35 @@ class Field:
         kind: torch.dtype = getattr(torch, dtype)
         seed = f"{plan.seed}/{dtype}/{size}"
         wanted = Sum.draw(seed, self.world.rank, self.world.size, size // kind.itemsize, kind)
-        entries = [
+        tried = [
             (
                 Choice(name, options),
                 mode,
-                Entry(self.world, self.start, group, wanted, mode, self.device, promised=name not in UNLIKE),
+                enter(self.world, self.start, group, wanted, mode, self.device, promised=name not in UNLIKE),
             )
             for name in names
             for options in (self._options(name, size, plan.ranks_per_gpu) if plan.tune else [{}])
             for group in [self._group(name, options)]
             for mode in self._modes(group, plan.tune)
         ]
-        going = entries
+        going: Ways = [(choice, mode, entry) for choice, mode, entry in tried if isinstance(entry, Entry)]
+        repeats = plan.repeats_of(size)
         for turn in range(TURNS):
-            count = plan.repeats * (turn + 1) // TURNS - plan.repeats * turn // TURNS
+            count = repeats * (turn + 1) // TURNS - repeats * turn // TURNS
             for choice, mode, entry in going:
                 report(f"{size / 1024:g} KB of {dtype}: {choice}, {mode}, turn {turn + 1} of {TURNS}")
                 glance = plan.tune and mode == "graph" and turn == 0  # a graph holds many operations
                 entry.take_turn(*((2, 4) if glance else (plan.warmup, count)))
             going = list(_finalists(going))
-        for choice, mode, entry in entries:
-            options = dict(choice.options)
-            if not entry.alike:
-                self.unlike.add(choice.backend)
-            found = (entry.wrong, entry.checked, entry.seconds)
-            yield make_row(choice.backend, options, dtype, size, mode, self.world.size, *found)
+        for choice, mode, way in tried:
+            found: tuple[str | None, int, list[float]]
+            if isinstance(way, Entry):
+                found = (way.wrong, way.checked, way.seconds)
+                if not way.alike:
+                    self.unlike.add(choice.backend)
+            else:
+                found = (way, 0, [])
+            yield make_row(choice.backend, dict(choice.options), dtype, size, mode, self.world.size, *found)
 
     def _modes(self, group: Communicator, tune: bool) -> tuple[str, ...]:
         """A search is for what a decode step runs, which is a graph where there can be one."""

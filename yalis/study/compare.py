@@ -67,7 +67,7 @@ _HOW = {
     *("engine", "warmup", "repeats", "peer", "read_bytes_per_s", "matmul_flops_per_s", "answers", "machines"),
     *("baselines", "links", "ranks", "schemes", "allreduces", "minutes", "node_ranks", "backends", "sizes", "batch"),
     *("baseline", "tune", "join_timeout", "rows", "micro_batches", "start", "mpi"),
-    *("workload", "load_seconds"),
+    *("workload", "load_seconds", "graph_bytes"),
 }
 _WHAT_ENGINE = ("model", "load", "load_seed", "tokenizer")  # of the engine's settings, those that are the work itself
 

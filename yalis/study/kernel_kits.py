@@ -93,7 +93,7 @@ class Torch:
 
     def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor:
         best, places = logits.max(1)
-        tokens = torch.where(best.isnan(), NO_TOKEN, places)
+        tokens = places.masked_fill(best.isnan(), NO_TOKEN)
         last[owners] = tokens.clamp(min=0)
         return tokens
 

@@ -145,11 +145,11 @@ def times(run: Callable[[int], object], copies: int, device: torch.device, repea
     calls = copies * max(1, math.ceil(_ENOUGH_S / one_turn))
     work: Callable[[], None] = partial(turns, calls)
     if device.type == "cuda":
-        work = _captured(work)
+        work = captured(work)
     return [bandwidth.clock(work, device) / calls for _ in range(repeats)]
 
 
-def _captured(work: Callable[[], None]) -> Callable[[], None]:
+def captured(work: Callable[[], None]) -> Callable[[], None]:
     """The launches of `work` as a graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

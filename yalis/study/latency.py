@@ -147,6 +147,7 @@ def measure(
             **{name: value for name, value in asdict(plan).items() if name not in instead},
             "engine": asdict(config),
             "load_seconds": load_seconds,
+            "graph_bytes": llm.stats.graph_bytes,
             "dtype": str(dtype).removeprefix("torch."),
             **asdict(rates),
         }
