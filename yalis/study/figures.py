@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ _STYLE: dict[str, Any] = {
     "axes.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": "yalis",
 }  # fmt: skip
 _WIDTH = 9.6  # inches; a page shows it at full width
+_LINE = 120  # characters of a note below it
 
 
 def styled(draw: Callable[[], Any]) -> Any:
@@ -63,7 +65,8 @@ def save(figure: Any, file: Path, title: str, notes: Sequence[str] = ()) -> list
         figure.legends[0].get_title().set_color(_INK)
     else:
         figure.suptitle(title, fontsize=12, fontweight="bold", color=_INK)
-    figure.supxlabel("\n".join(notes), fontsize=8.5, color=_INK)
+    lines = [line for note in notes for line in textwrap.wrap(note, _LINE)]
+    figure.supxlabel("\n".join(lines), fontsize=8.5, color=_INK)
     stem = file.with_suffix("") if file.suffix in (".png", ".svg") else file
     written = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
     with matplotlib.rc_context({**_STYLE, "svg.fonttype": "path"}):

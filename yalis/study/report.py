@@ -83,7 +83,7 @@ def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, 
                 if card.draw is not None:
                     figure = card.draw()
                     drawing = figures.inline(figure, name)
-                    plots += figures.save(figure, folder / name, f"{section.title}: {card.title}", card.drawn_notes)
+                    plots += figures.save(figure, folder / name, f"{section.title}: {card.title}", card.notes)
                 cards.append(show_card(card, name, drawing, machines))
             parts.append(show_section(section, cards))
         page.write_text(make_page(title, found, machines, parts), encoding="utf-8")

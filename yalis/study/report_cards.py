@@ -55,12 +55,7 @@ class Card:
     given: Sequence[Given]  # all of one machine, unless it is a study of several
     table: Table
     draw: Callable[[], Any] | None  # None: the table says it all
-    notes: Sequence[str] = ()
-
-    @property
-    def drawn_notes(self) -> list[str]:
-        """What must be said wherever the plot is shown."""
-        return list(dict.fromkeys(note for given in self.given for note in given.result.notes))
+    notes: Sequence[str] = ()  # what must be said wherever the plot is shown
 
 
 @dataclass(frozen=True)
