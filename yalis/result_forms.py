@@ -21,6 +21,7 @@ _NAMES = {Count: "a whole number above 0", float: "a number", int: "a whole numb
 _DEVICE = {"type": str, "name": str, "threads?": Count}
 _LINK = {"latency": float, "seconds_per_byte": float, "*": float}
 _MODEL = {"model": str}
+_SPLIT_MODEL = {"model": str, "tp?": [Count, ...], "allreduce?": str, "ranks_per_gpu?": Count}
 _SHARED_MODEL = {"model": str, "ranks_per_gpu": Count}
 
 #: Of every result.
@@ -34,7 +35,7 @@ COMMON: Form = {
 }
 #: Of the parameters of each kind.
 PARAMETERS: dict[str, Form] = {
-    "latency": {"engine": _MODEL, "graph_bytes?": int},
+    "latency": {"engine": _SPLIT_MODEL, "graph_bytes?": int},
     "throughput": {"engine": _SHARED_MODEL, "dtype": str, "answers": [str, ...]},
     "scaling": {"engine": _MODEL, "machines": [dict], "baselines": {"*": str}},
     "profile": {

@@ -119,10 +119,12 @@ def test_memcheck_is_clean(overrun: int) -> None:
     apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that a tensor's end is an allocation's
     done = run(None, *watched, *JOB, "small", "1+1", "ops=20", f"overrun={overrun}", timeout=400, **apart)
     told = done.stdout[-4000:] + done.stderr[-2000:]
-    if overrun:
+    if overrun:  # in rank 1, which rank 0 started
         assert "Invalid __global__ write" in done.stdout, told
+        assert done.returncode != 0, told
         return
     assert done.returncode == 0, told
+    assert "Invalid" not in done.stdout, told
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert json.loads(lines[-1]) == {"wrong": 0, "alike": True}
 

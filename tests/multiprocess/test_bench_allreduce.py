@@ -58,7 +58,7 @@ class Group(OverTorch):
 
 class choosy(OverTorchBackend):
     @staticmethod
-    def options_to_try(size, ranks_per_gpu):
+    def options_to_try(size):
         return [{"times": 1}, {"times": 2}]
 
     def over(self, under, name, ranks):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from yalis.comm.nvrar import build
-from yalis.comm.nvrar.group import NvrarBackend, Session, launch_for
+from yalis.comm.nvrar.group import NvrarBackend, Session, launch_for, launches_to_try
 from yalis.comm.nvrar.library import _SIGNATURES, PHASES, Library, Status, int32s
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
@@ -80,9 +80,13 @@ def test_launches() -> None:
     for wrong in ({"protocol": "fast"}, {"blocks": 0}, {"chunk": "many"}):
         with pytest.raises(YalisError, match="--tune again"):
             launch_for(Choice("nvrar", wrong), 1 << 10, 2, 8)
-    for size in (1 << 10, 128 << 10, 16 << 20):
-        for options in NvrarBackend.options_to_try(size):
-            launch_for(Choice("nvrar", options), size, 2, 8)
+    for size in (1 << 10, 32 << 10, 128 << 10, 1 << 20, 16 << 20):
+        for owners in (1, 2, 8):
+            launches = [
+                launch_for(Choice("nvrar", options), size, owners, 8) for options in launches_to_try(size, owners, 8)
+            ]
+            assert launches
+            assert len(set(launches)) == len(launches), f"{size} bytes of {owners}: one of them twice"
 
 
 def test_a_wait_that_never_ended_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

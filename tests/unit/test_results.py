@@ -169,6 +169,8 @@ def test_committed_results_can_be_read() -> None:
     assert found
     for path in found:
         results.read(path)
+    held = {path.read_bytes(): path for path in found}
+    assert len(held) == len(found), "a result was committed under two names"
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -182,6 +182,8 @@ def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
         ("torch", 400, {}),
     ]
     rows = [row(name, size, median, **options) for name, median, options in tried for size in sizes]
+    glanced = make_row("nvrar", {"blocks": 2}, "float32", 8192, "eager", 4, None, 2, [20e-6])
+    rows.append({**glanced, "delay_us": None})  # quicker in a single try, and dropped after it
     near, far = {"latency": 1e-6, "seconds_per_byte": 1e-11}, {"latency": 2e-6, "seconds_per_byte": 1e-11}
     links = [{"delay_us": None, "inside": near, "between": far, "fixed": 3e-6}]
     result = make_result(rows, links=links, tune=True)

@@ -117,6 +117,10 @@ def test_machines_and_work_must_be_the_same() -> None:
     with pytest.raises(YalisError, match="not of the same work: prompts_digest is a and b"):
         compare(latency(step(1), prompts_digest="a"), latency(step(1), prompts_digest="b"), 0.05)
     assert compare(latency(step(1)), latency(step(1), prompts_digest="b"), 0.05).changes
+    assert compare(latency(step(1), read_by="torch.sum"), latency(step(1), read_by="linear, one row"), 0.05).changes
+    assert compare(latency(step(1)), latency(step(1), prompts=4), 0.05).changes
+    with pytest.raises(YalisError, match="not of the same work: prompts is 2 and 4"):
+        compare(latency(step(1), prompts=2), latency(step(1), prompts=4), 0.05)
     dated = latency(step(1), dataset="in.jsonl"), latency(step(1), dataset="in.jsonl", prompts_digest="b")
     with pytest.raises(YalisError, match="not of the same work: prompts_digest"):
         compare(*dated, 0.05)

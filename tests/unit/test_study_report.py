@@ -14,6 +14,7 @@ from tests.system.browser import browser
 from yalis import results
 from yalis.cli.main import main
 from yalis.results import Result
+from yalis.study import figures
 from yalis.study.profile import PARTS, over_ranks
 from yalis.study.report import find_results, write_report
 from yalis.study.report_cards import Given
@@ -65,6 +66,76 @@ def make_kernels() -> Result:
             row.update(kernel=kernel, shape="64x64", rows=count, status="ok", us=3.0, share_of_floor=0.5 + count / 40)
             rows.append(row)
     return results.new("kernels", {"dtype": "bfloat16"}, rows, "yalis bench kernels", CPU)
+
+
+def make_study_of_two() -> Result:
+    """Rows as they came in, the second machine's first; each has three all-reduces, and its slowest comes last."""
+    one, rows = make_scaling(), []
+    machines = [results.machine(replace(one, devices=[{"type": "cuda", "name": name}])) for name in ("A100", "H200")]
+    good = [row for row in one.rows if row["status"] == "ok"]
+    for machine, scale in ((2, 0.1), (1, 1.0)):
+        rows += [{**row, "machine": machine} for row in good if not row["allreduce"]]
+        for backend, slower in (("nvrar", 1), ("hierarchical", 2), ("torch", 30)):
+            for row in good:
+                if row["allreduce"] == "torch":
+                    seconds = {name: scale * slower * row[name] for name in ("seconds", "seconds_low", "seconds_high")}
+                    rows.append({**row, "machine": machine, "allreduce": backend, "crowded": "", **seconds})
+    facts = {**one.parameters, "machines": machines}
+    return replace(one, rows=rows, parameters=facts, devices=[{"type": "cuda", "name": "A100"}])
+
+
+def test_machines_of_a_study_have_panels_of_their_own() -> None:
+    figure = figures.draw_scaling(make_study_of_two())
+    figure.draw_without_rendering()
+    axes = [axis for axis in figure.axes if axis.get_visible()]
+    titles = [axis._left_title for axis in axes if axis.get_title(loc="left")]
+    names = ["nvrar", "hierarchical", "torch"]
+    wanted = [f"machine {machine}\nall-reduce: {name}" for machine in (1, 2) for name in names]
+    assert [title.get_text() for title in titles] == wanted
+    boxes = [title.get_window_extent() for title in titles]
+    assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
+    for axis in axes:  # every panel of a row shows all of its lines
+        highest = max(max(line.get_ydata()) for line in axis.get_lines())
+        assert axis.get_ylim()[0] == 0
+        assert highest <= axis.get_ylim()[1]
+
+
+def test_a_study_takes_the_numbers_of_the_page(tmp_path: Path) -> None:
+    study = make_study_of_two()
+    first = replace(make_kernels(), devices=[{"type": "cuda", "name": "H200"}])
+    page, _ = write_report([Given(tmp_path / "a", first), Given(tmp_path / "b", study)], tmp_path / "r.html", "A study")
+    text = page.read_text()
+    assert "<li>Machine 1: H200 ·" in text
+    assert "<li>Machine 2: A100 ·" in text
+    (shown,) = re.findall(r"<article id='scaling'>(.*?)</article>", text, re.DOTALL)
+    assert "<span class='badge'>machines 2, 1</span>" in shown
+    # Its own second machine is the page's first, and its rows stand above.
+    rows = re.findall(r"<tr><td>(\d)</td>.*?>([\d.]+) s<small>", shown)
+    assert [machine for machine, _ in rows] == ["1"] * (len(rows) // 2) + ["2"] * (len(rows) // 2)
+    assert float(rows[1][1]) < 1 < float(rows[-1][1])
+
+
+def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
+    latency = results.read(KEPT / "latency-smollm2-135m-fp32.json")
+    rows = [{**row, "seconds": 2.0, "seconds_low": 1.5, "seconds_high": 2.5} for row in latency.rows]
+    shared = {**latency.parameters["engine"], "tp": [2, 2], "allreduce": "nvrar", "ranks_per_gpu": 4}
+    facts = {**latency.parameters, "engine": shared, "graph_bytes": 96 << 20}
+    kernels = make_kernels()
+    for number, row in enumerate(kernels.rows):
+        row.update(us_low=2.0, us_high=1234.56, gb_per_s=4210.0 / 10**number, gflop_per_s=0.5)
+    given = [replace(latency, rows=rows), replace(latency, rows=rows, parameters=facts), kernels]
+    page, _ = write_report([Given(tmp_path / "a", one) for one in given], tmp_path / "r.html", "A study")
+    plain, split, small = re.findall(r"<article .*?</article>", page.read_text(), re.DOTALL)
+    assert "<th>the job<small>10%..90%</small></th>" in plain
+    assert "<td>2.000 s<small>1.500..2.500</small></td>" in plain
+    assert "<th>of floor</th>" in plain
+    assert "float32, tp 2x2, nvrar: a decode step" in split
+    assert "CUDA graphs of decode steps take 96.0 MiB" in split
+    assert "4 ranks share a GPU" in split
+    assert "<th>of floor</th>" not in split
+    assert "<td>3.00 us<small>2.00..1,235</small></td>" in small
+    for speed in ("4.21 TB/s", "421.0 GB/s", "42.10 GB/s", "500.0 MFLOP/s"):
+        assert f"<td>{speed}</td>" in small
 
 
 @pytest.fixture

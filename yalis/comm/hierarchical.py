@@ -254,7 +254,7 @@ class HierarchicalBackend(OverTorchBackend):
         self._neighbours: list[Neighbours] = []
 
     @staticmethod
-    def options_to_try(size: int, ranks_per_gpu: int = 1) -> list[dict[str, int | str]]:
+    def options_to_try(size: int) -> list[dict[str, int | str]]:
         """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
         chunks = [*(chunk for chunk in SHORTER_CHUNKS if chunk < size), CHUNK_BYTES]
         return [{"between": between, "chunk": chunk} for between in BETWEEN for chunk in chunks]

@@ -105,7 +105,7 @@ def weights_do_not_fit(
     if dtype == torch.float32:
         ways.insert(0, "--dtype bfloat16, which takes half")
     if lack.room is not None and weight_bytes <= lack.room:  # it was something beside them
-        ways.insert(0, "a smaller --max-num-seqs or --max-model-len")
+        ways = ["a smaller --max-num-seqs or --max-model-len"]
     elif lack.room and device.type == "cuda":
         enough = -(-ranks * weight_bytes // lack.room)
         ways.insert(0, f"{enough} GPUs at least, with --tp {enough}")

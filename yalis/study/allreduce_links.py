@@ -55,23 +55,26 @@ def links_of_pairs(world: World, topology: Topology, nvrar: CommBackend, start: 
     """By nvrar itself, on GPUs: all ranks at once sum with one other each, over each kind of link, in graphs.
 
     Between two nodes nvrar takes one round, and a ring takes two for the same bytes: what it takes longer is a round's
-    latency. What is left without rounds and bytes is fixed, the launch and end of a kernel.
+    latency. What is left without rounds and bytes is fixed, the launch and end of a kernel. Nothing is measured where
+    that cannot be told apart (on one node), or somebody would have no partner.
     """
     nodes = topology.by_node()
-    near = [ranks[first : first + 2] for ranks in nodes for first in range(0, len(ranks) - 1, 2)]
-    ours = zip(nodes[::2], nodes[1::2], strict=False)
-    far = [pair for one, other in ours for pair in zip(one, other, strict=False)]
-    links: dict[str, Any] = {"fixed": 0.0}
-    if far:
-        times, ring = (_times_of_pairs(world, far, nvrar, start, how) for how in ("nvrar", "ring"))
-        latency = max(median(ring[size] - times[size] for size in PAIRED), 0.0)
-        whole = fit([(Load(1, 1, WORDS * size), times[size]) for size in PAIRED])
-        links["fixed"] = max(whole.latency - latency, 0.0)
-        links["between"] = asdict(Link(min(latency, whole.latency), whole.seconds_per_byte))
-    if near:
+    width = len(nodes[0])
+    if len(nodes) % 2 or any(len(ranks) != width for ranks in nodes) or (width > 1 and width % 2):
+        return {}
+    ours = zip(nodes[::2], nodes[1::2], strict=True)
+    far = [pair for one, other in ours for pair in zip(one, other, strict=True)]
+    times, ring = (_times_of_pairs(world, far, nvrar, start, how) for how in ("nvrar", "ring"))
+    latency = max(median(ring[size] - times[size] for size in PAIRED), 0.0)
+    whole = fit([(Load(1, 1, WORDS * size), times[size]) for size in PAIRED])
+    fixed = max(whole.latency - latency, 0.0)
+    links: dict[str, Any] = {"fixed": fixed}
+    links["between"] = asdict(Link(min(latency, whole.latency), whole.seconds_per_byte))
+    if width > 1:
+        near = [ranks[first : first + 2] for ranks in nodes for first in range(0, width, 2)]
         times = _times_of_pairs(world, near, nvrar, start, "nvrar")
         # A half there, to be summed, and a half back.
-        rounds = [(Load(2, 2, WORDS * size), max(times[size] - links["fixed"], 1e-9)) for size in PAIRED]
+        rounds = [(Load(2, 2, WORDS * size), max(times[size] - fixed, 1e-9)) for size in PAIRED]
         links["inside"] = asdict(fit(rounds))
     return links
 
@@ -80,20 +83,18 @@ def _times_of_pairs(
     world: World, pairs: Sequence[Sequence[int]], nvrar: CommBackend, start: Start, how: str
 ) -> dict[int, float]:
     """Seconds of an all-reduce within each of these pairs, by its bytes."""
-    mine = next((pair for pair in pairs if world.rank in pair), None)
-    group: Any = nvrar.group(f"pair {list(mine)} by {how}", mine) if mine else None
+    mine = next(pair for pair in pairs if world.rank in pair)
+    group: Any = nvrar.group(f"pair {list(mine)} by {how}", mine)
     found = {}
     for size in PAIRED:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=nvrar.device)
-        act = partial(group.all_reduce_with, x, x, how, protocol="ll") if group else None
-        found[size] = _seconds_each(act, start, nvrar.device)
+        found[size] = _seconds_each(partial(group.all_reduce_with, x, x, how, protocol="ll"), start, nvrar.device)
     return found
 
 
-def _seconds_each(act: Callable[[], object] | None, start: Start, device: torch.device) -> float:
-    """The slowest rank's seconds, at best, for one of many `act` in a graph; ranks with none only wait for others."""
-    replay = record(act, device) if act else lambda: 0.0
-    return min(start.settled(lambda: None, replay, 3, _PAIRED_EACH)) / IN_GRAPH
+def _seconds_each(act: Callable[[], object], start: Start, device: torch.device) -> float:
+    """The slowest rank's seconds for one of many `act` in a graph."""
+    return median(start.settled(lambda: None, record(act, device), 3, _PAIRED_EACH)) / IN_GRAPH
 
 
 def record(act: Callable[[], object], device: torch.device) -> Callable[[], float]:

@@ -115,27 +115,34 @@ class Start:
         boots = world.exchange(_BOOT.read_text() if _BOOT.exists() else None)
         self.shared = len(set(boots)) == 1 and boots[0] is not None
         self._spin = _SPIN_S if world.size <= usable_cores() else 0.0
+        self._pace = 0.0  # seconds that the slowest rank took for one operation and what prepares it
 
     def times(self, prepare: Callable[[], None], act: Act, count: int, period: float) -> list[float]:
         """The slowest rank's seconds for each `act`. `period`: from one start to the next, where a clock says when."""
         moment = max(self._world.exchange(time.monotonic())) + _LEAD_S
-        own = []
+        own, paces = [], []
         for _ in range(count):
+            entered = time.perf_counter()
             prepare()
             moment += period
+            ready = time.perf_counter()
             if self.shared:
                 self._wait(moment)
             else:
                 self._comm.barrier()
             begin = time.perf_counter()
             told = act()
-            own.append(time.perf_counter() - begin if told is None else told)
-        return [max(ranks) for ranks in zip(*self._world.exchange(own), strict=True)]
+            ended = time.perf_counter()
+            own.append(ended - begin if told is None else told)
+            paces.append(ended - begin + ready - entered)
+        everyone = self._world.exchange([own, max(paces[1:] or paces)])
+        self._pace = max(pace for _, pace in everyone)
+        return [max(ranks) for ranks in zip(*(times for times, _ in everyone), strict=True)]
 
     def settled(self, prepare: Callable[[], None], act: Act, warmup: int, count: int) -> list[float]:
         """The same, at a pace that the first few, which do not count, have shown to be slow enough for all ranks."""
-        warm = self.times(prepare, act, warmup, _WARM_S)
-        return self.times(prepare, act, count, 1.5 * max(warm[1:] or warm) + 5e-4)
+        self.times(prepare, act, warmup, _WARM_S)
+        return self.times(prepare, act, count, 1.5 * self._pace + 5e-4)
 
     def _wait(self, moment: float) -> None:
         if (left := moment - time.monotonic() - self._spin) > 0:
@@ -294,18 +301,19 @@ class Field:
                 enter(self.world, self.start, group, wanted, mode, self.device, promised=name not in UNLIKE),
             )
             for name in names
-            for options in (self._options(name, size, plan.ranks_per_gpu) if plan.tune else [{}])
+            for options in (self._options(name, size) if plan.tune else [{}])
             for group in [self._group(name, options)]
             for mode in self._modes(group, plan.tune)
         ]
         going: Ways = [(choice, mode, entry) for choice, mode, entry in tried if isinstance(entry, Entry)]
         repeats = plan.repeats_of(size)
         for turn in range(TURNS):
-            count = repeats * (turn + 1) // TURNS - repeats * turn // TURNS
+            # The first turn has one at least: it chooses who goes on.
+            count = -(-repeats * (turn + 1) // TURNS) - -(-repeats * turn // TURNS)
             for choice, mode, entry in going:
                 report(f"{size / 1024:g} KB of {dtype}: {choice}, {mode}, turn {turn + 1} of {TURNS}")
                 glance = plan.tune and mode == "graph" and turn == 0  # a graph holds many operations
-                entry.take_turn(*((2, 4) if glance else (plan.warmup, count)))
+                entry.take_turn(*((2, 4) if glance else (min(plan.warmup, max(2, count)), count)))
             going = list(_finalists(going))
         for choice, mode, way in tried:
             found: tuple[str | None, int, list[float]]
@@ -350,16 +358,16 @@ class Field:
             return None if self.device.type == "cpu" else f"gloo joins CPUs, and these ranks are on {self.device.type}"
         return refusal("nvrar" if name in BESIDE_NVRAR else name, self.world, self.device)
 
-    def _options(self, name: str, size: int, ranks_per_gpu: int) -> list[dict[str, int | str]]:
+    def _options(self, name: str, size: int) -> list[dict[str, int | str]]:
         """The ways to do it that are worth trying, if there are several."""
         if name in (PLAIN, "nvshmem"):
             return [{}]
-        offered = getattr(BACKENDS.load("nvrar" if name in BESIDE_NVRAR else name), "options_to_try", None)
-        tried: list[dict[str, int | str]] = list(offered(size, ranks_per_gpu)) if offered else [{}]
-        if name in BESIDE_NVRAR:  # which have one protocol
-            shapes = [{key: value for key, value in one.items() if key != "protocol"} for one in tried]
-            tried = [one for number, one in enumerate(shapes) if one not in shapes[:number]]
-        return tried
+        if name == "nvrar" or name in BESIDE_NVRAR:
+            group: Any = self._group("nvrar", {})
+            tried: list[dict[str, int | str]] = group.options_to_try(size, name)
+            return tried
+        offered = getattr(BACKENDS.load(name), "options_to_try", None)
+        return list(offered(size)) if offered else [{}]
 
     def _group(self, name: str, options: dict[str, int | str]) -> Communicator:
         """A backend's group, which does it with these options if there are any."""

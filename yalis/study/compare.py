@@ -65,6 +65,7 @@ KINDS = {
 #: Parameters that say what was measured with; others say what was measured, and must be equal.
 _HOW = {
     *("engine", "warmup", "repeats", "peer", "read_bytes_per_s", "matmul_flops_per_s", "answers", "machines"),
+    "read_by",
     *("baselines", "links", "ranks", "schemes", "allreduces", "minutes", "node_ranks", "backends", "sizes", "batch"),
     *("baseline", "tune", "join_timeout", "rows", "micro_batches", "start", "mpi"),
     *("workload", "load_seconds", "graph_bytes"),
@@ -144,9 +145,11 @@ def _check_comparable(before: Result, after: Result) -> None:
 
 
 def _untold(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
-    """An older yalis told no digest of the prompts; without a dataset, the other parameters say what was drawn."""
+    """What an older yalis did not tell: a digest of the prompts (without a dataset, the other parameters say what was
+    drawn), and the prompts of kernels, of which it measured none."""
     digests = old.get("prompts_digest"), new.get("prompts_digest")
-    return {"prompts_digest"} if None in digests and old.get("dataset") is None else set()
+    untold = {"prompts_digest"} if None in digests and old.get("dataset") is None else set()
+    return untold | {name for name in ("prompts", "prompt_len") if (name in old) != (name in new)}
 
 
 def _differences(before: Result, after: Result) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ _STYLE: dict[str, Any] = {
     "axes.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": "yalis",
 }  # fmt: skip
 _WIDTH = 9.6  # inches; a page shows it at full width
+_LINE = 120  # characters of a note below it
 
 
 def styled(draw: Callable[[], Any]) -> Any:
@@ -63,7 +65,8 @@ def save(figure: Any, file: Path, title: str, notes: Sequence[str] = ()) -> list
         figure.legends[0].get_title().set_color(_INK)
     else:
         figure.suptitle(title, fontsize=12, fontweight="bold", color=_INK)
-    figure.supxlabel("\n".join(notes), fontsize=8.5, color=_INK)
+    lines = [line for note in notes for line in textwrap.wrap(note, _LINE)]
+    figure.supxlabel("\n".join(lines), fontsize=8.5, color=_INK)
     stem = file.with_suffix("") if file.suffix in (".png", ".svg") else file
     written = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
     with matplotlib.rc_context({**_STYLE, "svg.fonttype": "path"}):
@@ -103,7 +106,10 @@ def _figure(height: float, rows: int = 1, columns: int = 1, **settings: Any) -> 
 
 
 def draw_scaling(result: Result) -> Any:
-    """Time and parallel efficiency against ranks: a panel for each all-reduce, a line for each scheme."""
+    """Time and parallel efficiency against ranks: a panel for each all-reduce, a line for each scheme.
+
+    Every machine has its own rows of panels, with axes of their own.
+    """
     return styled(lambda: _draw_scaling(result))
 
 
@@ -112,19 +118,28 @@ def _draw_scaling(result: Result) -> Any:
 
     good = [row for row in result.rows if row["status"] == "ok"]
     several = len(result.parameters["machines"]) > 1
-    groups = list(dict.fromkeys((row["machine"], row["allreduce"]) for row in good if row["ranks"] > 1)) or [
-        (good[0]["machine"], "")
-    ]
-    figure, axes = _figure(6.2, 2, len(groups), sharex=True, sharey="row")
+    groups: dict[int, list[str]] = {machine: [] for machine in sorted({row["machine"] for row in good})}
+    for row in good:
+        if row["ranks"] > 1 and row["allreduce"] not in groups[row["machine"]]:
+            groups[row["machine"]].append(row["allreduce"])
+    columns = max(1, *map(len, groups.values()))
+    figure, axes = _figure(6.2 * len(groups), 2 * len(groups), columns, sharex=True, sharey="row")
     schemes = [name for name in dict.fromkeys(row["scheme"] for row in good) if name != "one rank"]
     counts = sorted({row["ranks"] for row in good})
     handles: dict[str, Any] = {}
-    for column, (machine, backend) in enumerate(groups):
-        time, efficiency = axes[0][column], axes[1][column]
+    panels = [
+        (axes[2 * place : 2 * place + 2, column], machine, backend)
+        for place, (machine, backends) in enumerate(groups.items())
+        for column, backend in enumerate(backends or [""])
+    ]
+    for axis in set(axes.flat) - {axis for pair, *_ in panels for axis in pair}:
+        axis.set_visible(False)
+    for (time, efficiency), machine, backend in panels:
         here = [row for row in good if row["machine"] == machine and row["allreduce"] in (backend, "")]
         base = min(here, key=lambda row: (row["ranks"], row["seconds"]))
+        own = sorted({row["ranks"] for row in here})
         (handles["ideal"],) = time.plot(
-            counts, [base["seconds"] * base["ranks"] / count for count in counts], ":", color=_INK, alpha=0.6, lw=1.2
+            own, [base["seconds"] * base["ranks"] / count for count in own], ":", color=_INK, alpha=0.6, lw=1.2
         )
         efficiency.axhline(1, linestyle=":", color=_INK, alpha=0.6, lw=1.2)
         for place, scheme in enumerate(schemes):
@@ -139,15 +154,14 @@ def _draw_scaling(result: Result) -> Any:
             look = {"color": _LINES[place % len(_LINES)], "marker": _MARKERS[place % len(_MARKERS)]}
             handles[scheme] = time.errorbar(ranks, seconds, yerr=spread, capsize=2.5, elinewidth=1, **look)
             efficiency.plot(ranks, [_number(row["efficiency"]) for row in line], **look)
-        told = [f"machine {machine}" if several else "", backend and f"all-reduce: {backend}"]
-        time.set_title(", ".join(filter(None, told)))
+        named = backend if columns > 3 else backend and f"all-reduce: {backend}"  # where there is room
+        time.set_title("\n".join(filter(None, [f"machine {machine}" if several else "", named])))
         crowded = [row["ranks"] for row in here if row["crowded"]]
         for axis in (time, efficiency):
             axis.set_xscale("log", base=2)
             axis.set_xticks(counts)
             axis.xaxis.set_major_formatter("{x:g}")
             axis.xaxis.set_minor_locator(NullLocator())
-            axis.set_ylim(bottom=0)
             axis.set_xlim(counts[0] / 1.25, counts[-1] * 1.25)
             if crowded:
                 axis.axvspan(min(crowded) / 1.4, counts[-1] * 1.25, color=_INK, alpha=0.07, linewidth=0)
@@ -156,9 +170,13 @@ def _draw_scaling(result: Result) -> Any:
                 counts[-1] * 1.22, 0.86, "crowded", ha="right", va="top", fontsize=8.5, style="italic",
                 transform=efficiency.get_xaxis_transform(),
             )  # fmt: skip
+        efficiency.tick_params(labelbottom=True)  # also above the panels of another machine
         efficiency.set_xlabel("ranks")
-    axes[0][0].set_ylabel("seconds of the job\nmedian, 10%..90%")
-    axes[1][0].set_ylabel("parallel efficiency")
+    for time, efficiency in zip(axes[::2, 0], axes[1::2, 0], strict=True):
+        time.set_ylabel("seconds of the job\nmedian, 10%..90%")
+        efficiency.set_ylabel("parallel efficiency")
+        for axis in (time, efficiency):  # once all panels of the row are drawn
+            axis.set_ylim(bottom=0)
     figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=len(handles))
     return figure
 
@@ -262,12 +280,18 @@ def _draw_allreduce(result: Result) -> Any:
             axis.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_name(size)))
         latency.set_yscale("log")
         latency.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.6)))
-        speedup.set_ylim(bottom=0)
         speedup.axhline(1, linestyle=":", color=_INK, alpha=0.6, lw=1.2)
         latency.set_title("" if len(delays) == 1 else f"{delay / 1e3:g} ms between hosts, one way")
         speedup.set_xlabel("size of the message")
     axes[0][0].set_ylabel("microseconds\nmedian, 10%..90%")
-    axes[1][0].set_ylabel(f"speed-up over {baseline_of(result.rows, result.parameters['baseline'])}")
+    against = name_of(result, baseline_of(result.rows, result.parameters["baseline"]))
+    axes[1][0].set_ylabel(f"speed-up over\n{against}")
+    gains = [row["speedup"] for row in shown if row["speedup"]]
+    if gains and max(gains) > 30 * min(gains):
+        axes[1][0].set_yscale("log")
+        axes[1][0].yaxis.set_major_formatter("{x:g}")
+    else:
+        axes[1][0].set_ylim(bottom=0)
     figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=min(4, len(handles)))
     return figure
 
@@ -317,7 +341,14 @@ def _draw_kernels(points: Sequence[tuple[str, int, float]]) -> Any:
     for place, rows in enumerate(sizes):
         own = [(share, names.index(name)) for name, size, share in points if size == rows]
         look = {"color": _LINES[place % len(_LINES)], "marker": _MARKERS[place % len(_MARKERS)]}
-        axis.plot(*zip(*own, strict=True), linestyle="none", label=f"{rows} rows", alpha=0.85, markersize=6.5, **look)
+        axis.plot(
+            *zip(*own, strict=True),
+            linestyle="none",
+            label=f"{rows} row{'s' * (rows > 1)}",
+            alpha=0.85,
+            markersize=6.5,
+            **look,
+        )
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.axvline(1, linestyle=":", color=_INK, alpha=0.6, lw=1.2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from yalis import results
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import figures
 from yalis.study.jobs import ThroughputPlan
-from yalis.study.report_cards import Given, make_sections
+from yalis.study.report_cards import Given, machines_of, make_sections
 from yalis.study.report_page import make_page, show_card, show_section
 
 _WORK = [one.name for one in fields(ThroughputPlan)]
@@ -65,8 +65,9 @@ def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, 
     _check_page(page)
     machines: list[dict[str, Any]] = []
     for given in found:
-        if (machine := results.machine(given.result)) not in machines:
-            machines.append(machine)
+        machines += [machine for machine in machines_of(given.result) if machine not in machines]
+    together = sorted(found, key=lambda given: machines.index(machines_of(given.result)[0]))
+    found = [_renumber(given, machines) for given in together]
     folder = page.with_name(f"{page.stem}-plots")
     plots: list[Path] = []
     counts: dict[str, int] = {}
@@ -82,13 +83,24 @@ def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, 
                 if card.draw is not None:
                     figure = card.draw()
                     drawing = figures.inline(figure, name)
-                    plots += figures.save(figure, folder / name, f"{section.title}: {card.title}", card.drawn_notes)
+                    plots += figures.save(figure, folder / name, f"{section.title}: {card.title}", card.notes)
                 cards.append(show_card(card, name, drawing, machines))
             parts.append(show_section(section, cards))
         page.write_text(make_page(title, found, machines, parts), encoding="utf-8")
     except OSError as error:
         raise YalisFailure(f"cannot write {error.filename or page}: {error.strerror}; give another --output") from error
     return page, plots
+
+
+def _renumber(given: Given, machines: Sequence[dict[str, Any]]) -> Given:
+    """A study of several machines counts its own; on a page they have the page's numbers."""
+    own = machines_of(given.result)
+    if len(own) == 1:
+        return given
+    rows = [
+        {**row, "machine": row["machine"] and 1 + machines.index(own[row["machine"] - 1])} for row in given.result.rows
+    ]
+    return replace(given, result=replace(given.result, rows=rows))
 
 
 def _check_page(page: Path) -> None:

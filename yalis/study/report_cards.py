@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from yalis import results
+from yalis.parallel.memory import spell_bytes
 from yalis.results import Result
 from yalis.study import figures
 from yalis.study.allreduce import fastest, label
@@ -36,6 +37,7 @@ class Column:
     head: str
     cell: Callable[[Row], str | None]  # None: not known
     text: bool = False  # set to the left; numbers to the right
+    spread: Callable[[Row], str | None] | None = None  # from the tenth to the ninetieth percentile, below it
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,10 @@ class Card:
 
     kind: str
     title: str
-    given: Sequence[Given]  # all of one machine
+    given: Sequence[Given]  # all of one machine, unless it is a study of several
     table: Table
     draw: Callable[[], Any] | None  # None: the table says it all
-    notes: Sequence[str] = ()
-
-    @property
-    def drawn_notes(self) -> list[str]:
-        """What must be said wherever the plot is shown."""
-        return list(dict.fromkeys(note for given in self.given for note in given.result.notes))
+    notes: Sequence[str] = ()  # what must be said wherever the plot is shown
 
 
 @dataclass(frozen=True)
@@ -95,6 +92,12 @@ _SECTIONS = (
     ("Throughput", "Whole jobs: from the first arrival to the last token.", ("throughput",)),
     ("Pipeline", "How long stages stand idle while micro-batches pass.", ("pipeline",)),
 )
+
+
+def machines_of(result: Result) -> list[dict[str, Any]]:
+    """The machines of a result: one, or those of a study."""
+    told: list[dict[str, Any]] = result.parameters["machines"] if result.kind == "scaling" else []
+    return told if len(told) > 1 else [results.machine(result)]
 
 
 def make_sections(found: Sequence[Given]) -> list[Section]:
@@ -149,8 +152,7 @@ def _scaling_card(given: Given) -> Card:
         Column("ranks", lambda row: str(row["ranks"])),
         Column("split", lambda row: row["split"], text=True),
         Column("all-reduce", lambda row: row["allreduce"] or "none", text=True),
-        Column("the job", _seconds("seconds")),
-        Column("10%..90%", lambda row: _span(row, "seconds_low", "seconds_high", 3)),
+        _spread("the job", "seconds", 3, " s"),
         Column("tokens/s", _fixed("tokens_per_s", 1)),
         Column("first token", _fixed("first_token_ms", 1, " ms")),
         Column("next token", _fixed("token_ms", 1, " ms")),
@@ -165,7 +167,8 @@ def _scaling_card(given: Given) -> Card:
         notes.insert(0, "Shaded: more ranks than cores or GPUs. There a figure shows overhead, not speed-up.")
     good = any(row["status"] == "ok" for row in result.rows)
     draw = partial(figures.draw_scaling, result) if good else None
-    return Card("scaling", model_name(result), [given], Table(columns, result.rows), draw, notes)
+    rows = sorted(result.rows, key=lambda row: row["machine"] or 0)  # a setting that failed has none
+    return Card("scaling", model_name(result), [given], Table(columns, rows), draw, notes)
 
 
 def _profile_card(group: list[Given]) -> Card:
@@ -173,7 +176,7 @@ def _profile_card(group: list[Given]) -> Card:
         Column("split", lambda row: row["split"], text=True),
         Column("phase", lambda row: row["phase"], text=True),
         Column("rank", lambda row: str(row["rank"]), text=True),
-        Column("all, ms", _fixed("ms", 2)),
+        Column("all, ms", lambda row: _short(row["ms"])),
         *(Column("idle, host" if part == "idle" else part, partial(_part, part)) for part in PARTS),
         Column("accounted", _percent("accounted", 1)),
     ]
@@ -216,6 +219,7 @@ def _allreduce_card(given: Given) -> Card:
         Column("size", lambda row: figures.size_name(row["bytes"])),
         Column("dtype", lambda row: row["dtype"], text=True),
         Column("mode", lambda row: row["mode"], text=True),
+        Column("times", lambda row: None if row["repeats"] is None else str(row["repeats"])),
         Column("median", _fixed("median_us", 1, " us")),
         Column("10%..90%", lambda row: _span(row, "low_us", "high_us", 0)),
         Column("bus", _fixed("bus_gb_per_s", 3, " GB/s")),
@@ -253,24 +257,42 @@ def _latency_card(given: Given) -> Card:
     columns = [
         Column("engine", _engine, text=True),
         Column("batch x in x out", _work),
-        Column("first token", _fixed("first_token_ms", 1, " ms")),
-        Column("decode step", _fixed("decode_ms", 2, " ms")),
-        Column("10%..90%", lambda row: _span(row, "decode_ms_low", "decode_ms_high", 2)),
+        _spread("first token", "first_token_ms", 1, " ms"),
+        _spread("decode step", "decode_ms", 2, " ms"),
+        _spread("the job", "seconds", 3, " s"),
         Column("tokens/s", _fixed("tokens_per_s", 1)),
+        Column("host", _fixed("host_ms", 2, " ms")),
         Column("floor", _fixed("floor_ms", 2, " ms")),
         Column("of floor", _percent("share_of_floor")),
-        Column("step over ours", _fixed("ratio", 2, "x")),
+        Column("over ours", lambda row: None if row["engine"] == "yalis" else _fixed("ratio", 2, "x")(row)),
         Column("same tokens", _percent("same_tokens")),
         Column("", lambda row: row["status"] if row["status"] != "ok" else "", text=True),
     ]
+    notes, rows = list(result.notes), result.rows
+    engine = result.parameters["engine"]
+    if engine.get("ranks_per_gpu", 1) > 1:
+        notes.append(
+            f"Up to {engine['ranks_per_gpu']} ranks share a GPU: this shows overhead, not speed-up, and has no floor."
+        )
+        rows = [{**row, "floor_ms": None, "share_of_floor": None} for row in rows]  # an older yalis told one
     bars = [
         (f"decode {_work(row)}", row["engine"], row["share_of_floor"])
-        for row in result.rows
+        for row in rows
         if row["share_of_floor"] is not None
     ]
     draw = partial(figures.draw_shares, bars) if bars else None
-    title = f"{model_name(result)}: a decode step"
-    return Card("latency", title, [given], Table(columns, result.rows), draw, result.notes)
+    if graph_bytes := result.parameters.get("graph_bytes"):
+        notes.append(f"CUDA graphs of decode steps take {spell_bytes(graph_bytes)} of a GPU's memory.")
+    title = f"{model_name(result)}{_split(engine)}: a decode step"
+    return Card("latency", title, [given], Table(columns, rows), draw, notes)
+
+
+def _split(engine: dict[str, Any]) -> str:
+    """ ", tp 2x2, nvrar" where a model was split."""
+    grid = engine.get("tp", [1])
+    if max(grid) == 1:
+        return ""
+    return f", tp {'x'.join(str(count) for count in grid if count > 1)}, {engine.get('allreduce', 'auto')}"
 
 
 def _kernels_card(given: Given) -> Card:
@@ -279,10 +301,11 @@ def _kernels_card(given: Given) -> Card:
         Column("kernel", lambda row: row["kernel"], text=True),
         Column("shape", lambda row: row["shape"], text=True),
         Column("rows", lambda row: str(row["rows"])),
-        Column("ours", _fixed("us", 1, " us")),
-        Column("torch", _fixed("torch_us", 1, " us")),
-        Column("torch over ours", _fixed("ratio", 2, "x")),
-        Column("GB/s", _fixed("gb_per_s", 1)),
+        Column("ours", _micros("us"), spread=_micros_span),
+        Column("torch", _micros("torch_us")),
+        Column("over ours", _fixed("ratio", 2, "x")),
+        Column("moves", _rate("gb_per_s", "B/s")),
+        Column("computes", _rate("gflop_per_s", "FLOP/s")),
         Column("of floor", _percent("share_of_floor")),
         Column("", lambda row: row["status"] if row["status"] != "ok" else "", text=True),
     ]
@@ -301,8 +324,7 @@ def _throughput_card(given: Given) -> Card:
     columns = [
         Column("engine", _engine, text=True),
         Column("requests", lambda row: str(row["requests"])),
-        Column("the job", _seconds("seconds")),
-        Column("10%..90%", lambda row: _span(row, "seconds_low", "seconds_high", 3)),
+        _spread("the job", "seconds", 3, " s"),
         Column("tokens/s", _fixed("tokens_per_s", 1)),
         Column("first token", _fixed("first_token_ms", 1, " ms")),
         Column("99%", _fixed("first_token_ms_p99", 1, " ms")),
@@ -324,7 +346,7 @@ def _pipeline_card(given: Given) -> Card:
     columns = [
         Column("stages", lambda row: str(row["stages"])),
         Column("micro-batches", lambda row: str(row["micro_batches"])),
-        Column("a pass", lambda row: f"{row['seconds'] * 1e3:.0f} ms"),
+        _spread("a pass", "seconds", 3, " s"),
         Column("idle", _percent("idle_share")),
         Column("ideal", _percent("ideal_idle_share")),
         Column("speed-up", _fixed("speedup", 2, "x")),
@@ -351,8 +373,32 @@ def _fixed(name: str, digits: int, unit: str = "") -> Callable[[Row], str | None
     return lambda row: None if row[name] is None else f"{row[name]:,.{digits}f}{unit}"
 
 
-def _seconds(name: str) -> Callable[[Row], str | None]:
-    return _fixed(name, 3, " s")
+def _spread(head: str, name: str, digits: int, unit: str) -> Column:
+    """A median, with its spread below: several of them side by side would make a table too wide."""
+    return Column(
+        head, _fixed(name, digits, unit), spread=lambda row: _span(row, f"{name}_low", f"{name}_high", digits)
+    )
+
+
+def _rate(name: str, unit: str) -> Callable[[Row], str | None]:
+    """ "4.21 TB/s" of a column of thousands of millions."""
+
+    def cell(row: Row) -> str | None:
+        value = row[name]
+        if not value:
+            return None
+        scale, letter = (1e3, "T") if value >= 1e3 else (1, "G") if value >= 1 else (1e-3, "M")
+        return f"{_short(value / scale)} {letter}{unit}"
+
+    return cell
+
+
+def _micros(name: str) -> Callable[[Row], str | None]:
+    return lambda row: None if row[name] is None else f"{_short(row[name])} us"
+
+
+def _micros_span(row: Row) -> str | None:
+    return None if row["us_low"] is None else f"{_short(row['us_low'])}..{_short(row['us_high'])}"
 
 
 def _percent(name: str, digits: int = 0) -> Callable[[Row], str | None]:
@@ -361,7 +407,12 @@ def _percent(name: str, digits: int = 0) -> Callable[[Row], str | None]:
 
 def _part(part: str, row: Row) -> str:
     share = f" · {row[part + '_ms'] / row['ms']:.0%}" if isinstance(row["rank"], int) else ""
-    return f"{row[part + '_ms']:,.2f}{share}"
+    return f"{_short(row[part + '_ms'])}{share}"
+
+
+def _short(value: float) -> str:
+    """With the digits that tell something."""
+    return f"{value:,.{0 if value >= 1000 else 1 if value >= 100 else 2}f}"
 
 
 def _span(row: Row, low: str, high: str, digits: int) -> str | None:

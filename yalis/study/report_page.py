@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from yalis import results
-from yalis.study.report_cards import Card, Column, Given, Section, Table
+from yalis.study.report_cards import Card, Column, Given, Section, Table, machines_of
 
 # A longer table is shown when it is asked for.
 _MOST_OPEN_ROWS = 12
@@ -24,14 +23,16 @@ def _text(text: object) -> str:
 
 
 def machine_name(machine: dict[str, Any], number: int) -> str:
-    devices = ", ".join(dict.fromkeys(str(device.get("name", device.get("type"))) for device in machine["devices"]))
+    told = [str(device.get("name", device.get("type"))) for device in machine.get("devices", [])]
+    devices = ", ".join(dict.fromkeys(told))
     cores = f", {machine['cores']} cores" if "cores" in machine else ""
-    return f"Machine {number}: {devices} · {machine['cpu']}{cores}"
+    return f"Machine {number}: {devices} · {machine.get('cpu')}{cores}"
 
 
 def show_card(card: Card, name: str, drawing: str, machines: Sequence[dict[str, Any]]) -> str:
-    number = 1 + machines.index(results.machine(card.given[0].result))
-    badge = f"<span class='badge'>machine {number}</span>" if len(machines) > 1 else ""
+    numbers = [str(1 + machines.index(machine)) for machine in machines_of(card.given[0].result)]
+    which = f"machine{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+    badge = f"<span class='badge'>{which}</span>" if len(machines) > 1 else ""
     notes = "".join(f"<li>{_text(note)}</li>" for note in card.notes)
     about = f"{_text(card.kind)}: {_text(card.title)}"
     closed = len(card.table.rows) > _MOST_OPEN_ROWS
@@ -48,12 +49,22 @@ def show_card(card: Card, name: str, drawing: str, machines: Sequence[dict[str, 
 
 def _table(table: Table) -> str:
     columns = [column for column in table.columns if any(column.cell(row) for row in table.rows)]
-    heads = "".join(f"<th{_side(column)}>{_text(column.head)}</th>" for column in columns)
+    heads = "".join(f"<th{_side(column)}>{_head(column, table)}</th>" for column in columns)
     body = "".join(
-        "<tr>" + "".join(f"<td{_side(column)}>{_text(column.cell(row) or '')}</td>" for column in columns) + "</tr>"
+        "<tr>" + "".join(f"<td{_side(column)}>{_cell(column, row)}</td>" for column in columns) + "</tr>"
         for row in table.rows
     )
     return f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _head(column: Column, table: Table) -> str:
+    spread = column.spread is not None and any(column.spread(row) for row in table.rows)
+    return _text(column.head) + "<small>10%..90%</small>" * spread
+
+
+def _cell(column: Column, row: dict[str, Any]) -> str:
+    spread = column.spread(row) if column.spread is not None else None
+    return _text(column.cell(row) or "") + (f"<small>{_text(spread)}</small>" if spread else "")
 
 
 def _side(column: Column) -> str:

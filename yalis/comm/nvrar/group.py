@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import ClassVar
 
 import torch
@@ -66,6 +65,19 @@ def launch_for(choice: Choice | None, size: int, owners: int, most_blocks: int) 
             "run yalis bench allreduce --tune again"
         )
     return Launch(str(protocol), min(int(blocks), most_blocks), int(chunk), int(threads))
+
+
+def launches_to_try(size: int, owners: int, most_blocks: int) -> list[dict[str, int | str]]:
+    """Blocks and chunks worth a trial, for a message of `size` bytes of which each of `owners` sums a piece."""
+    piece = -(-size // owners)
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= most_blocks]
+    # Neither a block that has hardly anything to do, nor few that have far too much.
+    fitting = [count for count in counts if 1 << 10 <= piece // count <= 128 << 10]
+    tried: list[dict[str, int | str]] = []
+    for count in fitting or [counts[0] if piece < 1 << 10 else counts[-1]]:
+        tried.append({"blocks": count})  # whose part is one chunk
+        tried += [{"blocks": count, "chunk": chunk} for chunk in (4 << 10, 16 << 10) if chunk < piece // count]
+    return tried
 
 
 class Session:
@@ -196,7 +208,8 @@ class NvrarGroup(OverTorch):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """NCCL's, but not where ranks share a GPU: there a graph cannot capture it, and this is a sum.
 
-        Each rank brings its own part, and zeros for the others'.
+        Each rank brings its own part, and zeros for the others'. (A negative zero comes back as a positive one. Other
+        types than nvrar's, and more than LONGEST bytes, are NCCL's there too; no graph holds such a gather.)
         """
         if self.under.capturable or x.dtype not in VALUES or not x.numel() or x.nbytes * self.size > LONGEST:
             return self.under.all_gather(x, dim)
@@ -230,6 +243,18 @@ class NvrarGroup(OverTorch):
         )  # fmt: skip
         return normed
 
+    def options_to_try(self, size: int, algorithm: str = "nvrar") -> list[dict[str, int | str]]:
+        """What `yalis bench allreduce --tune` measures for messages of `size` bytes; baselines have words only."""
+        launches = launches_to_try(size, self._owners_of(algorithm), self._session.most_blocks)
+        if algorithm != "nvrar":
+            return launches
+        protocols = ["ll"] if size < 64 << 10 else ["ll", "signal"] if size <= 4 << 20 else ["signal"]
+        return [{"protocol": protocol, **launch} for protocol in protocols for launch in launches]
+
+    def _owners_of(self, algorithm: str) -> int:
+        """In how many pieces a message is summed."""
+        return {"nvrar": self._owners, "ring": self.size}.get(algorithm, 1)
+
     def all_reduce_with(self, x: Tensor, out: Tensor, algorithm: str = "nvrar", **options: int | str) -> Tensor:
         """For benchmarks: nvrar with these options, or a baseline on the same words (ring, oneshot), or NVSHMEM's own.
 
@@ -240,10 +265,9 @@ class NvrarGroup(OverTorch):
                 "library_all_reduce", x.data_ptr(), out.data_ptr(), x.numel(), VALUES[x.dtype], _stream(x)
             )
             return out
-        owners = {"nvrar": self._owners, "ring": self.size, "oneshot": 1}.get(algorithm)
-        if owners is None:
+        if algorithm not in ("nvrar", *ALGORITHMS):
             raise YalisError(f"unknown algorithm {algorithm!r}; accepted: nvrar, ring, oneshot, nvshmem")
-        how = launch_for(Choice("nvrar", options), x.nbytes, owners, self._session.most_blocks)
+        how = launch_for(Choice("nvrar", options), x.nbytes, self._owners_of(algorithm), self._session.most_blocks)
         if algorithm == "nvrar":
             self.launch(x, out, how)
             return out
@@ -285,23 +309,6 @@ class NvrarBackend(OverTorchBackend):
         if torch.cuda.get_device_capability(device) < OLDEST_GPU:
             return "nvrar needs a GPU of compute capability 7.0 or newer"
         return missing() or super().unusable(world, device)
-
-    @staticmethod
-    def options_to_try(size: int, ranks_per_gpu: int = 1) -> list[dict[str, int | str]]:
-        """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
-        protocols = ["ll"] if size < 64 << 10 else ["ll", "signal"] if size <= 4 << 20 else ["signal"]
-        most = min(MOST_BLOCKS, max(64 // ranks_per_gpu, 1))
-        counts = [count for count in (1, 2, 4, 8, 16, 32) if count <= most]
-        # Neither a block that has hardly anything to do, nor few that have far too much.
-        blocks = [count for count in counts if 2 << 10 <= size // count <= 128 << 10] or [
-            1 if size < 2 << 10 else counts[-1]
-        ]
-        tried: list[dict[str, int | str]] = []
-        for protocol, count in product(protocols, blocks):
-            tried.append({"protocol": protocol, "blocks": count})  # each block's part is one chunk
-            finer = [chunk for chunk in (4 << 10, 16 << 10) if chunk < size // count // 2]
-            tried += [{"protocol": protocol, "blocks": count, "chunk": chunk} for chunk in finer]
-        return tried
 
     def check(self) -> None:
         if self._session is not None and self._session.status.reported:
