@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from yalis import results
+from yalis import result_rows, results
 from yalis.cli.main import main
 from yalis.errors import YalisError
 from yalis.results import Result
@@ -25,7 +25,7 @@ def latency(*rows: dict[str, Any], engine: dict[str, Any] = ENGINE, **parameters
 
 
 def _row(**values: Any) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(results.columns("latency"))
+    row: dict[str, Any] = dict.fromkeys(result_rows.columns("latency"))
     row.update(engine="yalis", version="0", status="ok", batch=1, prompt_len=8, output_len=8, tokens_per_s=1.0)
     return {**row, **values}
 
@@ -68,7 +68,7 @@ def test_a_figure_that_an_older_yalis_did_not_tell_is_not_mended() -> None:
 
 
 def test_more_tokens_a_second_are_better() -> None:
-    row: dict[str, Any] = dict.fromkeys(results.columns("throughput"))
+    row: dict[str, Any] = dict.fromkeys(result_rows.columns("throughput"))
     row.update(engine="yalis", version="0", status="ok", requests=1, prompt_tokens=1, output_tokens=1)
     row.update(seconds=1.0, seconds_low=1.0, seconds_high=1.0, first_token_ms=1.0)
     facts = {"engine": {**ENGINE, "ranks_per_gpu": 1}, "dtype": "float32", "answers": ["a"]}
@@ -152,7 +152,7 @@ def test_settings_that_differ_are_told(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_every_column_that_is_compared_exists() -> None:
     for name, kind in KINDS.items():
-        columns = set(results.columns(name))
+        columns = set(result_rows.columns(name))
         assert columns.issuperset(kind.identity)
         for figure in kind.figures:
             assert columns.issuperset(filter(None, (figure.column, figure.low, figure.high)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.system.browser import browser
-from yalis import results
+from yalis import result_rows, results
 from yalis.cli.main import main
 from yalis.results import Result
 from yalis.study import figures
@@ -47,7 +47,7 @@ def make_scaling() -> Result:
         (2, "tp", "tp2", "hierarchical"), (4, "tp", "tp4", "hierarchical"),
     ):  # fmt: skip
         seconds = 2.0 / ranks + 0.3 * ranks
-        row = dict.fromkeys(results.columns("scaling"))
+        row = dict.fromkeys(result_rows.columns("scaling"))
         row.update(ranks=ranks, scheme=scheme, split=split, allreduce=allreduce, status="ok", machine=1, hosts=1)
         row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds, tokens_per_s=50.0)
         row.update(first_token_ms=9.0, token_ms=3.0, speedup=2.3 / seconds, efficiency=2.3 / seconds / ranks)
@@ -62,7 +62,7 @@ def make_kernels() -> Result:
     rows = []
     for kernel in ("down", "gate and up"):
         for count in (1, 16):
-            row = dict.fromkeys(results.columns("kernels"))
+            row = dict.fromkeys(result_rows.columns("kernels"))
             row.update(kernel=kernel, shape="64x64", rows=count, status="ok", us=3.0, share_of_floor=0.5 + count / 40)
             rows.append(row)
     return results.new("kernels", {"dtype": "bfloat16"}, rows, "yalis bench kernels", CPU)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from yalis import results
+from yalis import result_rows, results
 from yalis.cli.bench_scaling import print_table
 from yalis.cli.main import build_parser, main
 from yalis.config import EngineConfig
@@ -138,7 +138,7 @@ def write(
     **changed: Any,
 ) -> None:
     """A result as the setting's command leaves it."""
-    row: dict[str, Any] = dict.fromkeys(results.columns("throughput"))
+    row: dict[str, Any] = dict.fromkeys(result_rows.columns("throughput"))
     row.update(engine="yalis", version="0", status="ok", requests=2, prompt_tokens=16, output_tokens=8)
     row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds)
     row.update(tokens_per_s=8 / seconds, first_token_ms=1.0, token_ms=2.0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from yalis import results
+from yalis import result_rows, results
 from yalis.comm import tuning
 from yalis.comm.choose import check_name
 from yalis.comm.tuning import Choice, Timing, Tuned
@@ -153,7 +153,7 @@ def make_row(
     seconds: Sequence[float],
 ) -> Row:
     """`seconds`: of each operation, the slowest rank's."""
-    row: Row = dict.fromkeys(results.columns("allreduce"))
+    row: Row = dict.fromkeys(result_rows.columns("allreduce"))
     row.update(backend=backend, options=options, dtype=dtype, bytes=size, mode=mode, checked=checked)
     row["repeats"] = len(seconds)
     row["status"] = wrong or "ok"

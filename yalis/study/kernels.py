@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from yalis import results
+from yalis import result_rows, results
 from yalis.engine.device import resolve_device
 from yalis.errors import YalisFailure
 from yalis.perfmodel.floors import ModelDims, decode_floor_s
@@ -100,7 +100,7 @@ def time_both(trial: Trial, kit: Kit, device: torch.device, dtype: torch.dtype, 
 
 
 def _row(trial: Trial, suffix: str, timed: Timed | str) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(results.columns("kernels"))
+    row: dict[str, Any] = dict.fromkeys(result_rows.columns("kernels"))
     row.update(kernel=trial.kernel + suffix, shape=trial.shape, rows=trial.rows, status="ok")
     if isinstance(timed, str):
         row["status"] = timed

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from yalis import __version__, results
+from yalis import __version__, result_rows, results
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
@@ -238,7 +238,7 @@ def _tabulate(
     our_step = median(step for timing in ours for step in timing.steps)
     rows = []
     for (name, engine), timings in zip(engines, taken, strict=True):
-        row: dict[str, Any] = dict.fromkeys(results.columns("latency"))
+        row: dict[str, Any] = dict.fromkeys(result_rows.columns("latency"))
         row.update(engine=name, version="" if isinstance(engine, str) else engine.version)
         row.update(batch=case.batch, prompt_len=case.prompt_len, output_len=case.output_len)
         if isinstance(timings, str):

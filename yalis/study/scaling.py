@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from yalis import results
+from yalis import result_rows, results
 from yalis.comm.choose import check_name
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
@@ -279,7 +279,7 @@ def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting],
 def _row(
     config: EngineConfig, plan: ScalingPlan, setting: Setting, result: Result | None, machines: list[dict[str, Any]]
 ) -> Row:
-    row: Row = dict.fromkeys(results.columns("scaling"))
+    row: Row = dict.fromkeys(result_rows.columns("scaling"))
     row.update(ranks=setting.ranks, scheme=setting.scheme, split=setting.label, allreduce=setting.allreduce)
     row.update(crowded="", file="")
     if result is None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from yalis import __version__, results
+from yalis import __version__, result_rows, results
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import release_memory, resolve_device, resolve_dtype
@@ -236,7 +236,7 @@ def _row(
     comparable: bool,
 ) -> dict[str, Any]:
     """`comparable`: whether all engines have the same weights."""
-    row: dict[str, Any] = dict.fromkeys(results.columns("throughput"))
+    row: dict[str, Any] = dict.fromkeys(result_rows.columns("throughput"))
     row.update(engine=name, version="" if isinstance(engine, str) else engine.version, rate=plan.rate)
     last = ours[-1]
     row.update(requests=last.requests, prompt_tokens=last.prompt_tokens, output_tokens=last.output_tokens)
