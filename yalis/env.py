@@ -92,8 +92,6 @@ def c_compiler() -> str | None:
 def let_nccl_share_a_gpu(rank: int, one_host: bool) -> None:
     """NCCL refuses two ranks of a host on one GPU; as hosts of their own they use sockets. Before its first use."""
     os.environ["NCCL_HOSTID"] = f"yalis-{rank}"
-    # A channel's block holds its SM while it waits: those of all ranks have to fit together. Sockets need few.
-    os.environ.setdefault("NCCL_MAX_NCHANNELS", "2")
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 

@@ -81,9 +81,9 @@ def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     def run(model: Decoder, pool: Tensor, batch: ForwardBatch) -> Tensor:
         return model(batch, [LayerCache(*layer) for layer in pool.transpose(0, 1)], attention)
 
-    kinds = len(set(eager.spec.windows))
+    kinds, before_the_last = len(set(eager.spec.windows)), len(set(eager.spec.windows[:-1]))
     for lengths, cached, expected in (
-        ((5, 9, 1), 0, kinds),
+        ((5, 9, 1), 0, before_the_last),
         ((1,) * 3, 9, kinds),
         ((1,) * 16, 9, kinds),
         ((3, 30), 11, kinds),

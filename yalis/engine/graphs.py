@@ -152,18 +152,24 @@ def compile_blocks(model: Decoder, **options: Any) -> None:
     """Let torch.compile, with these options, have a model's blocks: one graph for all that are alike and any tokens.
 
     (And another for a single token: torch takes a dimension of one for a fact.) Graphs are kept with the code they
-    were made of, a few of them at most, so every model has code of its own.
+    were made of, a few of them at most, so every model has code of its own. A last layer that goes on with some tokens
+    only runs as it is: it would need graphs of its own, and is one of many.
     """
     shared = Block.forward
-    own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__)
+    own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__, shared.__defaults__)
     for block in model.layers:
-        block.forward = _of_any_length(torch.compile(MethodType(own, block), fullgraph=True, **options))
+        compiled = torch.compile(MethodType(own, block), fullgraph=True, **options)
+        block.forward = _of_any_length(compiled, MethodType(shared, block))
 
 
-def _of_any_length(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _of_any_length(run: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A compiled block that is told, of what it is given, that the first dimension varies from step to step."""
 
-    def forward(x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache, step: StepAttention) -> Tensor:
+    def forward(
+        x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache, step: StepAttention, rows: Tensor | None = None
+    ) -> Tensor:
+        if rows is not None:
+            return plain(x, rope, cache, step, rows)
         for tensor in (x, *rope, step.batch.slots):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return run(x, rope, cache, step)

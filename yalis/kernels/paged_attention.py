@@ -346,7 +346,7 @@ def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, room: Room) -> 
     elif head_dim > 128:
         shape = Shape(64, 32, 4, 2)
     else:
-        shape = Shape(128, 64, 8, 3) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
+        shape = Shape(128, 128, 8, 2) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
     return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
 
 

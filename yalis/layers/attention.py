@@ -45,9 +45,10 @@ class SelfAttention(nn.Module):
         rope: tuple[Tensor, Tensor],
         cache: LayerCache,
         step: StepAttention,
+        rows: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """The attention of norm(x), plus residual."""
+        """The attention of norm(x), plus residual; of these rows, if not of all."""
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x, norm).view(x.shape[0], H + 2 * K, self.head_dim)
         q_norm, k_norm = (None if head is None else head.weight for head in (self.q_norm, self.k_norm))
@@ -57,7 +58,8 @@ class SelfAttention(nn.Module):
         attended = step.attend(q, cache, self.params)
         if self.before or self.behind:
             attended = attended[:, self.before : self.before + H]
-        return self.out(attended.reshape(x.shape[0], H * self.head_dim), residual=residual)
+        attended = attended.reshape(x.shape[0], H * self.head_dim)
+        return self.out(attended if rows is None else ops.take(attended, rows), residual=residual)
 
 
 def uneven_edges(heads: range, kv_heads: range, group: int) -> tuple[int, int]:

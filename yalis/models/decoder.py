@@ -51,11 +51,20 @@ class Block(nn.Module):
         else:
             self.mlp_norm = norm("post_attention_layernorm")
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache, step: StepAttention) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: LayerCache,
+        step: StepAttention,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """`rows` [R] int64: the tokens anyone asks for, if not all. Others leave keys and values behind, and no more."""
+        kept = x if rows is None else ops.take(x, rows)
         if self.attention_out_norm is None or self.mlp_out_norm is None:
-            x = self.attention(x, self.attention_norm, rope, cache, step, residual=x)
+            x = self.attention(x, self.attention_norm, rope, cache, step, rows, residual=kept)
             return self.mlp(x, self.mlp_norm, residual=x)
-        x = ops.add(x, self.attention_out_norm(self.attention(x, self.attention_norm, rope, cache, step)))
+        x = ops.add(kept, self.attention_out_norm(self.attention(x, self.attention_norm, rope, cache, step, rows)))
         return ops.add(x, self.mlp_out_norm(self.mlp(x, self.mlp_norm)))
 
 
@@ -105,10 +114,12 @@ class Decoder(nn.Module):
             x = batch.hidden
         rope = self.rotary.rows(batch.rope_rows)
         step = StepAttention(backend, batch, self.number)
-        for block, cache in zip(self.layers, caches, strict=True):
-            x = block(x, rope, cache, step)
+        # Behind the last layer's attention only tokens that get logits go on. In a decode step those are all.
+        some = self.head is not None and batch.logit_rows.shape[0] < x.shape[0]
+        for at, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
+            x = block(x, rope, cache, step, batch.logit_rows if some and at == len(self.layers) else None)
         if self.norm is None or self.head is None:
             return x
-        logits: Tensor = self.head(ops.take(x, batch.logit_rows), self.norm)
+        logits: Tensor = self.head(x, self.norm)
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

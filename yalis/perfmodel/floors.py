@@ -114,7 +114,11 @@ def decode_work(dims: ModelDims, contexts: Sequence[float]) -> Work:
 
 
 def prefill_flops(dims: ModelDims, lengths: Sequence[int], sampled_rows: int | None = None) -> float:
-    """Whole prompts of these lengths, causal attention; lm_head only for the sampled rows (by default one a prompt)."""
+    """Whole prompts of these lengths, causal attention; lm_head only for the sampled rows (by default one a prompt).
+
+    Every layer counts for every token, as published floors count it: what an engine leaves out of its last layer, where
+    nobody asks for it, puts it nearer to this floor.
+    """
     rows = len(lengths) if sampled_rows is None else sampled_rows
     pairs = sum(_causal_pairs(n, window) for n in lengths for window in dims.layer_windows())
     matrices = dims.matrix_params * sum(lengths) + dims.table_params * rows

@@ -193,7 +193,8 @@ class Entry:
         self._mine = wanted.mine.to(device)
         self._x, self._out = (group.workspace(tuple(self._mine.shape), self._mine.dtype, device) for _ in range(2))
         self._act: Act = self._reduce
-        self._result, self._each = self._x, 1
+        # In place, as models do it; NVSHMEM's own is wrong there between four ranks and more.
+        self._result, self._each = self._x if promised else self._out, 1
         self.seconds: list[float] = []
         self.checked = 0
         self.alike = True
@@ -222,7 +223,7 @@ class Entry:
         bandwidth.synchronize(self._device)
 
     def _reduce(self) -> None:
-        self._group.all_reduce(self._x)
+        self._group.all_reduce(self._x, None if self._result is self._x else self._result)
         bandwidth.synchronize(self._device)
 
     def _record(self) -> Act:
