@@ -1,6 +1,7 @@
 #!/bin/bash
 # One GPU against its floors: Llama-3.1-8B's shape with random weights, and others. usage: gpu_bench.sh FOLDER [STEP ...]
-# Steps: table job startup profile (if none is named), shapes batches contexts plots peers eager compile kernels attention tests.
+# Steps: table job startup profile (if none is named), shapes batches contexts plots eager compile kernels attention tests.
+# PEERS="vllm transformers" has them beside in the table.
 # What each prints goes into FOLDER/STEP.txt, results as JSON into FOLDER/STEP; the table of targets comes last.
 # LIMIT is what a step may take, in seconds; WARMUP and REPEATS are runs of a workload. With the Python that holds the GPU's torch as
 # $PYTHON. The compile cache that startup makes anew is FOLDER/cache: with YALIS_CACHE the same, later steps find it warm.
@@ -45,7 +46,10 @@ export folder python shapes
 
 for name in $steps; do
   case $name in
-  table) latency table llama-3.1-8b $(workloads 257 1x128 16x128 64x512) $(workloads 513 16x2480) ;;
+  table)
+    latency table llama-3.1-8b $(workloads 257 1x128 16x128 64x512) $(workloads 513 16x2480) \
+      $(for peer in ${PEERS:-}; do echo "--peer $peer"; done)
+    ;;
   job) WARMUP=0 REPEATS=1 latency job llama-3.1-8b --workload 16x2480x33 --workload poster ;; # the first warms up
   startup)
     rm -rf "$folder/cache"
@@ -65,9 +69,6 @@ for name in $steps; do
       $(workloads 33 1x1024 1x4096 1x16384 1x32768 1x65536 16x1024 16x2048 16x4096 16x8192 16x16384)
     ;;
   plots) step plots "$python" benchmarks/plot_growth.py "$folder" ;;
-  peers) # the table's workloads, as long as a ratio takes
-    latency peers llama-3.1-8b $(workloads 129 1x128 16x128 64x512 16x2480) $(printf -- '--peer %s ' ${PEERS:-vllm transformers})
-    ;;
   eager) latency eager llama-3.1-8b --eager $(workloads 65 1x128 16x128) ;;
   compile) latency compile llama-3.1-8b --compile $(workloads 65 1x128 16x128 16x2480) ;;
   kernels) LINES_SHOWN=80 step kernels "$python" -m yalis bench kernels --rows 1,16,64 --out "$folder/kernels" ;;
