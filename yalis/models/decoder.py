@@ -59,7 +59,7 @@ class Block(nn.Module):
         step: StepAttention,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """`rows` [R] int64: the tokens anyone asks for, if not all. Others leave keys and values behind, and no more."""
+        """`rows` [R] int64: the tokens anyone asks for, if not all. Others leave keys and values, and no more."""
         kept = x if rows is None else ops.take(x, rows)
         if self.attention_out_norm is None or self.mlp_out_norm is None:
             x = self.attention(x, self.attention_norm, rope, cache, step, rows, residual=kept)
