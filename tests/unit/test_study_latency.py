@@ -157,7 +157,7 @@ def test_workloads_share_one_engine(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_memory_of_graphs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "latency-llama-3.1-8b.json"
+    kept = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "latency-llama-3.1-8b-before-tuning.json"
     read = results.read(kept)
     old = replace(read, rows=[{**row, "seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0} for row in read.rows])
     _print_latency(old)
