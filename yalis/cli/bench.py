@@ -178,7 +178,8 @@ def _print_latency(result: Result) -> None:
     told = f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}"
     print(told + (f" · {ranks} ranks" if ranks > 1 else ""))
     read, matmul = facts["read_bytes_per_s"] / 1e9, facts["matmul_flops_per_s"] / 1e9
-    print(f"measured here: read {read:.1f} GB/s, matmul {matmul:.0f} GFLOP/s")
+    by = f" ({facts['read_by']})" if "read_by" in facts else ""
+    print(f"measured here: read {read:.1f} GB/s{by}, matmul {matmul:.0f} GFLOP/s")
     if graph_bytes := facts.get("graph_bytes"):
         print(f"CUDA graphs of decode steps take {spell_bytes(graph_bytes)} of a GPU's memory")
     heads = (
