@@ -1,7 +1,7 @@
 #!/bin/bash
 # One GPU against its floors: Llama-3.1-8B's shape with random weights, and others. usage: gpu_bench.sh FOLDER [STEP ...]
 # Steps: table job startup profile (if none is named), shapes batches contexts plots eager compile kernels attention tests.
-# PEERS="vllm transformers" has them beside in the table.
+# BESIDE="vllm transformers" has these peers beside in table and job.
 # What each prints goes into FOLDER/STEP.txt, results as JSON into FOLDER/STEP; the table of targets comes last.
 # LIMIT is what a step may take, in seconds; WARMUP and REPEATS are runs of a workload. With the Python that holds the GPU's torch as
 # $PYTHON. The compile cache that startup makes anew is FOLDER/cache: with YALIS_CACHE the same, later steps find it warm.
@@ -10,6 +10,8 @@ steps=${*:-table job startup profile}
 LIMIT=${LIMIT:-280} LINES_SHOWN=${LINES_SHOWN:-40}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # where yalis is not installed
 shapes=${SHAPES:-benchmarks/shapes}
+beside=()
+for peer in ${BESIDE:-}; do beside+=(--peer "$peer"); done
 
 # latency STEP SHAPE FLAG ...: with all prompts in one step, as the peers do it
 latency() {
@@ -47,10 +49,9 @@ export folder python shapes
 for name in $steps; do
   case $name in
   table)
-    latency table llama-3.1-8b $(workloads 257 1x128 16x128 64x512) $(workloads 513 16x2480) \
-      $(for peer in ${PEERS:-}; do echo "--peer $peer"; done)
+    latency table llama-3.1-8b $(workloads 257 1x128 16x128 64x512) $(workloads 513 16x2480) "${beside[@]}"
     ;;
-  job) WARMUP=0 REPEATS=1 latency job llama-3.1-8b --workload 16x2480x33 --workload poster ;; # the first warms up
+  job) WARMUP=0 REPEATS=1 latency job llama-3.1-8b --workload 16x2480x33 --workload poster "${beside[@]}" ;; # the first warms up
   startup)
     rm -rf "$folder/cache"
     step startup-cold bash -c startup

@@ -129,7 +129,7 @@ def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
     assert "<th>the job<small>10%..90%</small></th>" in plain
     assert "<td>2.000 s<small>1.500..2.500</small></td>" in plain
     assert "<th>of floor</th>" in plain
-    assert "float32, tp 2x2, nvrar: a decode step" in split
+    assert "float32, tp 2x2, nvrar, 1x64x64 to 8x64x64, beside transformers" in split
     assert "CUDA graphs of decode steps take 96.0 MiB" in split
     assert "4 ranks share a GPU" in split
     assert "<th>of floor</th>" not in split

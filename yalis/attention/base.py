@@ -27,7 +27,7 @@ class ForwardBatch:
     query_start: Tensor  # [S + 1] int32, where each sequence's tokens begin among the T
     context_len: Tensor  # [S] int32, tokens of the sequence after this step, these included
     block_tables: Tensor  # [S, most blocks] int32, padded with 0; in a CUDA graph both are int64, the tables transposed
-    logit_rows: Tensor  # [R] int64, which of the T tokens get logits
+    logit_rows: Tensor  # [R] int64, which of the T tokens get logits: ascending, each once
     query_lens: tuple[int, ...]  # the same lengths on the host
     context_lens: tuple[int, ...]
     hidden: Tensor | None = None  # [T, hidden] from the pipeline stage before this one

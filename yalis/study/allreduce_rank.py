@@ -76,7 +76,7 @@ def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[
         "start": "clock" if field.start.shared else "barrier",
         "links": [{"delay_us": None, **links}] if links else [],
     }
-    notes = [f"The sums of {name} are right, but not the same bits on every rank." for name in sorted(field.unlike)]
+    notes = [f"The sums of {name} are not the same bits on every rank." for name in sorted(field.unlike)]
     return {"rows": rows, "facts": facts, "device": bandwidth.describe(device), "notes": notes}
 
 

@@ -127,7 +127,7 @@ def measure(
         before = bandwidth.measure(device, dtype)
         setup = peers.PeerSetup(
             locate(config.model, config.load == "auto"), config.load == "random", dtype, device,
-            plan.longest, max(case.batch for case in plan.cases), config.max_batch_tokens,
+            plan.longest, max(case.batch for case in plan.cases), config.max_batch_tokens, len(plan.peer),
         )  # fmt: skip
         others = []
         for name in plan.peer:

@@ -97,7 +97,7 @@ class VllmPeer:
         memory: dict[str, float]
         if setup.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(setup.device)
-            memory = {"gpu_memory_utilization": min(0.9, 0.7 * free / total)}  # another peer may come after it
+            memory = {"gpu_memory_utilization": min(0.9, 0.95 * free / total / setup.peers)}
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             memory = {"kv_cache_memory_bytes": min(free // 4, 16 << 30)}

@@ -55,6 +55,7 @@ class PeerSetup:
     longest: int = 2048  # tokens of a sequence
     batch: int = 64  # sequences at a time
     max_batch_tokens: int = 2048  # tokens of a step
+    peers: int = 1  # that share what memory we leave
 
 
 class Peer(Protocol):

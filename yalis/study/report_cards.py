@@ -239,7 +239,7 @@ def _allreduce_card(given: Given) -> Card:
         notes.append(f"{facts['ranks']} ranks on {result.host['cores']} cores: this shows overhead, not speed-up.")
     elif facts.get("ranks_per_gpu", 1) > 1:
         notes.append(f"Up to {facts['ranks_per_gpu']} ranks share a GPU: this is no network's speed.")
-    title = f"{facts['ranks']} ranks ({facts['shape']})"
+    title = f"{facts['ranks']} ranks ({facts['shape']})" + (", tuned" if facts.get("tune") else "")
     delays = [row["delay_us"] for row in result.rows if row["delay_us"] is not None]
     if delays and len(set(delays)) == 1:
         title += f", {delays[0] / 1e3:g} ms between hosts"
@@ -283,7 +283,10 @@ def _latency_card(given: Given) -> Card:
     draw = partial(figures.draw_shares, bars) if bars else None
     if graph_bytes := result.parameters.get("graph_bytes"):
         notes.append(f"CUDA graphs of decode steps take {spell_bytes(graph_bytes)} of a GPU's memory.")
-    title = f"{model_name(result)}{_split(engine)}: a decode step"
+    works = list(dict.fromkeys(_work(row) for row in rows))
+    title = f"{model_name(result)}{_split(engine)}, {works[0]}" + (f" to {works[-1]}" if works[1:] else "")
+    if beside := result.parameters.get("peer"):
+        title += f", beside {' and '.join(beside)}"
     return Card("latency", title, [given], Table(columns, rows), draw, notes)
 
 

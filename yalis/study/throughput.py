@@ -211,6 +211,7 @@ def _peer_setup(
         longest=work.longest,
         batch=min(config.max_num_seqs, plan.requests or work.batch),
         max_batch_tokens=config.max_batch_tokens,
+        peers=len(plan.peer),
     )
 
 
