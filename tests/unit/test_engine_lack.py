@@ -96,3 +96,20 @@ def test_the_real_allocator_is_understood() -> None:
     assert str(told.value).startswith(f"at least {2**30}.0 GiB needed, ")
     free = lack.free_bytes(CPU)
     assert free is None or 2**20 < free < 2**50
+
+
+def test_a_host_is_asked_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lack, "free_bytes", lambda device: 3 * GIB)
+    begun = False
+    with (
+        pytest.raises(YalisFailure, match=r"^at least 4\.0 GiB needed, 3\.0 GiB free$"),
+        telling_lack(CPU, str, needed=4 * GIB),
+    ):
+        begun = True
+    assert not begun
+    with telling_lack(CPU, str, needed=3 * GIB):
+        begun = True
+    monkeypatch.setattr(lack, "free_bytes", lambda device: None)
+    with telling_lack(CPU, str, needed=4 * GIB):  # nobody says
+        pass
+    assert begun

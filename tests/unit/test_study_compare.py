@@ -54,6 +54,18 @@ def test_a_change_is_what_lies_outside_both_spreads(
     assert change.ratio == pytest.approx(after["decode_ms"] / before["decode_ms"])
 
 
+def test_a_spread_of_few_repeats_is_none() -> None:
+    """A step's is one of many steps."""
+    rows = [
+        step(10 * k, 9.9 * k, 10.1 * k, first_token_ms=k, first_token_ms_low=k - 0.001, first_token_ms_high=k + 0.001)
+        for k in (1, 1.03)
+    ]
+    for repeats, sure in ((2, [True, False]), (5, [True, True])):
+        found = compare(*(latency(row, repeats=repeats) for row in rows), 0.05).changes
+        assert [change.verdict for change in found] == ["slower", "slower" if repeats == 5 else "the same"]
+        assert [change.sure for change in found] == sure
+
+
 def test_a_figure_that_an_older_yalis_did_not_tell_is_not_mended() -> None:
     new = step(10, first_token_ms=2.0, first_token_ms_low=1.9, first_token_ms_high=2.1, seconds=1.0)
     for before, after in (step(10), new), (new, step(10)):

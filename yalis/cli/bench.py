@@ -125,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
 def _latency(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result:
     from yalis.study.latency import LatencyPlan, measure
 
+    if args.workload and (args.batch, args.prompt_len, args.output_len) != ((1, 8), 64, 64):
+        raise YalisError("--workload tells the sizes itself; leave --batch, --prompt-len and --output-len out")
     plan = LatencyPlan(
         args.batch, args.prompt_len, args.output_len, args.warmup, args.repeats, tuple(args.peer), args.seed,
         tuple(map(read_workload, args.workload)),

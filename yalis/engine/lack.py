@@ -63,8 +63,15 @@ class Lack:
 
 
 @contextmanager
-def telling_lack(device: torch.device, say: Callable[[Lack], str], before: int | None = None) -> Iterator[None]:
-    """Memory that runs out inside becomes a sentence. `before`: bytes that were allocated, where the caller knows."""
+def telling_lack(
+    device: torch.device, say: Callable[[Lack], str], before: int | None = None, needed: int = 0
+) -> Iterator[None]:
+    """Memory that runs out inside becomes a sentence. `before`: bytes that were allocated, where the caller knows.
+
+    `needed`: what is known to be, of a host's memory: that is promised to anybody, and who takes it is ended later.
+    """
+    if device.type == "cpu" and needed > (free := free_bytes(device) or needed):
+        raise YalisFailure(say(Lack(needed, free)))
     if before is None:
         before = allocated_bytes(device)
     try:

@@ -105,7 +105,7 @@ class Runner:
         self.backend = choose_backend(config.attention, needs)(needs)
         wanted_len = longest_context(config, spec, checkpoint.label)
         most_blocks = -(-wanted_len // config.block_size)
-        with telling_lack(device, partial(self._too_large, label=checkpoint.label)):
+        with telling_lack(device, partial(self._too_large, label=checkpoint.label), needed=self._held_weights()):
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
             if config.compile:
@@ -166,18 +166,23 @@ class Runner:
         block_bytes = KVPool.block_bytes(*shape, self.dtype)
         blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs, taken))
         layers, block_size, kv_heads, head_dim = shape
-        with telling_lack(self.device, lambda lack: cache_does_not_fit(lack, blocks, block_bytes, self.device)):
+        say = partial(cache_does_not_fit, blocks=blocks, block_bytes=block_bytes, device=self.device)
+        with telling_lack(self.device, say, needed=blocks * block_bytes):
             pool = KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
         self._block_bytes = block_bytes
         return pool
 
     def _too_large(self, lack: Lack, label: str) -> str:
         """The model did not fit."""
+        ranks = Split(self.grid.rows, self.grid.cols, self.stage.count).size
+        return weights_do_not_fit(lack, label, self._held_weights(), ranks, self.dtype, self.device)
+
+    def _held_weights(self) -> int:
+        """Bytes of the model that this rank is to hold."""
         grid, stage = self.grid, self.stage
         split = Split(grid.rows, grid.cols, stage.count)
         rank = split.rank(Place(0, stage.index, grid.row, grid.col))
-        held = rank_memory(self.spec, split, rank, self.dtype.itemsize, self.block_size).weight_bytes
-        return weights_do_not_fit(lack, label, held, split.size, self.dtype, self.device)
+        return rank_memory(self.spec, split, rank, self.dtype.itemsize, self.block_size).weight_bytes
 
     def _step_too_large(self, lack: Lack, tokens: int, sequences: int) -> str:
         """A step did not fit; that of a token for each sequence is told by those."""

@@ -1,7 +1,8 @@
 """What changed between two results of the same benchmark, beyond the noise that their repeats show.
 
 Rows are the same setting where all that identifies them is equal. A figure changed where each of the two medians lies
-outside the other's spread; where a row has no spread, where the difference is more than a share that is given.
+outside the other's spread; where a row has no spread, or one of too few repeats, where the difference is more than a
+share that is given.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, Literal
 from yalis import results
 from yalis.errors import YalisError
 from yalis.results import Result
+
+FEWEST = 5  # repeats whose spread says something
 
 Row = dict[str, Any]
 Verdict = Literal["faster", "slower", "the same", "gone", "new", "failed", "mended"]
@@ -27,6 +30,7 @@ class Figure:
     low: str = ""  # no spread is known where these are empty
     high: str = ""
     more_is_better: bool = False
+    of_steps: bool = False  # the spread is one of many steps, however few repeats there were
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ KINDS = {
     "latency": Kind(
         ("engine", "batch", "prompt_len", "output_len"),
         (
-            Figure("decode_ms", "ms", "decode_ms_low", "decode_ms_high"),
+            Figure("decode_ms", "ms", "decode_ms_low", "decode_ms_high", of_steps=True),
             Figure("first_token_ms", "ms", "first_token_ms_low", "first_token_ms_high"),
             Figure("seconds", "s", "seconds_low", "seconds_high"),
         ),
@@ -101,15 +105,16 @@ class Comparison:
 
 
 def compare(before: Result, after: Result, noise: float) -> Comparison:
-    """`noise`: the share by which a figure without a spread may differ."""
+    """`noise`: the share by which a figure without a spread, or with one of few repeats, may differ."""
     if not 0 <= noise < 1:
         raise YalisError(f"noise is {noise:g}; give a share from 0 to below 1, such as 0.05")
     _check_comparable(before, after)
     kind = KINDS[before.kind]
     old, new = ({_identity(kind, row): row for row in one.rows} for one in (before, after))
+    few = min(one.parameters.get("repeats", FEWEST) for one in (before, after)) < FEWEST
     changes: list[Change] = []
     for key in dict.fromkeys([*old, *new]):
-        changes += _row_changes(kind, key, old.get(key), new.get(key), noise)
+        changes += _row_changes(kind, key, old.get(key), new.get(key), noise, few)
     if not any(change.ratio is not None for change in changes):
         raise YalisError("the two results have no setting in common that both measured; give results of the same work")
     return Comparison(changes, list(_differences(before, after)))
@@ -185,7 +190,9 @@ def _identity(kind: Kind, row: Row) -> tuple[str, ...]:
     return tuple(f"{row[name]}" for name in kind.identity)
 
 
-def _row_changes(kind: Kind, key: tuple[str, ...], old: Row | None, new: Row | None, noise: float) -> Iterator[Change]:
+def _row_changes(
+    kind: Kind, key: tuple[str, ...], old: Row | None, new: Row | None, noise: float, few: bool
+) -> Iterator[Change]:
     pairs = zip(kind.identity, key, strict=True)
     setting = ", ".join(f"{name} {value}" for name, value in pairs if value not in ("", "None", "{}"))
     for figure in kind.figures:
@@ -205,7 +212,7 @@ def _row_changes(kind: Kind, key: tuple[str, ...], old: Row | None, new: Row | N
         else:
             assert old is not None
             assert new is not None
-            verdict, sure = _judge(figure, old, new, noise)
+            verdict, sure = _judge(figure, old, new, noise, few and not figure.of_steps)
         yield Change(setting, figure, before, after, verdict, sure)
 
 
@@ -217,11 +224,11 @@ def _value(figure: Figure, row: Row | None) -> float | None:
     return value
 
 
-def _judge(figure: Figure, old: Row, new: Row, noise: float) -> tuple[Verdict, bool]:
-    """Whether it changed, and whether a spread was there to tell."""
+def _judge(figure: Figure, old: Row, new: Row, noise: float, few: bool) -> tuple[Verdict, bool]:
+    """Whether it changed, and whether a spread was there to tell, of more than a few repeats."""
     before, after = old[figure.column], new[figure.column]
     old_span, new_span = _span(figure, old), _span(figure, new)
-    if old_span is None or new_span is None:
+    if few or old_span is None or new_span is None:
         sure, changed = False, abs(after - before) > noise * before
     else:
         sure, changed = True, not _within(after, old_span) and not _within(before, new_span)

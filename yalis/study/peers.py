@@ -87,7 +87,9 @@ def explain(error: Exception, pip: str = "pip") -> str:
     if isinstance(error, YalisError):
         return str(error)
     if isinstance(error, ImportError):
-        return f"not installed: {pip} install {error.name}" if error.name else f"not installed ({error})"
+        return (
+            f"{error.name} is not installed: {pip} install {error.name}" if error.name else f"not installed ({error})"
+        )
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
