@@ -132,10 +132,8 @@ def test_a_hang_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("own_environment")
 def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = peers.start("fickle", _setup(tmp_path, missing=True))
-    assert (
-        said
-        == f"a_package_that_is_not_there is not installed: {sys.prefix}/bin/python3 -m pip install a_package_that_is_not_there"
-    )
+    name = "a_package_that_is_not_there"
+    assert said == f"{name} is not installed: {sys.prefix}/bin/python3 -m pip install {name}"
     monkeypatch.setenv("YALIS_PEERS", str(tmp_path))
     said = peers.start("fickle", _setup(tmp_path))
     assert said == (
