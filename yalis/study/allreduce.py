@@ -16,7 +16,7 @@ import torch
 
 from yalis import result_rows, results
 from yalis.comm import tuning
-from yalis.comm.choose import check_name
+from yalis.comm.base import BACKENDS
 from yalis.comm.tuning import Choice, Timing, Tuned
 from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
@@ -86,8 +86,8 @@ class AllReducePlan:
                 most = f"multiples of {widest} up to {MOST_BYTES >> 20}M"
                 raise YalisError(f"a message of {size} bytes cannot be measured; accepted: {most}, such as 64K or 1M")
         for name in (*self.backends, *filter(None, [self.baseline])):
-            if name not in PEERS:
-                check_name(name)
+            if name not in (known := [*BACKENDS.names(), *PEERS]):
+                raise YalisError(f"unknown backend {name!r}; accepted: {', '.join(known)}")
         if self.baseline and self.backends and self.baseline not in self.backends:
             raise YalisError(f"the baseline {self.baseline} is not among the backends; add it to --backends")
         if self.tune and self.backends and not set(self.backends) - set(PEERS):
