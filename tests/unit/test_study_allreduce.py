@@ -47,8 +47,8 @@ def make_result(rows: list[Row], **parameters: Any) -> results.Result:
     [
         ("--ranks 1", "an all-reduce takes at least 2 ranks; give --ranks 2 or more"),
         ("", "an all-reduce takes at least 2 ranks"),
-        ("--ranks 2 --backends gloo,tree", "unknown communication backend 'tree'; accepted: torch, "),
-        ("--ranks 2 --baseline tree", "unknown communication backend 'tree'"),
+        ("--ranks 2 --backends gloo,tree", "unknown backend 'tree'; accepted: torch, mpi, hierarchical, nvrar, auto, gloo, ring"),
+        ("--ranks 2 --baseline tree", "unknown backend 'tree'"),
         ("--ranks 2 --dtypes int8", "unknown dtype 'int8'; accepted: float32, bfloat16, float16"),
         ("--ranks 2 --sizes 6", "a message of 6 bytes cannot be measured; accepted: multiples of 4 up to 1024M"),
         ("--ranks 2 --sizes 6k,no", "'6k,no' is not a list of sizes, such as 8K,64K,1M"),
