@@ -20,6 +20,7 @@ from yalis.study.report import find_results, write_report
 from yalis.study.report_cards import Given
 
 KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
+KEPT_NAMES = ["allreduce-lab-4x2-1ms", "latency-smollm2-135m-fp32", "pipeline-smollm2-135m-pp2"]
 CPU = [{"type": "cpu", "name": "CPU, AVX512", "threads": 1}]
 ENGINE = {"model": "folder/tiny", "ranks_per_gpu": 1}
 
@@ -107,7 +108,7 @@ def test_a_study_takes_the_numbers_of_the_page(tmp_path: Path) -> None:
     text = page.read_text()
     assert "<li>Machine 1: H200 ·" in text
     assert "<li>Machine 2: A100 ·" in text
-    (shown,) = re.findall(r"<article id='scaling'>(.*?)</article>", text, re.DOTALL)
+    (shown,) = re.findall(r"<article id='b'>(.*?)</article>", text, re.DOTALL)
     assert "<span class='badge'>machines 2, 1</span>" in shown
     # Its own second machine is the page's first, and its rows stand above.
     rows = re.findall(r"<tr><td>(\d)</td>.*?>([\d.]+) s<small>", shown)
@@ -118,34 +119,99 @@ def test_a_study_takes_the_numbers_of_the_page(tmp_path: Path) -> None:
 def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
     latency = results.read(KEPT / "latency-smollm2-135m-fp32.json")
     rows = [{**row, "seconds": 2.0, "seconds_low": 1.5, "seconds_high": 2.5} for row in latency.rows]
-    shared = {**latency.parameters["engine"], "tp": [2, 2], "allreduce": "nvrar", "ranks_per_gpu": 4}
+    shared = {**latency.parameters["engine"], "tp": [2, 2], "allreduce": "nvrar", "ranks_per_gpu": 8}
     facts = {**latency.parameters, "engine": shared, "graph_bytes": 96 << 20}
+    once = [{**row, "seconds_low": 2.0, "seconds_high": 2.0} for row in rows]
+    topology = results.topology([0] * 4)
     kernels = make_kernels()
     for number, row in enumerate(kernels.rows):
         row.update(us_low=2.0, us_high=1234.56, gb_per_s=4210.0 / 10**number, gflop_per_s=0.5)
-    given = [replace(latency, rows=rows), replace(latency, rows=rows, parameters=facts), kernels]
+    kernels.rows[-1].update(us_low=3.0, us_high=3.0)
+    given = [replace(latency, rows=rows), replace(latency, rows=once, parameters=facts, topology=topology), kernels]
     page, _ = write_report([Given(tmp_path / "a", one) for one in given], tmp_path / "r.html", "A study")
     plain, split, small = re.findall(r"<article .*?</article>", page.read_text(), re.DOTALL)
     assert "<th>the job<small>10%..90%</small></th>" in plain
     assert "<td>2.000 s<small>1.500..2.500</small></td>" in plain
     assert "<th>of floor</th>" in plain
     assert "float32, tp 2x2, nvrar, 1x64x64 to 8x64x64, beside transformers" in split
-    assert "CUDA graphs of decode steps take 96.0 MiB" in split
-    assert "4 ranks share a GPU" in split
+    assert "<li>CUDA graphs of decode steps take 96.0 MiB" in split.partition("</table>")[2]
+    assert "<li>4 ranks share a GPU" in split
+    assert "<th>the job</th>" in split
+    assert "<td>2.000 s</td>" in split  # once: there is no range
     assert "<th>of floor</th>" not in split
     assert "<td>3.00 us<small>2.00..1,235</small></td>" in small
+    assert "<td>3.00 us</td>" in small
     for speed in ("4.21 TB/s", "421.0 GB/s", "42.10 GB/s", "500.0 MFLOP/s"):
         assert f"<td>{speed}</td>" in small
+
+
+def test_files_say_what_they_show_and_where(tmp_path: Path, monkeypatch: Any) -> None:
+    told: dict[str, tuple[str, Any]] = {}
+    save = figures.save
+
+    def listen(figure: Any, file: Path, title: str, notes: list[str]) -> list[Path]:
+        written = save(figure, file, title, notes)
+        told[file.name] = figure.get_supxlabel(), figure.axes[0].get_xlabel()
+        return written
+
+    monkeypatch.setattr(figures, "save", listen)
+    latency = results.read(KEPT / "latency-smollm2-135m-fp32.json")
+    facts = {**latency.parameters, "graph_bytes": 96 << 20}
+    gpu = [{"type": "cuda", "name": "H200"}]
+    latency = replace(latency, parameters=facts, devices=gpu)
+    found = [Given(tmp_path / "latency.json", latency), Given(tmp_path / "tp1.json", make_profile(1, gpu))]
+    found.append(Given(tmp_path / "sums.json", results.read(KEPT / "allreduce-lab-4x2-1ms.json")))
+    write_report(found, tmp_path / "report.html", "A study")
+    below, axis = told["latency"]
+    assert "H200" in below
+    assert "CUDA graphs" not in below
+    assert "batch x prompt x output" in axis
+    assert "H200" in told["tp1"][0]
+    assert "CPU, AVX512" in told["sums"][0]
+
+
+def test_plots_are_named_after_results_and_leave_with_them(tmp_path: Path) -> None:
+    page, plots = tmp_path / "report.html", tmp_path / "report-plots"
+    found = [Given(tmp_path / name, make_kernels()) for name in ("a/k.json", "b/k.json", "c/k-2.json", "old one.json")]
+    bare = make_kernels()
+    for row in bare.rows:
+        row["share_of_floor"] = None
+    found.append(Given(tmp_path / "bare.json", bare))
+    write_report(found, page, "A study")
+    names = ["k", "k-2", "k-3", "old-one"]  # a number passes over a name that a result has
+    assert sorted(path.name for path in plots.iterdir()) == sorted(
+        f"{name}.{x}" for name in names for x in ("png", "svg")
+    )
+    for name in ("mine.png", "bare.png"):  # the report never wrote these
+        (plots / name).touch()
+    write_report(found[2:3], page, "A study")
+    assert {path.name for path in plots.iterdir()} == {"k-2.png", "k-2.svg", "mine.png", "bare.png"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("mpirun", "mpirun -n 4 yalis"),
+        ("srun", "srun -N 2 -n 4 yalis"),
+        ("torchrun", "torchrun --nnodes 2 --nproc-per-node 2 --no-python yalis"),
+        ("", "yalis"),
+    ],
+)
+def test_a_command_stands_behind_its_launcher(launcher: str, words: str, tmp_path: Path) -> None:
+    result = replace(make_kernels(), topology=results.topology([0, 0, 1, 1], launcher))
+    page, _ = write_report([Given(tmp_path / "a.json", result)], tmp_path / "r.html", "A study")
+    assert f"<code>{words} bench kernels</code>" in page.read_text()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """One result of each kind that a page draws, and a profile of another machine."""
     given = tmp_path / "results"
-    for result in (make_scaling(), make_profile(1), make_profile(2), make_kernels()):
-        results.write(result, given)
-    results.write(make_profile(1, [{"type": "cuda", "name": "H200", "memory_gib": 140}]), given)
-    for name in ("allreduce-lab-4x2-1ms", "latency-smollm2-135m-fp32", "pipeline-smollm2-135m-pp2"):
+    ours = {"scaling": make_scaling(), "tp1": make_profile(1), "tp2": make_profile(2), "our kernels": make_kernels()}
+    ours["tp1-h200"] = make_profile(1, [{"type": "cuda", "name": "H200", "memory_gib": 140}])
+    for name, result in ours.items():
+        results.write(result, given).rename(given / f"{name}.json")
+    for name in KEPT_NAMES:
         (given / f"{name}.json").write_bytes((KEPT / f"{name}.json").read_bytes())
     return given
 
@@ -156,14 +222,14 @@ def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, 
     assert capsys.readouterr().err.startswith(f"yalis: wrote {page} of 8 results, and 14 plots into ")
     text = page.read_text()
     assert "<h1>Ours &amp; theirs</h1>" in text
-    articles = re.findall(r"<article id='([\w-]+)'>(.*?)</article>", text, re.DOTALL)
+    articles = re.findall(r"<article id='([\w.-]+)'>(.*?)</article>", text, re.DOTALL)
     # The two profiles of one machine share a figure; the third is of another machine.
-    drawn = ["scaling", "profile", "profile-2", "allreduce", "latency", "kernels", "pipeline"]
+    drawn = ["scaling", "profile", "tp1-h200", *KEPT_NAMES[:2], "our-kernels", KEPT_NAMES[2]]
     assert [name for name, _ in articles] == drawn
     for name, article in articles:
         assert article.count("<svg") == 1
         assert "<table>" in article
-        assert "<pre><code>yalis " in article
+        assert "<pre><code>yalis " in article  # also of the lab, which starts mpirun itself
         for suffix in (".png", ".svg"):
             assert (tmp_path / "report-plots" / (name + suffix)).stat().st_size > 3000
     shown = dict(articles)
@@ -202,7 +268,7 @@ def fail(reason: str) -> None:
 
 def test_profiles_are_labelled_by_what_they_differ_in(tmp_path: Path) -> None:
     engines = [
-        {"eager": False, "threads": None},
+        {"eager": False, "threads": None, "ranks_per_gpu": 4},  # which labels nothing: a note says it where it counts
         {"eager": True, "threads": None},
         {"eager": False, "threads": 2},
         {"eager": False, "threads": 2},

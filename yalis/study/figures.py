@@ -296,12 +296,12 @@ def _draw_allreduce(result: Result) -> Any:
     return figure
 
 
-def draw_shares(bars: Sequence[tuple[str, str, float]]) -> Any:
-    """How near measurements come to the device's floor: (what, engine, share) each."""
-    return styled(lambda: _draw_shares(bars))
+def draw_shares(bars: Sequence[tuple[str, str, float]], about: str = "") -> Any:
+    """How near measurements come to the device's floor: (what, engine, share) each. `about`: how to read a "what"."""
+    return styled(lambda: _draw_shares(bars, about))
 
 
-def _draw_shares(bars: Sequence[tuple[str, str, float]]) -> Any:
+def _draw_shares(bars: Sequence[tuple[str, str, float]], about: str) -> Any:
     from matplotlib.patches import Patch
 
     figure, ((axis,),) = _figure(1.3 + 0.34 * len(bars))
@@ -322,7 +322,8 @@ def _draw_shares(bars: Sequence[tuple[str, str, float]]) -> Any:
     axis.grid(visible=False, axis="y")
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
-    axis.set_xlabel("share of the floor: the time that memory and arithmetic allow, over the time it took")
+    floor = "share of the floor: the time that memory and arithmetic allow, over the time it took"
+    axis.set_xlabel("\n".join(filter(None, [floor, about])))
     if len(engines) > 1:
         patches = [Patch(color=_LINES[place % len(_LINES)]) for place in range(len(engines))]
         figure.legend(patches, engines, loc="outside upper center", ncols=len(engines), handlelength=1, handleheight=1)

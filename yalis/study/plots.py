@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from yalis import results
 from yalis.errors import YalisError, YalisFailure
 from yalis.results import Result
 from yalis.study import figures
@@ -23,7 +24,8 @@ def check_plot(file: Path, made: Path | None = None) -> None:
 def draw_allreduce(result: Result, file: Path) -> list[Path]:
     """Latency against size and the speed-up over the baseline, as PNG and SVG."""
     facts = result.parameters
-    return _save(figures.draw_allreduce(result), file, f"All-reduce, {facts['ranks']} ranks ({facts['shape']})")
+    title = f"All-reduce, {facts['ranks']} ranks ({facts['shape']})"
+    return _save(figures.draw_allreduce(result), file, title, [machine_name(results.machine(result))])
 
 
 def draw_scaling(result: Result, file: Path) -> list[Path]:
@@ -33,7 +35,8 @@ def draw_scaling(result: Result, file: Path) -> list[Path]:
 
 def draw_profile(result: Result, file: Path) -> list[Path]:
     """The parts of prefill and decode, as PNG and SVG."""
-    return _save(figures.draw_profiles([result]), file, model_name(result), result.notes)
+    notes = [*result.notes, machine_name(results.machine(result))]
+    return _save(figures.draw_profiles([result]), file, model_name(result), notes)
 
 
 def _save(figure: Any, file: Path, title: str, notes: Sequence[str] = ()) -> list[Path]:
@@ -48,3 +51,11 @@ def model_name(result: Result) -> str:
     facts = result.parameters
     name = Path(facts["engine"]["model"]).name.removesuffix(".json")
     return ", ".join(filter(None, [name, facts.get("dtype", "")]))
+
+
+def machine_name(machine: dict[str, Any]) -> str:
+    """ "NVIDIA H200 · Intel(R) Xeon(R) ...", of what `results.machine` tells."""
+    told = [str(device.get("name", device.get("type"))) for device in machine.get("devices", [])]
+    devices = ", ".join(dict.fromkeys(told))
+    cores = f", {machine['cores']} cores" if "cores" in machine else ""
+    return f"{devices} · {machine.get('cpu')}{cores}"

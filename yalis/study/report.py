@@ -6,6 +6,7 @@ Results of one machine may stand in one figure; those of different machines neve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from yalis import results
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import figures
 from yalis.study.jobs import ThroughputPlan
-from yalis.study.report_cards import Given, machines_of, make_sections
-from yalis.study.report_page import make_page, show_card, show_section
+from yalis.study.report_cards import Card, Given, machines_of, make_sections
+from yalis.study.report_page import make_page, name_machines, plots_of, show_card, show_section
 
 _WORK = [one.name for one in fields(ThroughputPlan)]
 
@@ -61,7 +62,10 @@ def _study(given: Given) -> str:
 
 
 def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, list[Path]]:
-    """Write the page, and its plots as PNG and SVG into a folder beside it; returns where."""
+    """Write the page, and its plots as PNG and SVG into a folder beside it; returns where.
+
+    Plots that only the page before it had are removed.
+    """
     _check_page(page)
     machines: list[dict[str, Any]] = []
     for given in found:
@@ -70,26 +74,43 @@ def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, 
     found = [_renumber(given, machines) for given in together]
     folder = page.with_name(f"{page.stem}-plots")
     plots: list[Path] = []
-    counts: dict[str, int] = {}
     parts = []
+    sections = make_sections(found)
+    names = iter(_name_cards([card for section in sections for card in section.cards]))
     try:
+        before = plots_of(page.read_text(encoding="utf-8", errors="replace")) if page.is_file() else []
         folder.mkdir(parents=True, exist_ok=True)
-        for section in make_sections(found):
+        for section in sections:
             cards = []
             for card in section.cards:
-                counts[card.kind] = counts.get(card.kind, 0) + 1
-                name = card.kind if counts[card.kind] == 1 else f"{card.kind}-{counts[card.kind]}"
-                drawing = ""
+                name, drawing = next(names), ""
                 if card.draw is not None:
                     figure = card.draw()
                     drawing = figures.inline(figure, name)
-                    plots += figures.save(figure, folder / name, f"{section.title}: {card.title}", card.notes)
+                    notes = [*card.notes, *name_machines(card, machines)]
+                    plots += figures.save(figure, folder / name, f"{section.title}: {card.title}", notes)
                 cards.append(show_card(card, name, drawing, machines))
             parts.append(show_section(section, cards))
         page.write_text(make_page(title, found, machines, parts), encoding="utf-8")
+        for path in {folder / f"{name}.{kind}" for name in before for kind in ("png", "svg")} - set(plots):
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise YalisFailure(f"cannot write {error.filename or page}: {error.strerror}; give another --output") from error
     return page, plots
+
+
+def _name_cards(cards: Sequence[Card]) -> list[str]:
+    """After a card's result file, or its kind where it shows several; numbered only where two would be the same."""
+    wanted = [card.given[0].path.stem if len(card.given) == 1 else card.kind for card in cards]
+    wanted = [re.sub(r"[^\w.-]+", "-", name) for name in wanted]  # also a part of links
+    names: list[str] = []
+    for plain in wanted:
+        name, number = plain, 1
+        while name in names or (number > 1 and name in wanted):
+            number += 1
+            name = f"{plain}-{number}"
+        names.append(name)
+    return names
 
 
 def _renumber(given: Given, machines: Sequence[dict[str, Any]]) -> Given:

@@ -20,8 +20,8 @@ from yalis.study.scaling import crowding
 
 Row = dict[str, Any]
 
-# Settings of an engine that a profile's split names, or that say nothing about its time.
-_TOLD_BY_SPLIT = {"tp", "pp", "dp", "allreduce", "join_timeout"}
+# Settings of an engine that a profile's split or notes tell, or that say nothing about its time.
+_TOLD_BY_SPLIT = {"tp", "pp", "dp", "allreduce", "ranks_per_gpu", "join_timeout"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Card:
     table: Table
     draw: Callable[[], Any] | None  # None: the table says it all
     notes: Sequence[str] = ()  # what must be said wherever the plot is shown
+    remarks: Sequence[str] = ()  # what belongs to the table alone
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,8 @@ def _allreduce_card(given: Given) -> Card:
         )
     elif result.devices[0]["type"] == "cpu" and facts["ranks"] > result.host["cores"]:
         notes.append(f"{facts['ranks']} ranks on {result.host['cores']} cores: this shows overhead, not speed-up.")
-    elif facts.get("ranks_per_gpu", 1) > 1:
-        notes.append(f"Up to {facts['ranks_per_gpu']} ranks share a GPU: this is no network's speed.")
+    elif (shared := _on_a_gpu(result, facts)) > 1:
+        notes.append(f"{shared} ranks share a GPU: this is no network's speed.")
     title = f"{facts['ranks']} ranks ({facts['shape']})" + (", tuned" if facts.get("tune") else "")
     delays = [row["delay_us"] for row in result.rows if row["delay_us"] is not None]
     if delays and len(set(delays)) == 1:
@@ -270,24 +271,29 @@ def _latency_card(given: Given) -> Card:
     ]
     notes, rows = list(result.notes), result.rows
     engine = result.parameters["engine"]
-    if engine.get("ranks_per_gpu", 1) > 1:
-        notes.append(
-            f"Up to {engine['ranks_per_gpu']} ranks share a GPU: this shows overhead, not speed-up, and has no floor."
-        )
+    if (shared := _on_a_gpu(result, engine)) > 1:
+        notes.append(f"{shared} ranks share a GPU: this shows overhead, not speed-up, and has no floor.")
         rows = [{**row, "floor_ms": None, "share_of_floor": None} for row in rows]  # an older yalis told one
     bars = [
         (f"decode {_work(row)}", row["engine"], row["share_of_floor"])
         for row in rows
         if row["share_of_floor"] is not None
     ]
-    draw = partial(figures.draw_shares, bars) if bars else None
+    draw = partial(figures.draw_shares, bars, "decode steps by batch x prompt x output") if bars else None
+    remarks = []
     if graph_bytes := result.parameters.get("graph_bytes"):
-        notes.append(f"CUDA graphs of decode steps take {spell_bytes(graph_bytes)} of a GPU's memory.")
+        remarks.append(f"CUDA graphs of decode steps take {spell_bytes(graph_bytes)} of a GPU's memory.")
     works = list(dict.fromkeys(_work(row) for row in rows))
     title = f"{model_name(result)}{_split(engine)}, {works[0]}" + (f" to {works[-1]}" if works[1:] else "")
     if beside := result.parameters.get("peer"):
         title += f", beside {' and '.join(beside)}"
-    return Card("latency", title, [given], Table(columns, rows), draw, notes)
+    return Card("latency", title, [given], Table(columns, rows), draw, notes, remarks)
+
+
+def _on_a_gpu(result: Result, settings: dict[str, Any]) -> int:
+    """Ranks that share a GPU: so many may, and no more than a host has. An older yalis told no hosts."""
+    most: int = settings.get("ranks_per_gpu", 1)
+    return min(most, max(result.topology["ranks_per_host"])) if result.topology else most
 
 
 def _split(engine: dict[str, Any]) -> str:
@@ -401,7 +407,8 @@ def _micros(name: str) -> Callable[[Row], str | None]:
 
 
 def _micros_span(row: Row) -> str | None:
-    return None if row["us_low"] is None else f"{_short(row['us_low'])}..{_short(row['us_high'])}"
+    low, high = row["us_low"], row["us_high"]
+    return None if low is None or low == high else f"{_short(low)}..{_short(high)}"
 
 
 def _percent(name: str, digits: int = 0) -> Callable[[Row], str | None]:
@@ -419,7 +426,8 @@ def _short(value: float) -> str:
 
 
 def _span(row: Row, low: str, high: str, digits: int) -> str | None:
-    return None if row[low] is None else f"{row[low]:,.{digits}f}..{row[high]:,.{digits}f}"
+    """Nothing where both are the same: that is a single repeat."""
+    return None if row[low] is None or row[low] == row[high] else f"{row[low]:,.{digits}f}..{row[high]:,.{digits}f}"
 
 
 def _engine(row: Row) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from yalis.results import Result
+from yalis.study.plots import machine_name
 from yalis.study.report_cards import Card, Column, Given, Section, Table, machines_of
 
 # A longer table is shown when it is asked for.
@@ -22,29 +25,37 @@ def _text(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
-def machine_name(machine: dict[str, Any], number: int) -> str:
-    told = [str(device.get("name", device.get("type"))) for device in machine.get("devices", [])]
-    devices = ", ".join(dict.fromkeys(told))
-    cores = f", {machine['cores']} cores" if "cores" in machine else ""
-    return f"Machine {number}: {devices} · {machine.get('cpu')}{cores}"
+def name_machines(card: Card, machines: Sequence[dict[str, Any]]) -> list[str]:
+    """What a card was measured on, with the page's numbers where it was on several."""
+    own = machines_of(card.given[0].result)
+    return [f"Machine {1 + machines.index(one)}: " * (len(own) > 1) + machine_name(one) for one in own]
+
+
+def plots_of(page: str) -> list[str]:
+    """The names of the plots that a page of ours shows."""
+    articles = re.findall(r"<article id='([\w.-]+)'>(.*?)</article>", page, re.DOTALL)
+    return [name for name, shown in articles if "<figure role='img'" in shown]
 
 
 def show_card(card: Card, name: str, drawing: str, machines: Sequence[dict[str, Any]]) -> str:
     numbers = [str(1 + machines.index(machine)) for machine in machines_of(card.given[0].result)]
     which = f"machine{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
     badge = f"<span class='badge'>{which}</span>" if len(machines) > 1 else ""
-    notes = "".join(f"<li>{_text(note)}</li>" for note in card.notes)
     about = f"{_text(card.kind)}: {_text(card.title)}"
     closed = len(card.table.rows) > _MOST_OPEN_ROWS
     parts = [
         f"<h3>{_text(card.title)}{badge}</h3>",
         f"<figure role='img' aria-label='{about}'>{drawing}</figure>" if drawing else "",
-        f"<ul class='notes'>{notes}</ul>" if notes else "",
+        _list(card.notes),
         f"<details{'' if closed else ' open'}><summary>{len(card.table.rows)} rows</summary>",
-        f"{_table(card.table)}</details>",
+        f"{_table(card.table)}{_list(card.remarks)}</details>",
         *map(_source, card.given),
     ]
     return f"<article id='{name}'>{''.join(parts)}</article>"
+
+
+def _list(notes: Sequence[str]) -> str:
+    return f"<ul class='notes'>{''.join(f'<li>{_text(note)}</li>' for note in notes)}</ul>" if notes else ""
 
 
 def _table(table: Table) -> str:
@@ -80,13 +91,27 @@ def _source(given: Given) -> str:
         f"revision {result.revision[:10]}{'-dirty' * result.revision.endswith('-dirty')}" if result.revision else ""
     )
     told = " · ".join(filter(None, [given.path.name, result.created[:10], *versions, revision]))
-    return f"<div class='source'><pre><code>{_text(result.command)}</code></pre><p>{_text(told)}</p></div>"
+    return f"<div class='source'><pre><code>{_text(_command(result))}</code></pre><p>{_text(told)}</p></div>"
+
+
+def _command(result: Result) -> str:
+    """What to type: behind the launcher that started the ranks, if one did. A lab starts its own."""
+    if result.topology is None or result.parameters.get("lab"):
+        return result.command
+    ranks, hosts = result.topology["ranks"], result.topology["ranks_per_host"]
+    words = {
+        "mpirun": f"mpirun -n {ranks}",
+        "srun": f"srun -N {len(hosts)} -n {ranks}",
+        "torchrun": f"torchrun --nnodes {len(hosts)} --nproc-per-node {max(hosts)} --no-python",
+    }
+    return f"{words.get(result.topology.get('launcher', ''), '')} {result.command}".strip()
 
 
 def make_page(title: str, found: Sequence[Given], machines: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
     days = sorted({given.result.created[:10] for given in found})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    names = "".join(f"<li>{_text(machine_name(machine, number))}</li>" for number, machine in enumerate(machines, 1))
+    told = [f"Machine {number}: {machine_name(machine)}" for number, machine in enumerate(machines, 1)]
+    names = "".join(f"<li>{_text(name)}</li>" for name in told)
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     apart = (
         "<p class='about'>Results of different machines stand in figures of their own; no ratio joins them.</p>"
