@@ -15,6 +15,7 @@ from torch import Tensor
 
 from yalis.kernels.dependent import option
 from yalis.kernels.fused import argmax, dense, follow
+from yalis.kernels.numbers import ceil_div
 
 _BLOCK = 128
 
@@ -34,7 +35,7 @@ def feed(ids: Tensor, last: Tensor, owners: Tensor, pdl: bool = False) -> Tensor
     """ids [R], where negative the owner's last token."""
     out = torch.empty_like(ids)
     rows = ids.shape[0]
-    _feed[(triton.cdiv(rows, _BLOCK),)](out, ids, last, owners, rows, BLOCK=_BLOCK, PDL=pdl, num_warps=4, **option(pdl))
+    _feed[(ceil_div(rows, _BLOCK),)](out, ids, last, owners, rows, BLOCK=_BLOCK, PDL=pdl, num_warps=4, **option(pdl))
     return out
 
 
@@ -60,7 +61,7 @@ def settle(logits: Tensor, last: Tensor, owners: Tensor, none: int, pdl: bool = 
     places = argmax(logits, pdl)
     out = torch.empty_like(places)
     rows = logits.shape[0]
-    _settle[(triton.cdiv(rows, _BLOCK),)](
+    _settle[(ceil_div(rows, _BLOCK),)](
         out, places, logits, logits.stride(0), last, owners, rows,
         NONE=none, BLOCK=_BLOCK, PDL=pdl, num_warps=4, **option(pdl),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.dependent import option
+from yalis.kernels.numbers import ceil_div, power_of_two
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -87,7 +88,7 @@ def add_rms_norm(
     else:
         summed, other = torch.empty_like(y), dense(residual)
     if rows:
-        block = triton.next_power_of_2(cols)
+        block = power_of_two(cols)
         _add_rms_norm[(rows,)](
             y, summed, x, other, weight, x.stride(0), other.stride(0), eps,
             C=cols, BC=block, RESIDUAL=residual is not None, PDL=pdl, num_warps=min(16, max(1, block // 256)),
@@ -175,10 +176,10 @@ def rope_write(
         return q
     norm = q_norm is not None and k_norm is not None
     rows = 8 if tokens <= 512 else 16  # few tokens: more programs
-    _rope_write[(tokens, triton.cdiv(all_heads, rows))](
+    _rope_write[(tokens, ceil_div(all_heads, rows))](
         q, k_cache, v_cache, qkv, cos, sin, slots, q_norm if norm else qkv, k_norm if norm else qkv,
         *qkv.stride()[:2], cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
-        H=heads, K=kv_heads, D=dim, DP=triton.next_power_of_2(dim), DIM=cos.shape[-1], B=block_size,
+        H=heads, K=kv_heads, D=dim, DP=power_of_two(dim), DIM=cos.shape[-1], B=block_size,
         M=rows, NORM=norm, PDL=pdl, num_warps=4, **option(pdl),
     )  # fmt: skip
     return q
@@ -199,8 +200,8 @@ def take(table: Tensor, rows: Tensor, pdl: bool = False) -> Tensor:
     count, width = rows.shape[0], table.shape[1]
     y = torch.empty((count, width), dtype=table.dtype, device=table.device)
     if y.numel():
-        block = min(2048, triton.next_power_of_2(width))
-        _take[(count, triton.cdiv(width, block))](
+        block = min(2048, power_of_two(width))
+        _take[(count, ceil_div(width, block))](
             y, table, rows, table.stride(0), width, BC=block, PDL=pdl, num_warps=4, **option(pdl)
         )
     return y
@@ -226,8 +227,8 @@ def gated(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
-        block = min(1024, triton.next_power_of_2(width))
-        _gated[(rows, triton.cdiv(width, block))](
+        block = min(1024, power_of_two(width))
+        _gated[(rows, ceil_div(width, block))](
             y, gate_up, gate_up.stride(0), width, BW=block, ACTIVATION=activation, PDL=pdl, num_warps=4,
             **option(pdl),
         )  # fmt: skip
@@ -266,17 +267,15 @@ def argmax(logits: Tensor, pdl: bool = False) -> Tensor:
     """The place of each row's highest logit, [R, V] -> [R] int64: the first among equals, and NaN before any number."""
     logits = dense(logits)
     rows, vocab = logits.shape
-    block = min(2048, triton.next_power_of_2(vocab))
-    parts = triton.cdiv(vocab, block)
+    block = min(2048, power_of_two(vocab))
+    parts = ceil_div(vocab, block)
     best = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     places = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _best_of_part[(rows, parts)](
             best, logits, logits.stride(0), vocab, BV=block, PDL=pdl, num_warps=4, **option(pdl)
         )
-        _best_of_parts[(rows,)](
-            places, best, parts, BP=triton.next_power_of_2(parts), PDL=pdl, num_warps=1, **option(pdl)
-        )
+        _best_of_parts[(rows,)](places, best, parts, BP=power_of_two(parts), PDL=pdl, num_warps=1, **option(pdl))
     return places
 
 

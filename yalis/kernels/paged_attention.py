@@ -25,6 +25,7 @@ from torch import Tensor
 
 from yalis.kernels.dependent import option
 from yalis.kernels.fused import follow
+from yalis.kernels.numbers import ceil_div, power_of_two
 from yalis.kernels.room import Room, room_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -347,7 +348,7 @@ def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, room: Room) -> 
         shape = Shape(64, 32, 4, 2)
     else:
         shape = Shape(128, 128, 8, 2) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
-    return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
+    return shape._replace(m=max(shape.m, power_of_two(group)))
 
 
 def decode_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
@@ -356,7 +357,7 @@ def decode_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
         shape = Shape(16, 32, 4, 2)
     else:
         shape = Shape(16, 64 if head_dim <= 128 else 32, 2 if group <= 16 else 4, 2)
-    return shape._replace(m=max(shape.m, triton.next_power_of_2(group)))
+    return shape._replace(m=max(shape.m, power_of_two(group)))
 
 
 def plan_launch(
@@ -403,7 +404,7 @@ def paged_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty((num_tokens, heads, dim), dtype=q.dtype, device=q.device)
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = max(16, power_of_two(dim))
     strides = (
         *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *block_tables.stride()
     )  # fmt: skip
@@ -425,11 +426,11 @@ def paged_attention(
         assert sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
         if window not in launch.cuts:
             launch.cuts[window] = torch.empty((5, pieces), dtype=torch.int32, device=q.device)
-            _cut[(triton.cdiv(pieces, PLANNED.value),)](
+            _cut[(ceil_div(pieces, PLANNED.value),)](
                 launch.cuts[window], query_start, context_len, sequences, kv_heads, pieces, launch.programs,
                 window or 0, N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **option(pdl),
             )  # fmt: skip
-        rows = triton.next_power_of_2(group)
+        rows = power_of_two(group)
         _decode[(kv_heads, pieces)](
             out, part, lse, arrived, q, k_cache, v_cache, query_start, launch.cuts[window], block_tables,
             *strides, scale, softcap or 1.0,

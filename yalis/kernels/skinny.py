@@ -36,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.dependent import option
 from yalis.kernels.fused import gate
+from yalis.kernels.numbers import ceil_div, power_of_two
 from yalis.kernels.room import Room, room_of
 
 MOST_ROWS = 64
@@ -213,7 +214,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, gated: bool = False) -> Problem:
-        rows = 1 if x.shape[0] == 1 else max(16, triton.next_power_of_2(x.shape[0]))
+        rows = 1 if x.shape[0] == 1 else max(16, power_of_two(x.shape[0]))
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         return cls(rows, outputs, weight.shape[1], x.itemsize, gated)
 
@@ -243,6 +244,7 @@ TUNED: dict[Problem, Shape] = {
 }
 
 
+@cache
 def choose(problem: Problem, room: Room) -> Shape:
     """The launch found by search, else one that should do; always one that the device has room for."""
     tuned = TUNED.get(problem)
@@ -261,7 +263,7 @@ def _guess(problem: Problem, room: Room) -> Shape:
     """About what won for Llama-3.1-8B's matrices on an H200."""
     wide = 16 // problem.itemsize  # what a thread loads at once
     if problem.rows == 1:
-        inputs = max(64, min(256 * wide, triton.next_power_of_2(problem.inputs)))
+        inputs = max(64, min(256 * wide, power_of_two(problem.inputs)))
         while problem.inputs % inputs and inputs > 64 * wide:
             inputs //= 2
         return Shape(max(1, 64 * wide // inputs), inputs, max(1, inputs // (32 * wide)))
@@ -341,7 +343,7 @@ def _launch(
         residual = residual.contiguous()
     outputs = problem.outputs
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(outputs, shape.outputs)
+    tiles = ceil_div(outputs, shape.outputs)
     given = {
         "BN": shape.outputs, "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
         "RESIDUAL": residual is not None, "PDL": pdl, "num_warps": shape.warps, **option(pdl),
@@ -370,7 +372,7 @@ def _launch(
 
 def _lines(shape: Shape, problem: Problem) -> int:
     """Cache lines of each matrix row to ask for early: a power of two."""
-    held = triton.next_power_of_2(-(-problem.inputs * problem.itemsize // (shape.splits * _LINE_BYTES)))
+    held = power_of_two(-(-problem.inputs * problem.itemsize // (shape.splits * _LINE_BYTES)))
     return max(1, min(held, _LINES // (shape.outputs * (2 if problem.gated else 1))))
 
 
