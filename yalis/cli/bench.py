@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from yalis.cli import bench_allreduce, bench_compare, bench_scaling, bench_throughput
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
 from yalis.cli.terminal import ProgressLine, tell
+from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError
 from yalis.study.workloads import NAMED, read_workload
 
@@ -102,17 +103,25 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_folder(args.out)
     measure, print_table = _BENCHMARKS[args.benchmark]
-    line = ProgressLine()
-    result = measure(args, shlex.join(["yalis", *sys.argv[1:]]), line.show)
-    line.clear()
+    stopped: Stopped | None = None
+    try:
+        with ProgressLine() as line, if_stopped("nothing was written"):
+            result = measure(args, shlex.join(["yalis", *sys.argv[1:]]), line.show)
+    except Stopped as stop:
+        if stop.done is None:
+            raise
+        result, stopped = stop.done, stop
     if result is None:
         return 0  # another rank tells it
-    if args.json:
-        print(json.dumps(asdict(result)))
-    else:
-        print_table(result)
-    if args.out is not None:
-        tell(f"wrote {results.write(result, args.out)}")
+    with interrupts_held():
+        if args.json:
+            print(json.dumps(asdict(result)), flush=True)
+        else:
+            print_table(result)
+        if args.out is not None:
+            tell(f"wrote {results.write(result, args.out)}")
+    if stopped is not None:
+        raise stopped
     if args.benchmark == "allreduce":
         bench_allreduce.finish(args, result)
     if args.benchmark == "kernels":

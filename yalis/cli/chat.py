@@ -13,7 +13,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
+from yalis.cli.generate import so_far
 from yalis.cli.terminal import speed, tell
+from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisError
 from yalis.types import Completion, Message, SamplingParams
 
@@ -90,9 +92,11 @@ class Conversation:
                 whole = chunk.completion or whole
                 if not self._as_json:
                     print(chunk.text, end="", flush=True)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if not stoppable:
-                raise
+                if said:
+                    print(json.dumps(_object(said, whole)) if self._as_json else "", flush=True)
+                raise Stopped(so_far(tokens, self._sampling.max_tokens)) from interrupt
             if isinstance(chunks, Iterator) and hasattr(chunks, "close"):
                 chunks.close()  # cancels the request
         except YalisError as error:

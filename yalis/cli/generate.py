@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.terminal import ProgressLine, speed, tell
-from yalis.errors import YalisError
-from yalis.types import Prompt, RequestOutput, SamplingParams
+from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
+from yalis.errors import YalisError, YalisFailure
+from yalis.types import Completion, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from yalis.engine.llm import LLM
@@ -34,10 +36,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, sampling = engine_config(args), SamplingParams(**sampling_fields(args))
-    prompts = _prompts(args)
-    from yalis.engine.llm import LLM
+    with if_stopped("nothing was generated"):
+        prompts = _prompts(args)
+        from yalis.engine.llm import LLM
 
-    with LLM(**asdict(config)) as llm:
+        loaded = LLM(**asdict(config))
+    with loaded as llm:
         start = time.monotonic()
         if len(prompts) == 1 and sampling.n == 1 and sys.stdout.isatty() and not args.json:
             tokens = _stream(llm, prompts[0], sampling)
@@ -66,26 +70,67 @@ def _ids(text: str) -> list[int]:
 
 def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
     tokens = 0
-    for chunk in llm.stream([prompt], sampling):
-        text = chunk.text
-        if llm.tokenizer is None:
-            text = " ".join(["", *map(str, chunk.token_ids)] if tokens else map(str, chunk.token_ids))
-        print(text, end="", flush=True)
-        tokens += len(chunk.token_ids)
+    try:
+        for chunk in llm.stream([prompt], sampling):
+            text = chunk.text
+            if llm.tokenizer is None:
+                text = " ".join(["", *map(str, chunk.token_ids)] if tokens else map(str, chunk.token_ids))
+            print(text, end="", flush=True)
+            tokens += len(chunk.token_ids)
+    except KeyboardInterrupt as interrupt:
+        print(flush=True)
+        raise Stopped(so_far(tokens, sampling.max_tokens)) from interrupt
     print()
     return tokens
 
 
 def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_json: bool) -> int:
-    line = ProgressLine()
-    outputs = llm.generate(prompts, sampling, progress=lambda now: line.show(f"{now.finished}/{now.total} prompts"))
-    line.clear()
-    for number, output in enumerate(outputs, 1):
-        if as_json:
-            print(json.dumps(_object(output)))
-        else:
-            _print_text(number, output, llm.tokenizer is not None, titled=len(prompts) > 1 or sampling.n > 1)
-    return sum(completion.metrics.output_tokens for output in outputs for completion in output.completions)
+    outputs, stopped = _complete(llm, prompts, sampling)
+    answers = [completion for output in outputs for completion in output.completions]
+    tokens = sum(completion.metrics.output_tokens for completion in answers)
+    with interrupts_held():
+        for number, output in enumerate(outputs if tokens else (), 1):
+            if as_json:
+                print(json.dumps(_object(output)))
+            else:
+                _print_text(number, output, llm.tokenizer is not None, titled=len(prompts) > 1 or sampling.n > 1)
+        sys.stdout.flush()
+    if stopped:
+        asked = len(prompts) * sampling.n
+        finished = sum(not _cut_short(completion) for completion in answers)
+        several = f", {finished} of {asked} answers finished" if tokens and asked > 1 else ""
+        raise Stopped(so_far(tokens, asked * sampling.max_tokens) + several)
+    return tokens
+
+
+def _complete(llm: LLM, prompts: list[Prompt], sampling: SamplingParams) -> tuple[list[RequestOutput], bool]:
+    """Results in the order of the prompts, and whether Ctrl-C cut them short."""
+    ids: list[int] = []
+    done: dict[int, RequestOutput] = {}
+    stopped = False
+    with ProgressLine() as line:
+        try:
+            for prompt in prompts:
+                ids.append(llm.submit(prompt, sampling))
+            while len(done) < len(ids):
+                with interrupts_held():  # or a Ctrl-C between the two would lose results
+                    done.update(llm.poll())
+                line.show(f"{len(done)}/{len(ids)} prompts")
+        except KeyboardInterrupt:
+            stopped = True
+            for id in ids:
+                llm.cancel(id)
+            with contextlib.suppress(YalisFailure):  # a second Ctrl-C broke the step off
+                done.update(llm.poll())
+    return [done[id] for id in ids if id in done], stopped
+
+
+def so_far(tokens: int, most: int) -> str:
+    return f"{tokens} token{'' if tokens == 1 else 's'} of at most {most}" if tokens else "nothing was generated"
+
+
+def _cut_short(completion: Completion) -> bool:
+    return completion.finish_reason == "cancelled"
 
 
 def _object(output: RequestOutput) -> dict[str, Any]:
@@ -101,6 +146,6 @@ def _print_text(number: int, output: RequestOutput, has_text: bool, titled: bool
     for which, completion in enumerate(output.completions, 1):
         if titled:
             several = f".{which}" if len(output.completions) > 1 else ""
-            print(f"[{number}{several}] {prompt}")
+            print(f"[{number}{several}] {prompt}" + (" (stopped)" if _cut_short(completion) else ""))
         text = completion.text if has_text else " ".join(map(str, completion.token_ids))
         print(text + ("\n" if titled else ""))

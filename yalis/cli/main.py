@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from yalis import __version__, env
 from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, profile, report
 from yalis.cli.flags import Parser, engine_config
+from yalis.cli.terminal import tell
 from yalis.errors import NotHeard, YalisError
 from yalis.launch.environment import find_place
 from yalis.log import show_logs
@@ -69,9 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(args)
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if debug:
             traceback.print_exc()
+        if env.rank() == 0:
+            _say(f"stopped: {stop}" if str(stop) else "stopped")
         return 130
     except BrokenPipeError:
         _drop_stdout()
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         if env.rank() == 0 or isinstance(error, NotHeard):  # rank 0 says it for all
-            _complain(_sentence(error))
+            _say(f"error: {_sentence(error)}")
         if isinstance(error, OSError):
             _drop_stdout()
         return error.exit_code if isinstance(error, YalisError) else 1
@@ -88,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         name = type(error).__name__
-        _complain(f"{name}: {_one_line(error)}; run again with --debug for the traceback", "internal error")
+        _say(f"internal error: {name}: {_one_line(error)}; run again with --debug for the traceback")
         return 70
 
 
@@ -136,9 +139,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _complain(message: str, what: str = "error") -> None:
+def _say(sentence: str) -> None:
     with contextlib.suppress(OSError):  # perhaps nobody reads stderr either
-        print(f"yalis: {what}: {message}", file=sys.stderr, flush=True)
+        tell(sentence)
 
 
 def _drop_stdout() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from yalis.cli.bench import check_folder
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
 from yalis.cli.terminal import ProgressLine, tell
+from yalis.engine.interrupts import if_stopped, interrupts_held
 from yalis.study.workloads import NAMED, read_workload
 
 if TYPE_CHECKING:
@@ -50,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plots.check_plot(args.plot, made=args.out)
     plan = ProfilePlan(read_workload(args.workload), args.steps, args.warmup, args.repeats, args.seed)
-    line = ProgressLine()
-    result = measure(engine_config(args), plan, shlex.join(["yalis", *sys.argv[1:]]), line.show)
-    line.clear()
-    if args.json:
-        print(json.dumps(asdict(result)))
-    else:
-        print_table(result, args.names)
-    if args.out is not None:
-        tell(f"wrote {results.write(result, args.out)}")
+    with ProgressLine() as line, if_stopped("nothing was written"):
+        result = measure(engine_config(args), plan, shlex.join(["yalis", *sys.argv[1:]]), line.show)
+    with interrupts_held():
+        if args.json:
+            print(json.dumps(asdict(result)))
+        else:
+            print_table(result, args.names)
+        if args.out is not None:
+            tell(f"wrote {results.write(result, args.out)}")
     if args.plot is not None:
         tell(f"drew {' and '.join(map(str, plots.draw_profile(result, args.plot)))}")
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from yalis.cli.flags import add_common_flags
 from yalis.cli.terminal import tell
+from yalis.engine.interrupts import if_stopped
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,9 @@ def run(args: argparse.Namespace) -> int:
 
     from yalis.study.report import find_results, write_report
 
-    found = find_results(args.results, lambda reason: tell(f"left out: {reason}"))
-    page, plots = write_report(found, args.output, args.title)
+    with if_stopped("nothing was written"):
+        found = find_results(args.results, lambda reason: tell(f"left out: {reason}"))
+        page, plots = write_report(found, args.output, args.title)
     if args.json:
         print(json.dumps({"page": str(page), "plots": [str(path) for path in plots]}))
     tell(

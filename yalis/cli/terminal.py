@@ -12,7 +12,10 @@ _LINE_SECONDS = 20.0
 
 
 class ProgressLine:
-    """One line on stderr, drawn over in place; where stderr is a file, such as a job's log, a new line now and then."""
+    """One line on stderr, drawn over in place; where stderr is a file, such as a job's log, a new line now and then.
+
+    A `with` block leaves nothing of it behind.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -34,6 +37,12 @@ class ProgressLine:
         if self._drawn and self._last:
             print("\r\x1b[K", end="", file=self._stream, flush=True)
             self._last = 0.0
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
 
 def tell(text: str) -> None:

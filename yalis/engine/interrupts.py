@@ -1,4 +1,4 @@
-"""Ctrl-C between steps instead of inside one."""
+"""Ctrl-C between steps instead of inside one, and what it leaves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+
+class Stopped(KeyboardInterrupt):
+    """A Ctrl-C whose words say what became of the work; `done` is what there is of it."""
+
+    def __init__(self, words: str, done: Any = None) -> None:
+        super().__init__(words)
+        self.done = done
+
+
+@contextmanager
+def if_stopped(words: str) -> Iterator[None]:
+    """A Ctrl-C inside the block is told with these words, unless somebody inside knew better ones."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except KeyboardInterrupt as interrupt:
+        raise Stopped(words) from interrupt
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from yalis import __version__, result_rows, results
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
+from yalis.engine.interrupts import Stopped
 from yalis.engine.llm import LLM
 from yalis.engine.team import split_of
 from yalis.errors import YalisError, YalisFailure
@@ -62,6 +63,12 @@ class LatencyPlan:
     @property
     def longest(self) -> int:
         return max(case.longest for case in self.cases)
+
+    def first(self, count: int) -> LatencyPlan:
+        """The same of so many of the workloads."""
+        if self.workload:
+            return replace(self, workload=self.workload[:count])
+        return replace(self, batch=self.batch[:count])
 
 
 class Ours:
@@ -110,7 +117,8 @@ class Ours:
 def measure(
     config: EngineConfig, plan: LatencyPlan, command: str, report: Callable[[str], None] = lambda text: None
 ) -> results.Result:
-    """Run the whole benchmark; `report` hears what it is doing."""
+    """Run the whole benchmark; `report` hears what it is doing. After a Ctrl-C the workloads that are done are the
+    result, which Stopped carries."""
     if config.pp > 1 or config.dp > 1:
         raise YalisError("bench latency times one step after the other; leave --pp and --dp out, or try bench pipeline")
     config = fit(config, plan)
@@ -134,9 +142,18 @@ def measure(
             report(f"loading {name}")
             others.append((name, peers.start(name, setup)))
         engines: list[tuple[str, peers.Peer | str]] = [("yalis", Ours(llm)), *others]
-        taken = [_take_turns(case, plan, engines, llm.spec.vocab_size, report) for case in plan.cases]
-        report("measuring the device again")
-        rates = before.best(bandwidth.measure(device, dtype))  # what it could do at its best in this run
+        taken: list[list[list[peers.Timing] | str]] = []
+        rates, interrupt = before, None
+        try:
+            for case in plan.cases:
+                taken.append(_take_turns(case, plan, engines, llm.spec.vocab_size, report))
+            report("measuring the device again")
+            rates = before.best(bandwidth.measure(device, dtype))  # what it could do at its best in this run
+        except KeyboardInterrupt as stop:
+            if not taken:
+                raise
+            interrupt = stop
+        share, plan = f"{len(taken)} of {len(plan.cases)} workloads", plan.first(len(taken))
         dims = ModelDims.of(llm.spec, dtype.itemsize, dtype.itemsize)
         rows = []
         for case, timings in zip(plan.cases, taken, strict=True):
@@ -152,8 +169,11 @@ def measure(
             **asdict(rates),
         }
         devices = [bandwidth.describe(device)]
-        notes = unlike_peers(config, plan.peer)
-        return results.new("latency", parameters, rows, command, devices, notes, topology_of(llm._world))
+        notes = unlike_peers(config, plan.peer) + ([] if interrupt is None else [f"stopped after {share}"])
+        result = results.new("latency", parameters, rows, command, devices, notes, topology_of(llm._world))
+        if interrupt is not None:
+            raise Stopped(f"{share} done", result) from interrupt
+        return result
 
 
 def fit(config: EngineConfig, plan: LatencyPlan) -> EngineConfig:
