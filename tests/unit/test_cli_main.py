@@ -13,6 +13,7 @@ import pytest
 
 from yalis.cli import models
 from yalis.cli.main import main
+from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisError, YalisFailure
 
 YALIS = [sys.executable, "-m", "yalis"]
@@ -77,7 +78,8 @@ def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:
         (YalisFailure("the disk is full"), 1, "yalis: error: the disk is full\n"),
         (OSError(28, "full"), 1, "yalis: error: the output could not be written: full\n"),
         (ValueError("a\nb"), 70, "yalis: internal error: ValueError: a b; run again with --debug for the traceback\n"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "yalis: stopped\n"),
+        (Stopped("nothing was written"), 130, "yalis: stopped: nothing was written\n"),
     ],
 )
 def test_how_a_verb_may_end(

@@ -43,15 +43,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from yalis import results
-    from yalis.study import plots
-    from yalis.study.profile import ProfilePlan, measure
 
-    if args.out is not None:
-        check_folder(args.out)
-    if args.plot is not None:
-        plots.check_plot(args.plot, made=args.out)
-    plan = ProfilePlan(read_workload(args.workload), args.steps, args.warmup, args.repeats, args.seed)
     with ProgressLine() as line, if_stopped("nothing was written"):
+        from yalis.study import plots
+        from yalis.study.profile import ProfilePlan, measure
+
+        if args.out is not None:
+            check_folder(args.out)
+        if args.plot is not None:
+            plots.check_plot(args.plot, made=args.out)
+        plan = ProfilePlan(read_workload(args.workload), args.steps, args.warmup, args.repeats, args.seed)
         result = measure(engine_config(args), plan, shlex.join(["yalis", *sys.argv[1:]]), line.show)
     with interrupts_held():
         if args.json:

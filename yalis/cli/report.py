@@ -24,9 +24,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from yalis.study.report import find_results, write_report
-
     with if_stopped("nothing was written"):
+        from yalis.study.report import find_results, write_report
+
         found = find_results(args.results, lambda reason: tell(f"left out: {reason}"))
         page, plots = write_report(found, args.output, args.title)
     if args.json:
