@@ -213,3 +213,7 @@ def test_a_signal_in_the_middle(nursery, model, tmp_path, fault, send, status, s
     assert ended.statuses == [status]
     assert ended.within(seconds, note)
     assert "Traceback" not in ended.errors
+    if send is interrupt:  # what there was is printed
+        tokens = len(ended.outputs[0].split())
+        assert tokens > 0
+        assert ended.errors == f"yalis: stopped: {tokens} tokens of at most 200\n"

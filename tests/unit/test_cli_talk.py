@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import os
-import pty
-import select
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.terminal import Terminal
 from tests.tiny_chat import save_tiny_chat
 from yalis.cli.main import main
 from yalis.engine.llm import LLM
@@ -189,38 +188,6 @@ def test_input_that_is_not_text_is_a_sentence(model: str, words: list[str]) -> N
     )
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
     assert b"the text holds \\udcff, which is half a character or a byte that is not UTF-8" in done.stderr
-
-
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, command: list[str]) -> None:
-        self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=_own
-        )
-        os.close(slave)
-        self.seen = b""  # since the last text that was waited for
-
-    def wait_for(self, text: bytes, seconds: float = 90) -> bytes:
-        end = time.monotonic() + seconds
-        while text not in self.seen and time.monotonic() < end:
-            if select.select([self.master], [], [], 0.1)[0]:
-                self.seen += os.read(self.master, 4096)
-        before, found, self.seen = self.seen.partition(text)
-        assert found, before[-500:]
-        return before + found
-
-    def type(self, text: bytes) -> None:
-        os.write(self.master, text)
-
-
-def _own() -> None:
-    """Make standard input the controlling terminal, so that ^C becomes a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def test_chat_on_a_terminal(model: str) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from yalis import results
+from yalis.engine.interrupts import if_stopped, interrupts_held
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import figures
 from yalis.study.jobs import ThroughputPlan
@@ -64,7 +67,7 @@ def _study(given: Given) -> str:
 def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, list[Path]]:
     """Write the page, and its plots as PNG and SVG into a folder beside it; returns where.
 
-    Plots that only the page before it had are removed.
+    Plots that only the page before it had are removed. Nothing is touched before all of it is drawn.
     """
     _check_page(page)
     machines: list[dict[str, Any]] = []
@@ -73,30 +76,39 @@ def write_report(found: Sequence[Given], page: Path, title: str) -> tuple[Path, 
     together = sorted(found, key=lambda given: machines.index(machines_of(given.result)[0]))
     found = [_renumber(given, machines) for given in together]
     folder = page.with_name(f"{page.stem}-plots")
-    plots: list[Path] = []
+    drafts: list[Path] = []
     parts = []
     sections = make_sections(found)
     names = iter(_name_cards([card for section in sections for card in section.cards]))
     try:
-        before = plots_of(page.read_text(encoding="utf-8", errors="replace")) if page.is_file() else []
-        folder.mkdir(parents=True, exist_ok=True)
-        for section in sections:
-            cards = []
-            for card in section.cards:
-                name, drawing = next(names), ""
-                if card.draw is not None:
-                    figure = card.draw()
-                    drawing = figures.inline(figure, name)
-                    notes = [*card.notes, *name_machines(card, machines)]
-                    plots += figures.save(figure, folder / name, f"{section.title}: {card.title}", notes)
-                cards.append(show_card(card, name, drawing, machines))
-            parts.append(show_section(section, cards))
-        page.write_text(make_page(title, found, machines, parts), encoding="utf-8")
-        for path in {folder / f"{name}.{kind}" for name in before for kind in ("png", "svg")} - set(plots):
-            path.unlink(missing_ok=True)
+        with TemporaryDirectory(prefix="yalis-report-") as aside:
+            for section in sections:
+                cards = []
+                for card in section.cards:
+                    name, drawing = next(names), ""
+                    if card.draw is not None:
+                        figure = card.draw()
+                        drawing = figures.inline(figure, name)
+                        notes = [*card.notes, *name_machines(card, machines)]
+                        drafts += figures.save(figure, Path(aside) / name, f"{section.title}: {card.title}", notes)
+                    cards.append(show_card(card, name, drawing, machines))
+                parts.append(show_section(section, cards))
+            text = make_page(title, found, machines, parts)
+            with if_stopped(f"{page} is whole"), interrupts_held():
+                return page, _replace(page, text, folder, drafts)
     except OSError as error:
         raise YalisFailure(f"cannot write {error.filename or page}: {error.strerror}; give another --output") from error
-    return page, plots
+
+
+def _replace(page: Path, text: str, folder: Path, drafts: Sequence[Path]) -> list[Path]:
+    """Put the new page and its plots in the place of the old ones."""
+    before = plots_of(page.read_text(encoding="utf-8", errors="replace")) if page.is_file() else []
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = [Path(shutil.copyfile(draft, folder / draft.name)) for draft in drafts]
+    page.write_text(text, encoding="utf-8")
+    for path in {folder / f"{name}.{kind}" for name in before for kind in ("png", "svg")} - set(plots):
+        path.unlink(missing_ok=True)
+    return plots
 
 
 def _name_cards(cards: Sequence[Card]) -> list[str]:

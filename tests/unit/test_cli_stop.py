@@ -1,0 +1,136 @@
+"""Ctrl-C on real commands: what is done is kept, one sentence says the rest, and the status is 130."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import Terminal
+from tests.tiny_chat import save_tiny_chat
+from yalis import results
+
+ENDLESS = "30000"  # tokens
+NOTHING = b"stopped: nothing was written"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("model"), max_position=32768))
+
+
+def _stop(words: list[str], moment: bytes, output: Path) -> bytes:
+    """Runs a command into a file and types ^C once its progress has come to this; gives what it says from then on."""
+    with output.open("wb") as file:
+        terminal = Terminal([sys.executable, "-m", "yalis", *words], file)
+        try:
+            terminal.wait_for(moment)
+            terminal.type(b"\x03")
+        finally:
+            said = terminal.end()
+    assert terminal.process.returncode == 130, said
+    return said
+
+
+def _sentences(said: bytes) -> list[bytes]:
+    """Those that remain on the terminal, which shows ^C as well: progress is drawn over."""
+    lines = [line.rpartition(b"\x1b[K")[2].removeprefix(b"^C").rstrip() for line in said.splitlines()]
+    return [line for line in lines if line.startswith(b"yalis: ")]
+
+
+def test_generate_prints_what_it_has_into_a_file(model: str, tmp_path: Path) -> None:
+    words = ["generate", "abc", "--model", model, "--max-tokens", ENDLESS, "--ignore-eos", "--threads", "1"]
+    said = _stop(words, b"0/1 prompts", tmp_path / "out")
+    (sentence,) = _sentences(said)
+    found = re.fullmatch(rb"yalis: stopped: (\d+) tokens? of at most 30000", sentence)
+    assert found, sentence
+    assert 0 < int(found[1]) < 30000
+    text = (tmp_path / "out").read_bytes()
+    assert text.endswith(b"\n")
+    assert len(text) > 1
+
+
+def test_generate_ends_the_line_it_streams(model: str) -> None:
+    words = ["generate", "--prompt-ids", "5,6", "--model", model, "--max-tokens", ENDLESS, "--ignore-eos"]
+    terminal = Terminal([sys.executable, "-m", "yalis", *words, "--threads", "1"])
+    terminal.wait_for(b"*")  # which this model says often
+    terminal.type(b"\x03")
+    said = terminal.end()
+    assert terminal.process.returncode == 130
+    assert re.search(rb"\nyalis: stopped: \d+ tokens? of at most 30000\r\n$", said)
+
+
+def test_generate_as_json_marks_what_is_cut_short(model: str, tmp_path: Path) -> None:
+    """The first prompt leaves room for three tokens."""
+    long, most = ",".join(["7"] * 8189), "8192"
+    words = ["generate", "--prompt-ids", long, "--prompt-ids", "5,6,7", "--max-model-len", most, "--json"]
+    words += ["--model", model, "--max-tokens", ENDLESS, "--ignore-eos", "--threads", "1"]
+    said = _stop(words, b"1/2 prompts", tmp_path / "out")
+    whole, cut = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    assert (whole["finish_reason"], len(whole["token_ids"])) == ("length", 3)
+    assert cut["finish_reason"] == "cancelled"
+    tokens = 3 + len(cut["token_ids"])
+    assert 4 <= tokens < 8192
+    assert _sentences(said) == [f"yalis: stopped: {tokens} tokens of at most 60000, 1 of 2 answers finished".encode()]
+
+
+def test_bench_latency_keeps_the_workloads_that_are_done(model: str, tmp_path: Path) -> None:
+    # Progress is drawn every tenth of a second: the first workload is to take longer.
+    words = ["bench", "latency", "--workload", "1x8x500", "--workload", f"2x8x{ENDLESS}", "--model", model]
+    words += ["--warmup", "0", "--repeats", "2", "--threads", "1", "--out", str(tmp_path / "kept")]
+    said = _stop(words, b"2x8x30000: yalis", tmp_path / "out")
+    (path,) = (tmp_path / "kept").iterdir()
+    wrote, stopped = _sentences(said)
+    assert wrote == f"yalis: wrote {path}".encode()
+    assert stopped == b"yalis: stopped: 1 of 2 workloads done"
+    told = (tmp_path / "out").read_text()
+    assert "1x8x500 " in told
+    assert told.endswith("\nstopped after 1 of 2 workloads\n")
+    result = results.read(path)
+    assert result.parameters["workload"] == [{"batch": 1, "prompt_len": 8, "output_len": 500}]
+    assert [(row["batch"], row["output_len"], row["status"]) for row in result.rows] == [(1, 500, "ok")]
+    assert result.notes == ["stopped after 1 of 2 workloads"]
+
+
+@pytest.mark.parametrize(
+    ("words", "moment"),
+    [
+        (f"bench latency --batch 1,2 --output-len {ENDLESS} --threads 1", "1x64x30000: yalis"),
+        ("bench allreduce --ranks 2 --sizes 8K --repeats 1000000", "8 KB"),
+        (f"profile --workload 1x8x{ENDLESS} --threads 1", "warm-up"),
+        pytest.param("bench kernels --repeats 1000", "rows", marks=pytest.mark.full),
+        pytest.param(f"bench throughput --workload 1x8x{ENDLESS} --threads 1", "yalis", marks=pytest.mark.full),
+    ],
+    ids=["latency", "allreduce", "profile", "kernels", "throughput"],
+)
+def test_a_measurement_that_is_not_done_writes_nothing(model: str, tmp_path: Path, words: str, moment: str) -> None:
+    given = words.split() + (["--model", model] if ENDLESS in words else [])
+    said = _stop([*given, "--out", str(tmp_path / "a" / "b")], moment.encode(), tmp_path / "out")
+    assert _sentences(said) == [b"yalis: " + NOTHING]
+    assert (tmp_path / "out").read_bytes() == b""
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_report_that_is_not_done_leaves_the_page_before_it(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
+    page, aside = tmp_path / "page.html", tmp_path / "aside"
+    page.write_text("an older page")
+    aside.mkdir()
+    command = [sys.executable, "-m", "yalis", "report", str(folder), "-o", str(page)]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(aside)}, stderr=subprocess.PIPE) as report:
+        while report.poll() is None and not list(aside.glob("yalis-report-*/*.png")):  # the first of several
+            time.sleep(0.01)
+        report.send_signal(signal.SIGINT)
+        assert report.stderr is not None
+        assert report.stderr.read() == b"yalis: " + NOTHING + b"\n"
+    assert report.returncode == 130
+    assert page.read_text() == "an older page"
+    assert set(tmp_path.iterdir()) == {page, aside}
+    assert not list(aside.iterdir())
