@@ -296,7 +296,7 @@ def test_ctrl_c_while_the_input_is_read(
 
     monkeypatch.setattr("yalis.engine.offline.survey", interrupted)
     assert _batch(save(tmp_path / "in", [{"prompt": "x"}]), tmp_path / "out", "model") == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "yalis: stopped\n"
 
 
 def test_a_ctrl_c_between_writing_and_counting_loses_no_count(
