@@ -11,6 +11,7 @@ import torch
 from tests.families import CASES, VOCAB, make_prompts, make_reference
 from yalis import LLM, SamplingParams, YalisError
 from yalis.engine import lack
+from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisFailure
 
 STEPS = 12
@@ -164,10 +165,14 @@ def test_ctrl_c_between_steps(llm, ref, monkeypatch):
         return launch(plan)
 
     monkeypatch.setattr(runner, "launch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped) as stopped:
         llm.generate(ref.prompts, plain())
     monkeypatch.setattr(runner, "launch", launch)
     assert llm.num_unfinished == 0
+    assert [output.finish_reason for output in stopped.value.done] == ["cancelled"] * len(ref.prompts)
+    assert any(output.token_ids for output in stopped.value.done)
+    for output, tokens in zip(stopped.value.done, ref.tokens, strict=True):
+        assert output.token_ids == tokens[: len(output.token_ids)]
     assert [output.token_ids for output in llm.generate(ref.prompts, plain())] == ref.tokens
     llm._engine.scheduler.check()
 

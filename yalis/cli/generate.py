@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.terminal import ProgressLine, speed, tell
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisError
 from yalis.types import Completion, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -85,44 +84,31 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
 
 
 def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_json: bool) -> int:
-    outputs, stopped = _complete(llm, prompts, sampling)
+    outputs: list[RequestOutput] = []
+    stopped: Stopped | None = None
+    with ProgressLine() as line:
+        try:
+            with if_stopped("nothing was generated"):
+                outputs = llm.generate(
+                    prompts, sampling, progress=lambda now: line.show(f"{now.finished}/{now.total} prompts")
+                )
+        except Stopped as stop:
+            outputs, stopped = stop.done or [], stop
     answers = [completion for output in outputs for completion in output.completions]
     tokens = sum(completion.metrics.output_tokens for completion in answers)
     with interrupts_held():
-        for number, output in enumerate(outputs if tokens else (), 1):
+        for number, output in enumerate(outputs if tokens or stopped is None else (), 1):
             if as_json:
                 print(json.dumps(_object(output)))
             else:
                 _print_text(number, output, llm.tokenizer is not None, titled=len(prompts) > 1 or sampling.n > 1)
         sys.stdout.flush()
-    if stopped:
+    if stopped is not None:
         asked = len(prompts) * sampling.n
         finished = sum(not _cut_short(completion) for completion in answers)
         several = f", {finished} of {asked} answers finished" if tokens and asked > 1 else ""
-        raise Stopped(so_far(tokens, asked * sampling.max_tokens) + several)
+        raise Stopped(so_far(tokens, asked * sampling.max_tokens) + several) from stopped
     return tokens
-
-
-def _complete(llm: LLM, prompts: list[Prompt], sampling: SamplingParams) -> tuple[list[RequestOutput], bool]:
-    """Results in the order of the prompts, and whether Ctrl-C cut them short."""
-    ids: list[int] = []
-    done: dict[int, RequestOutput] = {}
-    stopped = False
-    with ProgressLine() as line:
-        try:
-            for prompt in prompts:
-                ids.append(llm.submit(prompt, sampling))
-            while len(done) < len(ids):
-                with interrupts_held():  # or a Ctrl-C between the two would lose results
-                    done.update(llm.poll())
-                line.show(f"{len(done)}/{len(ids)} prompts")
-        except KeyboardInterrupt:
-            stopped = True
-            for id in ids:
-                llm.cancel(id)
-            with contextlib.suppress(YalisFailure):  # a second Ctrl-C broke the step off
-                done.update(llm.poll())
-    return [done[id] for id in ids if id in done], stopped
 
 
 def so_far(tokens: int, most: int) -> str:

@@ -19,7 +19,7 @@ from yalis.config import DEFAULT_MODEL, EngineConfig
 from yalis.engine.answer import Answer, Progress
 from yalis.engine.device import release_memory
 from yalis.engine.engine import Engine, EngineStats
-from yalis.engine.interrupts import interrupts_held
+from yalis.engine.interrupts import Stopped, interrupts_held
 from yalis.engine.replicas import Replicas
 from yalis.engine.team import Team, agree, agree_on_model, split_of
 from yalis.engine.worker import WORKER, serve_rank
@@ -111,7 +111,10 @@ class LLM:
         *,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; results are in the order of the prompts. Ranks other than the first get none."""
+        """Complete every prompt; results are in the order of the prompts. Ranks other than the first get none.
+
+        A Ctrl-C becomes Stopped, a KeyboardInterrupt whose `done` has the results with what there is of them.
+        """
         if self.rank > 0:
             return []
         done: Results = {}
@@ -121,6 +124,10 @@ class LLM:
                 self._advance()
                 if progress is not None:
                     progress(Progress(len(done), len(ids), self.stats.output_tokens))
+        except KeyboardInterrupt as interrupt:
+            words = f"{len(done)} of {len(ids)} prompts done"
+            self._cancel_all(ids)
+            raise Stopped(words, [done[id] for id in ids]) from interrupt
         finally:
             self._cancel_all(ids)
         return [done[id] for id in ids]
