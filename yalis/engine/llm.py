@@ -303,9 +303,7 @@ class LLM:
         if not tokens:
             raise YalisError(_EMPTY)
         vocab = self.spec.vocab_size
-        for token in (*tokens, *sampling.stop_token_ids):
-            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < vocab:
-                raise YalisError(f"token id {token!r} is not one of this model's, which are 0 to {vocab - 1}")
+        ids, _ = _ids(tokens, vocab), _ids(sampling.stop_token_ids, vocab)
         if len(tokens) >= engine.max_model_len:
             raise YalisError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {engine.max_model_len} and one "
@@ -315,7 +313,7 @@ class LLM:
             raise YalisError(
                 "stop strings need a tokenizer; give stop_token_ids, or a tokenizer's folder with --tokenizer"
             )
-        return [operator.index(token) for token in tokens]
+        return ids
 
     def _longer_context(self, held: int) -> str:
         """What would make it hold more: that depends on what bounds it."""
@@ -374,6 +372,17 @@ class _Request:
 
     def output(self) -> RequestOutput:
         return RequestOutput(self.prompt, self.tokens, [answer.completion() for answer in self.answers])
+
+
+def _ids(tokens: Sequence[Any], vocab: int) -> list[int]:
+    """Plain integers, if a vocabulary of this size has them all."""
+    # Nearly always they are that already: a long prompt is not to be looked at token by token.
+    if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab:
+        return list(tokens)
+    for token in tokens:
+        if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < vocab:
+            raise YalisError(f"token id {token!r} is not one of this model's, which are 0 to {vocab - 1}")
+    return [operator.index(token) for token in tokens]
 
 
 def _is_many(prompts: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ class Packer:
         starts = np.zeros(len(steps) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         total = int(starts[-1])
-        tokens = np.fromiter((token for step in steps for token in step.tokens), np.int64, total)
+        tokens = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, total)
         owner = np.arange(total)
         if total > len(steps):
             owner = np.repeat(owner[: len(steps)], counts)
