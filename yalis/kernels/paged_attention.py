@@ -6,6 +6,9 @@ program reads which piece is decided on the device, from all lengths of the step
 number of sequences, and a captured one serves any contexts. The last piece of a context to arrive joins them, in their
 order. All query heads that share a key head are rows of one program, so a key is read once for them.
 
+Where a tile of keys never leaves its block, one instruction brings it: the cache comes as a descriptor (`WHOLE`).
+Otherwise each key is found by an address of its own, which is what blocks smaller than a tile cost.
+
 Names: S sequences · H query heads · K key/value heads · G = H / K · D head_dim · B tokens a block holds ·
 M rows of a program (queries × group) · N keys it takes at a time.
 """
@@ -16,7 +19,7 @@ M rows of a program (queries × group) · N keys it takes at a time.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,41 +41,55 @@ _COUNTERS = 1 << 20
 
 
 @triton.jit
-def _blocks(table, table_step, start, end, B: tl.constexpr, N: tl.constexpr):
-    """The blocks of the N keys from `start` on. Loops ask for them a tile ahead: keys cannot be asked for before."""
-    position = start + tl.arange(0, N)
-    return tl.load(table + position // B * table_step, mask=position < end, other=0).to(tl.int64)
+def _blocks(table, table_step, start, end, B: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr):
+    """Those of the N keys from `start` on: one if WHOLE, else of each. Loops ask a tile ahead: keys wait for them."""
+    if WHOLE:
+        return tl.load(table + start // B * table_step, mask=start < end, other=0).to(tl.int32)
+    else:
+        position = start + tl.arange(0, N)
+        return tl.load(table + position // B * table_step, mask=position < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _rows(
+    cache, block, start, end, kv_head, block_step, slot_step, head_step,
+    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of one head from `start` on, [N, DP], in these blocks."""
+    if WHOLE:
+        return cache.load([block, start % B, kv_head * D]).reshape(N, DP)
+    else:
+        d = tl.arange(0, DP)
+        position = start + tl.arange(0, N)
+        here = position < end if MASKED else position >= 0
+        # Offsets are 64 bits wide: a pool may hold more than 2**31 numbers.
+        row = block * block_step + position % B * slot_step + kv_head * head_step
+        return tl.load(cache + row[:, None] + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def _absorb(
-    q, m, total, acc, block, k_ptr, v_ptr, start, end, query,
-    k_block, k_slot, v_block, v_slot, scale, window, softcap,
+    q, m, total, acc, block, k_cache, v_cache, start, end, query, kv_head,
+    k_block, k_slot, k_head, v_block, v_slot, v_head, scale, window, softcap,
     D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    WHOLE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax: the N keys from `start` on, in these blocks, join m [M], total [M], acc [M, DP].
 
     m is in units of log2. Without MASKED, every row sees all N keys.
     """
-    d = tl.arange(0, DP)
     position = start + tl.arange(0, N)
-    if MASKED:
-        inside = position < end
-        load = inside[:, None] & (d < D)[None, :]
-    else:
-        load = (position >= 0)[:, None] & (d < D)[None, :]
-    slot = position % B
-    # Offsets are 64 bits wide: a pool may hold more than 2**31 numbers.
-    k = tl.load(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], mask=load, other=0.0)
-    v = tl.load(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], mask=load, other=0.0)
+    k = _rows(k_cache, block, start, end, kv_head, k_block, k_slot, k_head, D, DP, B, N, WHOLE, MASKED)
+    v = _rows(v_cache, block, start, end, kv_head, v_block, v_slot, v_head, D, DP, B, N, WHOLE, MASKED)
+    if WHOLE and MASKED:
+        v = tl.where((position < end)[:, None], v, 0.0)  # what lies behind may be NaN, which times 0 still is
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     unit = scale * LOG2E  # what a score counts in log2; above 0
     if SOFTCAP:
         score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * unit / softcap)) + 1.0))
         unit = LOG2E
     if MASKED:
-        seen = inside[None, :] & (position[None, :] <= query[:, None])
+        seen = (position < end)[None, :] & (position[None, :] <= query[:, None])
         if WINDOW:
             seen = seen & (position[None, :] > query[:, None] - window)
         score = tl.where(seen, score, NEVER)
@@ -89,11 +106,11 @@ def _absorb(
 # Numbers that change from step to step must not each compile another kernel.
 @triton.jit(do_not_specialize=["table_row", "table_step", "window"])
 def _prefill(
-    out_ptr, q_ptr, k_ptr, v_ptr, query_start, context_len, tables, tile_sequence, tile_start,
+    out_ptr, q_ptr, k_cache, v_cache, query_start, context_len, tables, tile_sequence, tile_start,
     out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
     scale, window, softcap,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WHOLE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     # Later tiles see more keys: they start first, so that short ones fill the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -116,8 +133,6 @@ def _prefill(
     q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=access, other=0.0)
 
     table = tables + sequence * table_row
-    k_ptr += kv_head * k_head
-    v_ptr += kv_head * v_head
     m = tl.full([M], NEVER, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DP], tl.float32)
@@ -132,28 +147,31 @@ def _prefill(
         low = tl.maximum(0, earliest - window + 1) // N * N
         clear = tl.minimum((tl.maximum(0, end - window) + N - 1) // N * N, stop)
     full = tl.maximum(clear, (earliest + 1) // N * N)
-    block = _blocks(table, table_step, low, end, B, N)
+    block = _blocks(table, table_step, low, end, B, N, WHOLE)
     if WINDOW:
         for start in range(low, clear, N):
             here = block
-            block = _blocks(table, table_step, start + N, end, B, N)
+            block = _blocks(table, table_step, start + N, end, B, N, WHOLE)
             m, total, acc = _absorb(
-                q, m, total, acc, here, k_ptr, v_ptr, start, end, query,
-                k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, True,
+                q, m, total, acc, here, k_cache, v_cache, start, end, query, kv_head,
+                k_block, k_slot, k_head, v_block, v_slot, v_head, scale, window, softcap,
+                D, DP, B, N, WHOLE, WINDOW, SOFTCAP, True,
             )  # fmt: skip
     for start in range(clear, full, N):
         here = block
-        block = _blocks(table, table_step, start + N, end, B, N)
+        block = _blocks(table, table_step, start + N, end, B, N, WHOLE)
         m, total, acc = _absorb(
-            q, m, total, acc, here, k_ptr, v_ptr, start, end, query,
-            k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, False,
+            q, m, total, acc, here, k_cache, v_cache, start, end, query, kv_head,
+            k_block, k_slot, k_head, v_block, v_slot, v_head, scale, window, softcap,
+            D, DP, B, N, WHOLE, WINDOW, SOFTCAP, False,
         )  # fmt: skip
     for start in range(full, stop, N):
         here = block
-        block = _blocks(table, table_step, start + N, end, B, N)
+        block = _blocks(table, table_step, start + N, end, B, N, WHOLE)
         m, total, acc = _absorb(
-            q, m, total, acc, here, k_ptr, v_ptr, start, end, query,
-            k_block, k_slot, v_block, v_slot, scale, window, softcap, D, DP, B, N, WINDOW, SOFTCAP, True,
+            q, m, total, acc, here, k_cache, v_cache, start, end, query, kv_head,
+            k_block, k_slot, k_head, v_block, v_slot, v_head, scale, window, softcap,
+            D, DP, B, N, WHOLE, WINDOW, SOFTCAP, True,
         )  # fmt: skip
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -225,11 +243,11 @@ def _cut(
 
 @triton.jit(do_not_specialize=["table_row", "table_step"])
 def _decode(
-    out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_ptr, v_ptr, query_start, cuts, tables,
+    out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_cache, v_cache, query_start, cuts, tables,
     out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
     scale, softcap,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    GP: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    GP: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     follow(PDL)
     kv_head = tl.program_id(0)
@@ -244,8 +262,6 @@ def _decode(
     if sequence < 0:
         return
     table = tables + sequence * table_row
-    k_ptr += kv_head * k_head
-    v_ptr += kv_head * v_head
 
     r = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -258,18 +274,20 @@ def _decode(
     acc = tl.zeros([M, DP], tl.float32)
     query = tl.zeros([M], tl.int32) + end
     full = begin + tl.maximum(0, end - begin) // N * N
-    block = _blocks(table, table_step, begin, end, B, N)
+    block = _blocks(table, table_step, begin, end, B, N, WHOLE)
     for start in range(begin, full, N):
         here = block
-        block = _blocks(table, table_step, start + N, end, B, N)
+        block = _blocks(table, table_step, start + N, end, B, N, WHOLE)
         m, total, acc = _absorb(
-            q, m, total, acc, here, k_ptr, v_ptr, start, end, query,
-            k_block, k_slot, v_block, v_slot, scale, 0, softcap, D, DP, B, N, False, SOFTCAP, False,
+            q, m, total, acc, here, k_cache, v_cache, start, end, query, kv_head,
+            k_block, k_slot, k_head, v_block, v_slot, v_head, scale, 0, softcap,
+            D, DP, B, N, WHOLE, False, SOFTCAP, False,
         )  # fmt: skip
     if full < end:
         m, total, acc = _absorb(
-            q, m, total, acc, block, k_ptr, v_ptr, full, end, query,
-            k_block, k_slot, v_block, v_slot, scale, 0, softcap, D, DP, B, N, False, SOFTCAP, True,
+            q, m, total, acc, block, k_cache, v_cache, full, end, query, kv_head,
+            k_block, k_slot, k_head, v_block, v_slot, v_head, scale, 0, softcap,
+            D, DP, B, N, WHOLE, False, SOFTCAP, True,
         )  # fmt: skip
 
     acc = acc / total[:, None]  # every row saw a key
@@ -347,7 +365,7 @@ def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, room: Room) -> 
     elif head_dim > 128:
         shape = Shape(64, 32, 4, 2)
     else:
-        shape = Shape(128, 128, 8, 2) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
+        shape = Shape(128, 64, 8, 3) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
     return shape._replace(m=max(shape.m, power_of_two(group)))
 
 
@@ -411,14 +429,21 @@ def paged_attention(
     numbers = (scale, window or 0, softcap or 1.0)
     flags = {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
     sizes = {"G": group, "D": dim, "DP": padded, "B": block_size}
+    room = room_of(q.device)
     if launch.tiles:
-        shape = prefill_shape(group, dim, q.dtype, room_of(q.device))
+        shape = prefill_shape(group, dim, q.dtype, room)
+        whole = in_blocks(k_cache, v_cache, shape, room)
+        k, v = (described(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
         _prefill[(launch.tiles, kv_heads)](
-            out, q, k_cache, v_cache, query_start, context_len, block_tables, launch.tile_sequence, launch.tile_start,
-            *strides, *numbers, **sizes, M=shape.m, N=shape.n, **flags, num_warps=shape.warps, num_stages=shape.stages,
+            out, q, k, v, query_start, context_len, block_tables, launch.tile_sequence, launch.tile_start,
+            *strides, *numbers, **sizes, M=shape.m, N=shape.n, WHOLE=whole, **flags,
+            num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
     if launch.pieces:
         shape = decode_shape(group, dim, q.dtype)
+        # Behind a window, pieces begin anywhere in a block.
+        whole = window is None and in_blocks(k_cache, v_cache, shape, room)
+        k, v = (described(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
         pieces = launch.pieces
         part = torch.empty((kv_heads, pieces, group, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((kv_heads, pieces, group), dtype=torch.float32, device=q.device)
@@ -432,12 +457,32 @@ def paged_attention(
             )  # fmt: skip
         rows = power_of_two(group)
         _decode[(kv_heads, pieces)](
-            out, part, lse, arrived, q, k_cache, v_cache, query_start, launch.cuts[window], block_tables,
+            out, part, lse, arrived, q, k, v, query_start, launch.cuts[window], block_tables,
             *strides, scale, softcap or 1.0,
             **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))),
-            SOFTCAP=softcap is not None, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
+            WHOLE=whole, SOFTCAP=softcap is not None, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
         )  # fmt: skip
     return out
+
+
+def in_blocks(k_cache: Tensor, v_cache: Tensor, shape: Shape, room: Room) -> bool:
+    """Whether a tile of keys never leaves its block, and the device brings what a descriptor describes.
+
+    Exact float32 products take keys from registers: there a descriptor costs more of them than addresses do.
+    """
+    _, block_size, _, dim = k_cache.shape
+    if not room.descriptors or k_cache.dtype == torch.float32 or block_size % shape.n or dim != power_of_two(dim):
+        return False
+    return dim >= 16 and all(cache.stride()[2:] == (dim, 1) for cache in (k_cache, v_cache))
+
+
+def described(cache: Tensor, keys: int) -> Any:
+    """The cache as tiles of so many keys of one head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    blocks, size, heads, dim = cache.shape
+    shape, strides = [blocks, size, heads * dim], [cache.stride(0), cache.stride(1), 1]
+    return TensorDescriptor(cache, shape, strides, [1, keys, dim])
 
 
 @cache

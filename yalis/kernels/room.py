@@ -15,6 +15,7 @@ _LEAST_SHARED = 99
 class Room(NamedTuple):
     processors: int
     shared: int  # bytes of shared memory that a program may have
+    descriptors: bool = False  # whether one instruction brings a tile that a descriptor describes: from Hopper on
 
 
 @cache
@@ -23,4 +24,4 @@ def room_of(device: torch.device) -> Room:
         return Room(4, _LEAST_SHARED << 10)
     capability = torch.cuda.get_device_capability(device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Room(processors, _SHARED.get(capability, _LEAST_SHARED) << 10)
+    return Room(processors, _SHARED.get(capability, _LEAST_SHARED) << 10, capability >= (9, 0))
