@@ -17,8 +17,9 @@ from triton.compiler import ASTSource
 from yalis.kernels import feeding, fused, paged_attention, skinny
 
 POINTERS = {
-    "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "cuts_ptr": "*i32", "q_weight": "*bf16",
-    "k_weight": "*bf16", "query_start": "*i32", "context_len": "*i64", "cuts": "*i32", "tables": "*i64",
+    "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "cuts_ptr": "*i32", "query_start": "*i32",
+    "context_len": "*i64", "cuts": "*i32", "tables": "*i64",
+    **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache"), "*bf16"),
     **dict.fromkeys(
         ("slots_ptr", "ids_ptr", "last_ptr", "owners_ptr", "places_ptr", "best_ptr", "place_ptr", "rows_ptr"), "*i64"
     ),
@@ -31,6 +32,7 @@ EVENTS = {
     "wait": r"griddepcontrol\.wait",
     "weights": r"ld\.global\S*evict_first",
     "copy": r"cp\.async\.cg",
+    "tile": r"cp\.async\.bulk\.tensor\S*shared::cluster",
     "load": r"ld\.global(?!\S*evict_first)",
     "product": r"wgmma\.mma_async",
     "count": r"atom\.\S*acq_rel\S*add",
@@ -38,13 +40,21 @@ EVENTS = {
 }
 
 
-def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
-    """The order in which things happen, how wide matrices are loaded, and the bytes of shared memory."""
+def compiled(
+    kernel: Any, constants: dict[str, Any], warps: int, stages: int, tiles: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """The order in which things happen, how wide matrices are loaded, and the bytes of shared memory.
+
+    `tiles`: the shapes that descriptors have, by name.
+    """
+    tiles = tiles or {}
     names = kernel.arg_names
     kinds = {}
     for name in names:
         if name in constants:
             kinds[name] = "constexpr"
+        elif name in tiles:
+            kinds[name] = f"tensordesc<bf16[{tiles[name]}]>"
         elif name == "out_ptr" and "owners_ptr" in names:  # tokens
             kinds[name] = "*i64"
         elif name.endswith("_ptr") or name in POINTERS:
@@ -52,7 +62,9 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int) ->
         else:
             kinds[name] = "fp32" if name in FLOATS else "i32"
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if kinds[name] not in ("constexpr", "fp32")
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if kinds[name] not in ("constexpr", "fp32") and name not in tiles
     }
     source = ASTSource(kernel, kinds, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
@@ -76,8 +88,10 @@ def main() -> None:
     flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "PDL": True}
     one = {"K": 4096, "BN": 1, "BK": 2048, **flags}
     few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "LINE": 64, "LINES": 4, **flags}
-    tile = {"G": 4, "D": 128, "DP": 128, "B": 16, "M": 16, "N": 64, "GP": 4, "CHUNK": 8}
-    decode = {**tile, "SOFTCAP": False, "PDL": True}
+    tile = {"G": 4, "D": 128, "DP": 128, "M": 16, "N": 32, "GP": 4, "CHUNK": 8}
+    decode = {**tile, "SOFTCAP": False, "PDL": True, "B": 16, "WHOLE": False}
+    whole = {**decode, "B": 64, "WHOLE": True}
+    keys = dict.fromkeys(("k_cache", "v_cache"), "1,32,128")
     heads = {"H": 32, "K": 8, "D": 128, "DP": 128, "DIM": 128, "B": 16, "M": 8, "NORM": True, "PDL": True}
     print(
         json.dumps(
@@ -86,7 +100,8 @@ def main() -> None:
                 "few rows": compiled(skinny._few_rows, few, 4, 3),
                 "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "RESIDUAL": True, "PDL": True}, 16, 1),
                 "rope": compiled(fused._rope_write, heads, 4, 3),
-                "decode": compiled(paged_attention._decode, decode, 2, 2),
+                "decode": compiled(paged_attention._decode, decode, 2, 3),
+                "decode whole blocks": compiled(paged_attention._decode, whole, 2, 3, keys),
                 "cut": compiled(paged_attention._cut, {"N": 64, "WINDOW": False, "PDL": True}, 4, 3),
                 "feed": compiled(feeding._feed, {"BLOCK": 128, "PDL": True}, 4, 3),
                 "settle": compiled(feeding._settle, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),

@@ -26,7 +26,7 @@ class EngineConfig:
     max_model_len: int | None = None  # None: what the model was made for, or what the KV cache holds
     max_num_seqs: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # tokens in one step; longer prompts are prefilled in chunks
-    block_size: int = 16  # tokens a KV block holds
+    block_size: int | None = None  # tokens a KV block holds; None: 64 on a GPU, 16 on a CPU
     kv_blocks: int | None = None  # None: from the memory below
     kv_memory: float | None = None  # GiB for the KV cache; None: 2 on a CPU, memory_fraction on a GPU
     memory_fraction: float = 0.9  # of a GPU, for weights and KV cache together
@@ -59,10 +59,11 @@ class EngineConfig:
         if self.eager and self.compile:
             raise YalisError("eager compiles nothing; leave out --eager or --compile")
         _whole("load_seed", self.load_seed, 0, 2**63 - 1)
-        for name in ("max_num_seqs", "max_batch_tokens", "block_size", "pp", "dp", "ranks_per_gpu"):
+        for name in ("max_num_seqs", "max_batch_tokens", "pp", "dp", "ranks_per_gpu"):
             _whole(name, getattr(self, name), 1)
         optional = {
             "max_model_len": None,
+            "block_size": None,
             "kv_blocks": None,
             "threads": 1024,
             "micro_batches": 1024,
@@ -71,7 +72,7 @@ class EngineConfig:
         for name, most in optional.items():
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1, most)
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise YalisError(f"block_size is {self.block_size}; give a power of two, such as 16")
         if self.kv_memory is not None and not (_is_number(self.kv_memory) and 0 < self.kv_memory < math.inf):
             raise YalisError(f"kv_memory is {self.kv_memory!r}; give a number of GiB above 0")

@@ -65,6 +65,24 @@ def test_prefill_over_several_tiles(window: int | None) -> None:
     assert relative_error(out, expected) < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 1, 33, 90])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_whole_blocks_by_descriptor(
+    block_size: int, softcap: float | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does in 16 bits; what lies behind a context in its last block is NaN."""
+    described: list[int] = []
+    describe = kernels.described
+    monkeypatch.setattr(kernels, "described", lambda cache, keys: described.append(keys) or describe(cache, keys))
+    monkeypatch.setattr(kernels, "in_blocks", lambda *_: True)
+    sequences = ((299, 1), (10, 1), (0, 1), (70, 40), (0, 33), (0, 2))
+    case = Case(sequences, kv_heads=2, group=3, block_size=block_size, window=window, softcap=softcap)
+    out, expected, _ = run(case, programs=40)
+    assert len(described) == (4 if window is None else 2)  # keys and values, of prefill and of decode
+    assert relative_error(out, expected) < 1e-5
+
+
 @pytest.mark.parametrize("group", [1, 3, 7, 40])
 def test_groups_that_do_not_divide_a_tile(group: int) -> None:
     out, expected, _ = run(Case(((3, 9), (20, 1)), kv_heads=2, group=group, softcap=2.0))
@@ -72,7 +90,7 @@ def test_groups_that_do_not_divide_a_tile(group: int) -> None:
 
 
 def test_long_context_is_split_and_a_mixed_step_uses_both_kernels() -> None:
-    out, expected, launch = run(Case(((200, 1), (2, 5), (7, 1)), kv_heads=1, group=2, head_dim=20), programs=2)
+    out, expected, launch = run(Case(((200, 1), (2, 5), (7, 1)), kv_heads=1, group=2, head_dim=20), programs=4)
     assert launch.cuts[None][4].max() > 1  # type: ignore[attr-defined]
     assert launch.tiles > 0  # type: ignore[attr-defined]
     assert relative_error(out, expected) < 1e-5
@@ -119,7 +137,9 @@ def test_pieces_cover_every_context_once(seed: int, window: int | None) -> None:
     expected = []
     seen = {i: min(contexts[i], window or contexts[i]) for i, brought in enumerate(lens) if brought == 1}
     for i, keys in seen.items():
-        wanted = min(-(-keys * programs // (sum(seen.values()) * kv_heads)), -(-keys // tile))
+        wanted = max(
+            1, min(keys * programs // (sum(seen.values()) * kv_heads), math.isqrt(keys // 4), -(-keys // tile))
+        )
         size = math.ceil(keys / wanted / tile) * tile
         edges = [*range(contexts[i] - keys, contexts[i], size), contexts[i]]
         expected += [[i, *pair, number, len(edges) - 1] for number, pair in enumerate(pairwise(edges))]

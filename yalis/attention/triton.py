@@ -27,7 +27,7 @@ class TritonAttention(AttentionBackend):
         self.programs = 4
         self.capturable = needs.device.type == "cuda"
         if self.capturable:
-            self.programs = 3 * torch.cuda.get_device_properties(needs.device).multi_processor_count
+            self.programs = 4 * torch.cuda.get_device_properties(needs.device).multi_processor_count
 
     @classmethod
     def unusable(cls, needs: AttentionNeeds) -> str | None:

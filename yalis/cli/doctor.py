@@ -184,9 +184,11 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     import torch
 
     from yalis.attention.base import BACKENDS, AttentionNeeds
+    from yalis.engine.device import resolve_block_size
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    needs = AttentionNeeds(num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, device=device, block_size=16)
+    size = resolve_block_size(None, device)
+    needs = AttentionNeeds(num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype, device=device, block_size=size)
     for name in BACKENDS.names():
         try:
             reason = BACKENDS.load(name).unusable(needs)

@@ -26,7 +26,7 @@ HELP = {
     "max_model_len": "longest sequence, prompt and answer together",
     "max_num_seqs": "sequences in one step",
     "max_batch_tokens": "tokens in one step; longer prompts are computed in chunks",
-    "block_size": "tokens a block of the KV cache holds, a power of two",
+    "block_size": "tokens a block of the KV cache holds, a power of two (default: 64 on a GPU, 16 on a CPU)",
     "kv_blocks": "blocks in the KV cache, instead of counting them from memory",
     "kv_memory": "GiB for the KV cache",
     "memory_fraction": "share of a GPU's memory for weights and KV cache together",

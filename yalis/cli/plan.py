@@ -78,7 +78,7 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     import torch
 
     from yalis.checkpoint.resolve import open_checkpoint
-    from yalis.engine.device import count_blocks, longest_context, resolve_device, resolve_dtype
+    from yalis.engine.device import count_blocks, longest_context, resolve_block_size, resolve_device, resolve_dtype
     from yalis.parallel.memory import rank_memory, whole_memory
     from yalis.parallel.plan import Split
     from yalis.spec import read_spec
@@ -92,15 +92,16 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     # A split for GPUs can be planned where there are none.
     device = torch.device("cuda") if config.device.startswith("cuda") else resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
-    most_useful = -(-max_len // config.block_size) * config.max_num_seqs
+    block_size = resolve_block_size(config.block_size, device)
+    most_useful = -(-max_len // block_size) * config.max_num_seqs
     depends = device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None
 
     ranks = range(split.size)
-    memories = [rank_memory(spec, split, rank, dtype.itemsize, config.block_size, max_len) for rank in ranks]
+    memories = [rank_memory(spec, split, rank, dtype.itemsize, block_size, max_len) for rank in ranks]
     # The rank whose blocks are largest decides for its replica, and replicas are alike.
     largest = max(memory.kv_block_bytes for memory in memories)
     blocks = None if depends else count_blocks(config, device, largest, most_useful)
-    whole = whole_memory(spec, dtype.itemsize, config.block_size, max_len)
+    whole = whole_memory(spec, dtype.itemsize, block_size, max_len)
     holdings = [Holding([rank], memories[rank], blocks) for rank in ranks]
     return SplitPlan(checkpoint.label, device.type, str(dtype).removeprefix("torch."), max_len, split, whole, holdings)
 

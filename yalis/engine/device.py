@@ -102,6 +102,11 @@ def resolve_dtype(name: str, preferred: str, device: torch.device) -> torch.dtyp
     return dtype
 
 
+def resolve_block_size(size: int | None, device: torch.device) -> int:
+    """Unless told otherwise, what attention on a GPU brings at once; a CPU has no such need."""
+    return size or (64 if device.type == "cuda" else 16)
+
+
 def longest_context(config: EngineConfig, spec: ModelSpec, label: str) -> int:
     """Positions to make room for: those asked for, or all that the model knows."""
     wanted = config.max_model_len or spec.max_position
@@ -133,9 +138,10 @@ def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, m
             budget = int(config.memory_fraction * total / config.ranks_per_gpu - used) - taken
     blocks = min(budget // block_bytes, most_useful)
     if blocks < 1:
+        size = resolve_block_size(config.block_size, device)
         raise YalisError(
-            f"no memory is left for the KV cache: one block of {config.block_size} tokens needs "
-            f"{spell_bytes(block_bytes)} and {spell_bytes(max(budget, 0))} are free; "
+            f"no memory is left for the KV cache: one block of {size} tokens needs {spell_bytes(block_bytes)} "
+            f"and {spell_bytes(max(budget, 0))} are free; "
             "give a larger --kv-memory or --memory-fraction, or a smaller model"
         )
     return blocks

@@ -52,7 +52,7 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_batch_tokens=config.max_batch_tokens,
                 max_model_len=self.runner.max_model_len,
-                block_size=config.block_size,
+                block_size=self.runner.block_size,
                 max_outstanding=config.micro_batches or config.pp if piped else 2 if on_gpu else 1,
                 feed_on_device=on_gpu and not piped,
                 recompute_at=spec.rope.switch_at,

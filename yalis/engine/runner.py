@@ -16,7 +16,7 @@ from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
-from yalis.engine.device import count_blocks, longest_context, resolve_dtype
+from yalis.engine.device import count_blocks, longest_context, resolve_block_size, resolve_dtype
 from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes, compile_blocks
 from yalis.engine.lack import Lack, allocated_bytes, cache_does_not_fit, telling_lack, weights_do_not_fit, what_fits
 from yalis.engine.packing import Packer
@@ -87,7 +87,8 @@ class Runner:
             torch.cuda.set_device(device)  # where Triton launches and graphs are captured
             env.keep_compiled()
         self.check = check
-        self.config, self.spec, self.eos, self.block_size = config, spec, eos, config.block_size
+        self.config, self.spec, self.eos = config, spec, eos
+        self.block_size = resolve_block_size(config.block_size, device)
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
         self.times = StageTimes()
@@ -99,12 +100,12 @@ class Runner:
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
         edges = uneven_edges(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
         needs = AttentionNeeds(
-            len(heads) + sum(edges), len(kv_heads), spec.head_dim, self.dtype, device, config.block_size,
+            len(heads) + sum(edges), len(kv_heads), spec.head_dim, self.dtype, device, self.block_size,
             window=any(spec.windows), softcap=spec.attention_softcap is not None,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
         wanted_len = longest_context(config, spec, checkpoint.label)
-        most_blocks = -(-wanted_len // config.block_size)
+        most_blocks = -(-wanted_len // self.block_size)
         with telling_lack(device, partial(self._too_large, label=checkpoint.label), needed=self._held_weights()):
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
@@ -114,7 +115,7 @@ class Runner:
             self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.everyone, device)
             # A row for each slot, and one for what fills up a recorded step.
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
-            self.packer = Packer(config.max_num_seqs, most_blocks, config.block_size, self.model.rotary.length)
+            self.packer = Packer(config.max_num_seqs, most_blocks, self.block_size, self.model.rotary.length)
             self.graphs = self._open_graphs(config, most_blocks)
         self.pool = self._make_pool(config, needs, wanted_len, settle)
         self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
@@ -122,7 +123,7 @@ class Runner:
             self._warm_up(config, wanted_len)
             self.graphs.record(self._block_bytes)
         self._resident = allocated_bytes(device)  # between steps
-        capacity = self.pool.num_blocks * config.block_size
+        capacity = self.pool.num_blocks * self.block_size
         # A length the user did not ask for shrinks to what the cache holds; one that was asked for is refused later.
         self.max_model_len = wanted_len if config.max_model_len else min(wanted_len, capacity)
         log.info("%s %s attention=%s kv_blocks=%d", self.device, self.dtype, self.backend.name, self.pool.num_blocks)
@@ -156,8 +157,8 @@ class Runner:
     def _make_pool(
         self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
     ) -> KVPool:
-        shape = (len(self.model.layers), config.block_size, needs.num_kv_heads, needs.head_dim)
-        per_sequence = -(-max_len // config.block_size)
+        shape = (len(self.model.layers), self.block_size, needs.num_kv_heads, needs.head_dim)
+        per_sequence = -(-max_len // self.block_size)
         taken = 0
         if self.device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None:
             tokens = min(max_len, config.max_batch_tokens)
@@ -197,12 +198,12 @@ class Runner:
 
         Returns the bytes that recorded steps will take, found first: recording empties the allocator.
         """
-        blocks = -(-tokens // config.block_size)
-        pool = KVPool(1, blocks, config.block_size, needs.num_kv_heads, needs.head_dim, self.dtype, self.device)
+        blocks = -(-tokens // self.block_size)
+        pool = KVPool(1, blocks, self.block_size, needs.num_kv_heads, needs.head_dim, self.dtype, self.device)
         self.caches = [LayerCache(*pool.layer(0))] * len(self.model.layers)
         taken = self.graphs.rehearse() if isinstance(self.graphs, CudaGraphs) else 0
         rows = min(tokens, config.max_num_seqs)
-        packed = self.packer.pack([_rehearsed(0, tokens, config.block_size)], range(tokens - rows, tokens))
+        packed = self.packer.pack([_rehearsed(0, tokens, self.block_size)], range(tokens - rows, tokens))
         logits = DecodeGraphs.run(self.graphs, packed, self._idle_hidden(tokens)).out
         if self.stage.last:
             hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)

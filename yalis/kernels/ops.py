@@ -70,6 +70,11 @@ def gated_linear(
         from yalis.kernels import skinny
 
         return skinny.gated_linear(x, weight, activation, bias, dependent.wanted())
+    if _triton(x):
+        from yalis.kernels import gated_product
+
+        if gated_product.suits(x, weight):
+            return gated_product.gated_product(x, weight, activation, bias)
     return gated(linear(x, weight, bias), activation)
 
 

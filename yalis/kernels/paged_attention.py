@@ -196,9 +196,13 @@ def _seen_by_all(query_start, context_len, sequences, window, WINDOW: tl.constex
 
 @triton.jit
 def _piece(keys, everyone, programs, N: tl.constexpr):
-    """How many keys a piece of a context of `keys` has: as many pieces as its part of all programs, of whole tiles."""
-    wanted = tl.cdiv(keys.to(tl.int64) * programs, everyone).to(tl.int32)
-    wanted = tl.minimum(wanted, tl.cdiv(keys, N))
+    """How many keys a piece of a context of `keys` has: as many pieces as its part of all programs, of whole tiles.
+
+    Pieces are read at once, but joined one after the other: more than this takes longer than it saves.
+    """
+    wanted = (keys.to(tl.int64) * programs // everyone).to(tl.int32)
+    wanted = tl.minimum(wanted, tl.sqrt_rn(keys.to(tl.float32) * 0.25).to(tl.int32))
+    wanted = tl.maximum(1, tl.minimum(wanted, tl.cdiv(keys, N)))
     return tl.cdiv(tl.cdiv(keys, wanted), N) * N
 
 
@@ -374,7 +378,7 @@ def decode_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
     if dtype == torch.float32:
         shape = Shape(16, 32, 4, 2)
     else:
-        shape = Shape(16, 64 if head_dim <= 128 else 32, 2 if group <= 16 else 4, 2)
+        shape = Shape(16, 32, 2 if group <= 16 else 4, 3 if head_dim <= 128 else 2)
     return shape._replace(m=max(shape.m, power_of_two(group)))
 
 
@@ -387,7 +391,7 @@ def plan_launch(
     `programs` is how many decode programs keep the device busy.
     """
     sequences = len(query_lens)
-    # Each context has its part of all programs, rounded up.
+    # Each context has its part of all programs, and one at least.
     pieces = sequences + programs // num_kv_heads if 1 in query_lens else 0
     if sequences == sum(query_lens):
         return Launch(0, query_start, query_start, pieces, programs, {})
@@ -460,7 +464,8 @@ def paged_attention(
             out, part, lse, arrived, q, k, v, query_start, launch.cuts[window], block_tables,
             *strides, scale, softcap or 1.0,
             **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))),
-            WHOLE=whole, SOFTCAP=softcap is not None, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
+            WHOLE=whole, SOFTCAP=softcap is not None, PDL=pdl,
+            num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
         )  # fmt: skip
     return out
 

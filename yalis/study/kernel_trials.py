@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 _SPREAD_BYTES = {"cpu": 2**28, "cuda": 2**30}  # of all copies together: far more than the caches hold
 _MOST_COPIES = 64
 _PROMPT_LEN = {"cpu": 512, "cuda": 2048}
-_BLOCK = 16  # tokens
+_BLOCK = 64  # tokens
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""Gate and up of many rows, in Triton's interpreter, against the plain reference; tests/gpu has bfloat16."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from yalis.kernels import reference
+from yalis.kernels.room import Room
+
+kernels = pytest.importorskip("yalis.kernels.gated_product", reason="triton is not installed")
+
+# A sum in another order may round a half-precision number to its other neighbour.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4}
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.sampled_from([1, 127, 128, 129, 300, 1500]), eighths=st.integers(1, 40),
+    inputs=st.sampled_from([8, 64, 72, 200]),
+    dtype=st.sampled_from(list(TOLERANCE)), activation=st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+    bias=st.booleans(), gap=st.sampled_from([0, 8]), processors=st.sampled_from([1, 3, 132]),
+)  # fmt: skip
+def test_gated_product(
+    rows: int, eighths: int, inputs: int, dtype: torch.dtype, activation: str, bias: bool, gap: int, processors: int
+) -> None:
+    """Tiles that do not come out even, one program for many of them, rows that do not touch."""
+    torch.manual_seed(rows + eighths)
+    width = 8 * eighths
+    x = torch.randn(rows, inputs + gap).to(dtype)[:, gap:]
+    weight = (torch.randn(2 * width, inputs + gap) / inputs**0.5).to(dtype)[:, gap:]
+    added = torch.randn(2 * width).to(dtype) if bias else None
+    found = kernels.gated_product(x, weight, activation, added, Room(processors, 227 << 10))
+    expected = reference.gated_linear(x, weight, activation, added)
+    assert found.shape == expected.shape
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error < TOLERANCE[dtype]
+
+
+def test_what_descriptors_cannot_describe_goes_elsewhere() -> None:
+    def describable(width: int, inputs: int, gap: int = 0) -> bool:
+        x, weight = (torch.zeros(rows, inputs + gap, dtype=torch.bfloat16)[:, gap:] for rows in (600, 2 * width))
+        return bool(kernels.describable(x, weight))
+
+    assert describable(32, 64)
+    assert describable(32, 64, gap=8)
+    assert not describable(36, 64)  # outputs' rows begin anywhere
+    assert not describable(32, 60)
+    assert not describable(32, 64, gap=4)
+    x = torch.zeros(600, 64, dtype=torch.bfloat16)
+    assert not kernels.describable(x.t().contiguous().t(), torch.zeros(64, 64, dtype=torch.bfloat16))
+    assert not kernels.suits(x, torch.zeros(64, 64, dtype=torch.bfloat16))  # no descriptors on a CPU
