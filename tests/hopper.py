@@ -19,7 +19,7 @@ from yalis.kernels import feeding, fused, paged_attention, skinny
 POINTERS = {
     "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "cuts_ptr": "*i32", "query_start": "*i32",
     "context_len": "*i64", "cuts": "*i32", "tables": "*i64",
-    **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache"), "*bf16"),
+    **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache", "x_tiles", "w_tiles"), "*bf16"),
     **dict.fromkeys(
         ("slots_ptr", "ids_ptr", "last_ptr", "owners_ptr", "places_ptr", "best_ptr", "place_ptr", "rows_ptr"), "*i64"
     ),
@@ -32,7 +32,7 @@ EVENTS = {
     "wait": r"griddepcontrol\.wait",
     "weights": r"ld\.global\S*evict_first",
     "copy": r"cp\.async\.cg",
-    "tile": r"cp\.async\.bulk\.tensor\S*shared::cluster",
+    "tile": r"cp\.async\.bulk\.tensor",
     "load": r"ld\.global(?!\S*evict_first)",
     "product": r"wgmma\.mma_async",
     "count": r"atom\.\S*acq_rel\S*add",
@@ -87,7 +87,8 @@ def _widths(text: str) -> list[str]:
 def main() -> None:
     flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "PDL": True}
     one = {"K": 4096, "BN": 1, "BK": 2048, **flags}
-    few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "LINE": 64, "LINES": 4, **flags}
+    few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "DESCRIBED": False, "LINE": 64, "LINES": 4, **flags}
+    tiles = {"x_tiles": "16,64", "w_tiles": "64,64"}
     tile = {"G": 4, "D": 128, "DP": 128, "M": 16, "N": 32, "GP": 4, "CHUNK": 8}
     decode = {**tile, "SOFTCAP": False, "PDL": True, "B": 16, "WHOLE": False}
     whole = {**decode, "B": 64, "WHOLE": True}
@@ -98,6 +99,7 @@ def main() -> None:
             {
                 "one row": compiled(skinny._one_row, one, 8, 1),
                 "few rows": compiled(skinny._few_rows, few, 4, 3),
+                "few rows by tiles": compiled(skinny._few_rows, {**few, "DESCRIBED": True}, 4, 3, tiles),
                 "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "RESIDUAL": True, "PDL": True}, 16, 1),
                 "rope": compiled(fused._rope_write, heads, 4, 3),
                 "decode": compiled(paged_attention._decode, decode, 2, 3),

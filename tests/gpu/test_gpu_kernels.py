@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 
-from yalis.kernels import fused, ops, reference, skinny
+from yalis.kernels import fused, gated_product, ops, reference, skinny
 from yalis.kernels.dependent import dependent_launches, wanted
 from yalis.kernels.skinny import Problem, Shape
 
@@ -52,7 +52,7 @@ def test_products(dtype: torch.dtype, size: tuple[int, int]) -> None:
     rng = random.Random(str(size))
     outputs, inputs = size
     weight = draw(outputs, inputs, dtype=dtype) / inputs**0.5
-    for rows in (1, 2, 7, 8, 9, 16, 31, 64):
+    for rows in (1, 2, 7, 8, 9, 16, 31, 64, 100):
         x = draw(rows, inputs, dtype=dtype)
         bias = draw(outputs, dtype=dtype) if rng.random() < 0.5 else None
         residual = draw(rows, outputs, dtype=dtype) if rng.random() < 0.5 else None
@@ -179,6 +179,18 @@ def test_gated(dtype: torch.dtype) -> None:
             assert error(fused.gated(x, activation, pdl=True), reference.gated(x, activation)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("size", [(28672, 4096), (1040, 520)], ids=str)
+def test_gate_and_up_of_many_rows(size: tuple[int, int]) -> None:
+    """As one product, which rounds as the two do, tile by tile to the last."""
+    outputs, inputs = size
+    for dtype, activation in ((torch.bfloat16, "silu"), (torch.float16, "gelu_tanh")):
+        x, weight = draw(ops.MANY_ROWS + 77, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype) / inputs**0.5
+        assert gated_product.suits(x, weight)
+        for bias in (None, draw(outputs, dtype=dtype)):
+            found = ops.gated_linear(x, weight, activation, bias)
+            assert error(found, reference.gated_linear(x, weight, activation, bias)) < 2e-3
+
+
 @DTYPES
 def test_argmax(dtype: torch.dtype) -> None:
     for rows, vocab in ((1, 128256), (64, 49152), (5, 7)):
@@ -197,7 +209,7 @@ def first_best(row: torch.Tensor) -> int:
 
 # What layers call: kernels/ops.py.
 
-ROWS = (1, 2, 7, 16, 33, 64, 65, 300, 600)
+ROWS = (1, 2, 7, 16, 33, 64, 65, 128, 129, 300)
 # A sum in another order rounds now and then to the other neighbour.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-3}
 
@@ -310,7 +322,7 @@ def test_nothing_is_compiled_after_a_warm_up() -> None:
 
     triton.knobs.runtime.jit_post_compile_hook = lambda *args, **told: compiled.append(str(told.get("repr")))
     try:
-        for rows in (1, 8, 16, 32, 64, 65, 600):
+        for rows in (1, 8, 16, 32, 64, 128, 129, 600):
             run(rows, 0)
         compiled.clear()
         for rows in (*range(1, 70), 127, 128, 511, 512, 513, 640):

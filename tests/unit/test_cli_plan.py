@@ -72,7 +72,7 @@ def test_one_object_says_it_all(folder: Path, capsys: pytest.CaptureFixture[str]
         capsys, "--model", folder, "--tp", "3x2", "--pp", 2, "--dp", 2, "--device", "cuda", "--max-model-len", 50
     )
     assert told["split"] == {"rows": 3, "cols": 2, "stages": 2, "replicas": 2, "ranks": 24}
-    assert (told["dtype"], told["max_model_len"], told["block_size"]) == ("bfloat16", 50, 16)
+    assert (told["dtype"], told["max_model_len"], told["block_size"]) == ("bfloat16", 50, 64)
     assert told["kv_blocks"] is None  # a GPU that is not here decides that
     assert told["even_weight_bytes"] == told["weight_bytes"] / 12
     assert told["even_kv_bytes_per_token"] == told["kv_bytes_per_token"] / 6

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yalis.kernels import reference
+from yalis.kernels.ops import MANY_ROWS
 from yalis.kernels.room import Room
 
 kernels = pytest.importorskip("yalis.kernels.gated_product", reason="triton is not installed")
@@ -43,16 +44,19 @@ def test_gated_product(
     assert error < TOLERANCE[dtype]
 
 
-def test_what_descriptors_cannot_describe_goes_elsewhere() -> None:
-    def describable(width: int, inputs: int, gap: int = 0) -> bool:
-        x, weight = (torch.zeros(rows, inputs + gap, dtype=torch.bfloat16)[:, gap:] for rows in (600, 2 * width))
-        return bool(kernels.describable(x, weight))
+def test_what_descriptors_cannot_describe_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def suits(width: int, inputs: int, gap: int = 0, rows: int = MANY_ROWS, across: bool = False) -> bool:
+        x, weight = (torch.zeros(n, inputs + gap, dtype=torch.bfloat16)[:, gap:] for n in (rows, 2 * width))
+        return bool(kernels.suits(x.t().contiguous().t() if across else x, weight))
 
-    assert describable(32, 64)
-    assert describable(32, 64, gap=8)
-    assert not describable(36, 64)  # outputs' rows begin anywhere
-    assert not describable(32, 60)
-    assert not describable(32, 64, gap=4)
-    x = torch.zeros(600, 64, dtype=torch.bfloat16)
-    assert not kernels.describable(x.t().contiguous().t(), torch.zeros(64, 64, dtype=torch.bfloat16))
-    assert not kernels.suits(x, torch.zeros(64, 64, dtype=torch.bfloat16))  # no descriptors on a CPU
+    assert not suits(32, 64)  # no descriptors on a CPU
+    monkeypatch.setattr(kernels, "room_of", lambda device: Room(132, 227 << 10, True))
+    assert suits(32, 64)
+    assert suits(32, 64, gap=8)
+    assert not suits(36, 64)  # outputs' rows would begin anywhere
+    assert not suits(32, 60)
+    assert not suits(32, 64, gap=4)
+    assert not suits(32, 64, across=True)
+    assert not suits(32, 64, rows=MANY_ROWS - 1)
+    monkeypatch.setattr(kernels, "room_of", lambda device: Room(170, 99 << 10, True))
+    assert not suits(32, 64)

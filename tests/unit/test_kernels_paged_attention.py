@@ -73,8 +73,8 @@ def test_whole_blocks_by_descriptor(
 ) -> None:
     """What a GPU does in 16 bits; what lies behind a context in its last block is NaN."""
     described: list[int] = []
-    describe = kernels.described
-    monkeypatch.setattr(kernels, "described", lambda cache, keys: described.append(keys) or describe(cache, keys))
+    describe = kernels.by_keys
+    monkeypatch.setattr(kernels, "by_keys", lambda cache, keys: described.append(keys) or describe(cache, keys))
     monkeypatch.setattr(kernels, "in_blocks", lambda *_: True)
     sequences = ((299, 1), (10, 1), (0, 1), (70, 40), (0, 33), (0, 2))
     case = Case(sequences, kv_heads=2, group=3, block_size=block_size, window=window, softcap=softcap)

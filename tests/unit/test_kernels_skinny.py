@@ -43,7 +43,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(
-    rows=st.sampled_from([1, 2, 8, 9, 33, 64]), outputs=st.integers(1, 90), inputs=st.integers(2, 200),
+    rows=st.sampled_from([1, 2, 8, 9, 33, 64, 65, 128]), outputs=st.integers(1, 90), inputs=st.integers(2, 200),
     dtype=st.sampled_from(list(TOLERANCE)), gap=st.sampled_from([0, 3]), extras=st.sets(st.sampled_from("br")),
 )  # fmt: skip
 def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: int, extras: set[str]) -> None:
@@ -54,6 +54,42 @@ def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: i
         "residual": draw(rows, outputs, dtype=dtype, gap=gap) if "r" in extras else None,
     }
     check(skinny.linear(x, weight, **given), reference.linear(x, weight, **given))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.sampled_from([2, 9, 33, 64, 65, 128]), outputs=st.integers(1, 90), eighths=st.integers(1, 25),
+    dtype=st.sampled_from(list(TOLERANCE)), gap=st.sampled_from([0, 8]), gated=st.booleans(),
+    splits=st.sampled_from([1, 3]),
+)  # fmt: skip
+def test_tiles_by_descriptor(
+    rows: int, outputs: int, eighths: int, dtype: torch.dtype, gap: int, gated: bool, splits: int
+) -> None:
+    """What a GPU does in 16 bits, from Hopper on. Tiles reach over every edge: of rows, outputs, up's half, inputs."""
+    torch.manual_seed(rows * outputs)
+    inputs = 8 * eighths
+    x, weight = draw(rows, inputs, dtype=dtype, gap=gap), draw(2 * outputs, inputs, dtype=dtype, gap=gap) / inputs**0.5
+    shape = Shape(32, 64, 4, 3, splits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skinny, "by_tiles", lambda *_: True)
+        if gated:
+            check(skinny.gated_linear(x, weight, "silu", shape=shape), reference.gated_linear(x, weight, "silu"))
+        else:
+            residual = draw(rows, 2 * outputs, dtype=dtype)
+            found = skinny.linear(x, weight, None, residual, shape=shape)
+            check(found, reference.linear(x, weight, None, residual))
+
+
+def test_more_rows_are_taken_where_descriptors_bring_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most(inputs: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        weight = torch.zeros(48, inputs, dtype=dtype)
+        return max(rows for rows in range(1, 200) if skinny.suits(torch.zeros(rows, inputs, dtype=dtype), weight))
+
+    assert most(64) == 64
+    monkeypatch.setattr(skinny, "room_of", lambda device: Room(132, 227 << 10, True))
+    assert most(64) == 128
+    assert most(60) == 64
+    assert most(64, torch.float32) == 64
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -92,7 +128,7 @@ ROOMS = (Room(132, 227 << 10), Room(108, 163 << 10), Room(142, 99 << 10), Room(4
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("gated", [False, True])
 def test_launches_fit_their_device(itemsize: int, rows: int, gated: bool) -> None:
     hopper = ROOMS[0]
@@ -129,11 +165,14 @@ def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> No
         assert "store" not in order[:wait], name
     assert kernels["one row"]["order"][:4] == ["start next", "weights", "wait", "load"]
     assert kernels["one row"]["loads"] == ["v4.b32"]  # 16 bytes at a time
-    order = kernels["few rows"]["order"]
-    assert order[:3] == ["start next", "prefetch", "wait"]
-    assert "product" in order  # on the tensor cores, from copies that run ahead
     problem = skinny.Problem(16, 4096, 4096, 2, gated=True)
-    assert 0 <= kernels["few rows"]["shared"] - skinny.shared_bytes(problem, Shape(64, 64, 4, 3)) < 2048
-    counted = order.index("count")
-    assert order[counted - 1] == "store"  # a part is written before it is counted
-    assert "load" in order[counted:]
+    for name, brought in (("few rows", "copy"), ("few rows by tiles", "tile")):
+        order = kernels[name]["order"]
+        assert order[:3] == ["start next", "prefetch", "wait"]
+        assert order.index(brought) < order.index("product")  # on the tensor cores, from loads that run ahead
+        assert 0 <= kernels[name]["shared"] - skinny.shared_bytes(problem, Shape(64, 64, 4, 3)) < 2048
+        counted = order.index("count")
+        assert order[counted - 1] == "store"  # a part is written before it is counted
+        assert "load" in order[counted:]
+    assert "tile" in kernels["decode whole blocks"]["order"]
+    assert "copy" not in kernels["decode whole blocks"]["order"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from yalis import env
 from yalis.attention.base import AttentionBackend, AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
 from yalis.kernels import dependent
+from yalis.kernels.room import room_of
 
 
 class TritonAttention(AttentionBackend):
@@ -24,10 +25,8 @@ class TritonAttention(AttentionBackend):
         from yalis.kernels import paged_attention
 
         self.kernels: Any = paged_attention
-        self.programs = 4
+        self.programs = paged_attention.PROGRAMS * room_of(needs.device).processors
         self.capturable = needs.device.type == "cuda"
-        if self.capturable:
-            self.programs = 4 * torch.cuda.get_device_properties(needs.device).multi_processor_count
 
     @classmethod
     def unusable(cls, needs: AttentionNeeds) -> str | None:

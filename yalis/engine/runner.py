@@ -21,6 +21,7 @@ from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes, comp
 from yalis.engine.lack import Lack, allocated_bytes, cache_does_not_fit, telling_lack, weights_do_not_fit, what_fits
 from yalis.engine.packing import Packer
 from yalis.engine.watch import StepWatch
+from yalis.kernels import ops
 from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
@@ -216,7 +217,10 @@ class Runner:
         They may write into any block: none holds anything yet.
         """
         longest = min(longest, self.pool.num_blocks * self.block_size)
-        for wanted, decoding in ((16, 0), (32, 0), (64, 0), (65, 0), (600, 0), (65, 1)):
+        sizes = [(16, 0), (32, 0), (64, 0), (128, 0), (129, 0), (600, 0), (129, 1)]
+        if config.max_batch_tokens >= ops.MANY_ROWS:
+            sizes.append((ops.MANY_ROWS, 0))
+        for wanted, decoding in sizes:
             tokens = min(wanted, config.max_batch_tokens - decoding)
             whole, rest = divmod(tokens, longest)
             lengths = [longest] * whole + [rest] * (rest > 0) + [1] * decoding

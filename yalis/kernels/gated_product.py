@@ -20,9 +20,10 @@ from torch import Tensor
 
 from yalis.kernels.fused import gate
 from yalis.kernels.numbers import ceil_div
+from yalis.kernels.ops import MANY_ROWS
 from yalis.kernels.room import Room, room_of
+from yalis.kernels.tiles import describable, described
 
-LEAST_ROWS = 512  # below, tiles do not come out even over a device's processors
 _BM, _BN, _BK, _STAGES, _WARPS = 128, 128, 64, 3, 8  # by search on an H200, for Llama-3.1-8B's matrix
 _SHARED = 181 << 10  # bytes that those take
 _GROUP = 8  # tiles of rows that share what is read of the matrix
@@ -58,17 +59,11 @@ def _gated_product(
 
 def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether this kernel computes such a product, and faster than one after the other."""
-    if x.shape[0] < LEAST_ROWS or x.dtype == torch.float32 or weight.dtype != x.dtype:
+    if x.shape[0] < MANY_ROWS or x.dtype == torch.float32 or weight.dtype != x.dtype:
         return False
     room = room_of(x.device)
-    return room.descriptors and room.shared >= _SHARED and describable(x, weight)
-
-
-def describable(x: Tensor, weight: Tensor) -> bool:
-    """Descriptors want rows of whole steps of 16 bytes, and where each begins as well."""
-    sides = (weight.shape[0] // 2, x.stride(0), weight.stride(0))
-    whole = all(side * x.itemsize % 16 == 0 for side in sides)
-    return whole and x.stride(1) == weight.stride(1) == 1 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    whole = weight.shape[0] // 2 * x.itemsize % 16 == 0  # outputs are stored by descriptor too
+    return whole and room.descriptors and room.shared >= _SHARED and describable(x, weight)
 
 
 def gated_product(
@@ -79,16 +74,14 @@ def gated_product(
     room: Room | None = None,
 ) -> Tensor:
     """activation(gate) * up, both products of x with their half of weight: [R, W]."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     rows, inputs = x.shape
     width, row = weight.shape[0] // 2, weight.stride(0)
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     programs = (room or room_of(x.device)).processors
     _gated_product[(min(programs, ceil_div(rows, _BM) * ceil_div(width, _BN)),)](
-        TensorDescriptor(y, [rows, width], [width, 1], [_BM, _BN]),
-        TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [_BM, _BK]),
-        TensorDescriptor(weight, [2, width, inputs], [width * row, row, 1], [2, _BN, _BK]),
+        described(y, [_BM, _BN]),
+        described(x, [_BM, _BK]),
+        described(weight, [2, _BN, _BK], (2, width, inputs), (width * row, row, 1)),
         x if bias is None else bias, rows, width, inputs,
         PROGRAMS=programs, GROUP=_GROUP, BM=_BM, BN=_BN, BK=_BK, ACTIVATION=activation, BIAS=bias is not None,
         num_warps=_WARPS, num_stages=_STAGES,

@@ -26,6 +26,8 @@ from yalis.kernels.opaque import opaque
 
 # Above this, MKL's blocking beats streaming the matrix past the rows.
 MOST_ROWS = 48
+# From here on a GPU is at the limit of its power, and what the gate costs behind a product is more than cuBLAS gains.
+MANY_ROWS = 8192
 
 
 @opaque(
@@ -238,7 +240,7 @@ def _few_rows(x: Tensor, weight: Tensor) -> bool:
         return False
     from yalis.kernels import skinny
 
-    return 0 < x.shape[0] <= skinny.MOST_ROWS
+    return skinny.suits(x, weight)
 
 
 def _triton(x: Tensor) -> bool:

@@ -30,12 +30,14 @@ from yalis.kernels.dependent import option
 from yalis.kernels.fused import follow
 from yalis.kernels.numbers import ceil_div, power_of_two
 from yalis.kernels.room import Room, room_of
+from yalis.kernels.tiles import described
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
 NEVER = tl.constexpr(-1.0e30)
 COUNTED = tl.constexpr(128)  # contexts looked at together
 PLANNED = tl.constexpr(64)  # pieces that a program of `cut` finds
+PROGRAMS = 4  # of a decode step, for each of a device's processors
 _JOINED = 4096  # numbers of parts that are joined at a time
 _COUNTERS = 1 << 20
 
@@ -437,7 +439,7 @@ def paged_attention(
     if launch.tiles:
         shape = prefill_shape(group, dim, q.dtype, room)
         whole = in_blocks(k_cache, v_cache, shape, room)
-        k, v = (described(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
+        k, v = (by_keys(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
         _prefill[(launch.tiles, kv_heads)](
             out, q, k, v, query_start, context_len, block_tables, launch.tile_sequence, launch.tile_start,
             *strides, *numbers, **sizes, M=shape.m, N=shape.n, WHOLE=whole, **flags,
@@ -447,7 +449,7 @@ def paged_attention(
         shape = decode_shape(group, dim, q.dtype)
         # Behind a window, pieces begin anywhere in a block.
         whole = window is None and in_blocks(k_cache, v_cache, shape, room)
-        k, v = (described(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
+        k, v = (by_keys(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
         pieces = launch.pieces
         part = torch.empty((kv_heads, pieces, group, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((kv_heads, pieces, group), dtype=torch.float32, device=q.device)
@@ -481,13 +483,10 @@ def in_blocks(k_cache: Tensor, v_cache: Tensor, shape: Shape, room: Room) -> boo
     return dim >= 16 and all(cache.stride()[2:] == (dim, 1) for cache in (k_cache, v_cache))
 
 
-def described(cache: Tensor, keys: int) -> Any:
+def by_keys(cache: Tensor, keys: int) -> Any:
     """The cache as tiles of so many keys of one head."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     blocks, size, heads, dim = cache.shape
-    shape, strides = [blocks, size, heads * dim], [cache.stride(0), cache.stride(1), 1]
-    return TensorDescriptor(cache, shape, strides, [1, keys, dim])
+    return described(cache, [1, keys, dim], (blocks, size, heads * dim), (cache.stride(0), cache.stride(1), 1))
 
 
 @cache

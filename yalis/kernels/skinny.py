@@ -1,9 +1,10 @@
 """Matrix products with few rows, which cost what reading the matrix costs. kernels/reference.py says the same plainly.
 
 One row is a sum of products: a program takes a few rows of the matrix, wide pieces of each, and adds up in registers.
-Several rows go through the tensor cores, the matrix on the left, so that the few rows are the short side. Where a
-matrix has too few rows to keep the whole device reading, its columns are split: each program leaves its part in
-scratch, and the last to arrive adds the parts up in their order, so a result never depends on who came first.
+Several rows go through the tensor cores, the matrix on the left, so that the few rows are the short side; from Hopper
+on, descriptors bring the tiles. Where a matrix has too few rows to keep the whole device reading, its columns are
+split: each program leaves its part in scratch, and the last to arrive adds the parts up in their order, so a result
+never depends on who came first.
 
 What stands behind the product joins it: the bias, the residual, the gate of an MLP. An RMSNorm of the input is a launch
 of its own: inside the product every program would repeat it, which was slower at every size tried. Sums are float32.
@@ -38,8 +39,10 @@ from yalis.kernels.dependent import option
 from yalis.kernels.fused import gate
 from yalis.kernels.numbers import ceil_div, power_of_two
 from yalis.kernels.room import Room, room_of
+from yalis.kernels.tiles import describable, described
 
-MOST_ROWS = 64
+MOST_ROWS = 128
+_MOST_BY_ADDRESS = 64  # rows from which on cuBLAS is faster, where no descriptors bring the tiles
 _LINES = 256  # cache lines a program asks for before its input is there
 _LINE_BYTES = 128
 
@@ -125,9 +128,10 @@ def _one_row(
 
 @triton.jit(do_not_specialize=["R"])
 def _few_rows(
-    y_ptr, x_ptr, w_ptr, bias_ptr, residual_ptr, part_ptr, arrived_ptr, x_row, w_row, residual_row, R, N, K,
+    y_ptr, x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, residual_ptr, part_ptr, arrived_ptr,
+    x_row, w_row, residual_row, R, N, K,
     RP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    LINE: tl.constexpr, LINES: tl.constexpr,
+    DESCRIBED: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
@@ -154,12 +158,16 @@ def _few_rows(
     acc = tl.zeros([BN, RP], tl.float32)
     up = tl.zeros([BN, RP], tl.float32)
     for start in range(begin, end, BK):
-        inside = ((start + k < K) | EVEN)[None, :]
-        x = tl.load(x_at + start, mask=some & inside, other=0.0)
-        w = _piece(gates, start, K, BK, EVEN)
+        if DESCRIBED:
+            x = x_tiles.load([0, start])
+            w = w_tiles.load([tile * BN, start])
+        else:
+            inside = ((start + k < K) | EVEN)[None, :]
+            x = tl.load(x_at + start, mask=some & inside, other=0.0)
+            w = _piece(gates, start, K, BK, EVEN)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         if GATED:
-            w = _piece(ups, start, K, BK, EVEN)
+            w = w_tiles.load([N + tile * BN, start]) if DESCRIBED else _piece(ups, start, K, BK, EVEN)
             up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
 
     live = (n < N)[:, None] & (r < R)[None, :]
@@ -206,7 +214,7 @@ class Shape(NamedTuple):
 class Problem(NamedTuple):
     """What a launch is chosen by."""
 
-    rows: int  # 1, or filled up to 16, 32 or 64
+    rows: int  # 1, or filled up to 16, 32, 64 or 128
     outputs: int
     inputs: int
     itemsize: int
@@ -226,21 +234,26 @@ TUNED: dict[Problem, Shape] = {
     Problem(1, 14336, 4096, 2, True): Shape(1, 2048, 8),
     Problem(1, 4096, 14336, 2): Shape(4, 1024, 4),
     Problem(1, 128256, 4096, 2): Shape(1, 2048, 4),
-    Problem(16, 6144, 4096, 2): Shape(64, 256, 4, 3, 1),
+    Problem(16, 6144, 4096, 2): Shape(64, 256, 4, 4),
     Problem(16, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
-    Problem(16, 14336, 4096, 2, True): Shape(128, 128, 4, 3, 1),
-    Problem(16, 4096, 14336, 2): Shape(64, 256, 4, 3, 2),
-    Problem(16, 128256, 4096, 2): Shape(128, 128, 4, 3, 1),
-    Problem(32, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
+    Problem(16, 14336, 4096, 2, True): Shape(64, 256, 4, 3),
+    Problem(16, 4096, 14336, 2): Shape(64, 256, 4, 5, 2),
+    Problem(16, 128256, 4096, 2): Shape(128, 128, 4, 3),
+    Problem(32, 6144, 4096, 2): Shape(64, 128, 4, 5),
     Problem(32, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
-    Problem(32, 14336, 4096, 2, True): Shape(64, 128, 4, 5, 1),
+    Problem(32, 14336, 4096, 2, True): Shape(64, 128, 4, 5),
     Problem(32, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
-    Problem(32, 128256, 4096, 2): Shape(64, 128, 4, 3, 1),
-    Problem(64, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
+    Problem(32, 128256, 4096, 2): Shape(64, 128, 4, 3),
+    Problem(64, 6144, 4096, 2): Shape(64, 128, 4, 5),
     Problem(64, 4096, 4096, 2): Shape(64, 128, 4, 5, 2),
-    Problem(64, 14336, 4096, 2, True): Shape(128, 64, 8, 4, 1),
-    Problem(64, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
-    Problem(64, 128256, 4096, 2): Shape(128, 64, 8, 4, 1),
+    Problem(64, 14336, 4096, 2, True): Shape(64, 128, 4, 4),
+    Problem(64, 4096, 14336, 2): Shape(64, 128, 4, 6, 2),
+    Problem(64, 128256, 4096, 2): Shape(128, 64, 8, 4),
+    Problem(128, 6144, 4096, 2): Shape(64, 128, 4, 4),
+    Problem(128, 4096, 4096, 2): Shape(64, 64, 4, 8, 2),
+    Problem(128, 14336, 4096, 2, True): Shape(64, 64, 4, 3),
+    Problem(128, 4096, 14336, 2): Shape(64, 128, 4, 4, 2),
+    Problem(128, 128256, 4096, 2): Shape(128, 64, 4, 3),
 }
 
 
@@ -270,7 +283,7 @@ def _guess(problem: Problem, room: Room) -> Shape:
     if problem.itemsize == 4:  # exact products run outside the tensor cores
         outputs, inputs, stages = 32, 64, 2
     else:
-        outputs, inputs, stages = 64, 64 if problem.gated and problem.rows > 32 else 128, 5
+        outputs, inputs, stages = 64, 64 if problem.gated and problem.rows > 32 else 128, 5 if problem.rows <= 64 else 4
     tiles = -(-problem.outputs // outputs)
     chunks = -(-problem.inputs // inputs)
     # A program for each processor, but a part is worth a few chunks at least.
@@ -361,13 +374,30 @@ def _launch(
         )
         arrived = _counters(x.device)
         assert tiles <= arrived.numel(), f"{tiles} tiles"
+    x_tiles, w_tiles = x, weight
+    tiled = by_tiles(x, weight)
+    if tiled:
+        x_tiles = described(x, [problem.rows, shape.inputs])
+        w_tiles = described(weight, [shape.outputs, shape.inputs])
     _few_rows[(tiles, shape.splits)](
-        y, x, weight, x if bias is None else bias, x if residual is None else residual, part, arrived,
+        y, x, x_tiles, weight, w_tiles, x if bias is None else bias, x if residual is None else residual, part, arrived,
         x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), rows, outputs, inputs,
         LINE=_LINE_BYTES // x.itemsize, LINES=_lines(shape, problem),
-        RP=problem.rows, EVEN=inputs % shape.inputs == 0, SPLITS=shape.splits, num_stages=shape.stages, **given,
+        RP=problem.rows, EVEN=inputs % shape.inputs == 0, SPLITS=shape.splits, DESCRIBED=tiled,
+        num_stages=shape.stages, **given,
     )  # fmt: skip
     return y
+
+
+def suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product has so few rows that these kernels are the fastest known."""
+    rows = x.shape[0]
+    return 0 < rows <= _MOST_BY_ADDRESS or (_MOST_BY_ADDRESS < rows <= MOST_ROWS and by_tiles(x, weight))
+
+
+def by_tiles(x: Tensor, weight: Tensor) -> bool:
+    """Whether descriptors bring the tiles of several rows; exact products run outside the tensor cores."""
+    return room_of(x.device).descriptors and x.itemsize == 2 and describable(x, weight)
 
 
 def _lines(shape: Shape, problem: Problem) -> int:

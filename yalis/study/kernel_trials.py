@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from yalis import env
+from yalis.engine.device import resolve_block_size
 from yalis.errors import YalisError
 from yalis.kernels.room import room_of
 from yalis.perfmodel.floors import ModelDims
@@ -27,7 +28,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 _SPREAD_BYTES = {"cpu": 2**28, "cuda": 2**30}  # of all copies together: far more than the caches hold
 _MOST_COPIES = 64
 _PROMPT_LEN = {"cpu": 512, "cuda": 2048}
-_BLOCK = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class KernelsPlan:
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise YalisError(f"{name} is {given}; give a whole number of at least 1")
-        if not self.rows or not all(1 <= rows <= 64 for rows in self.rows):
-            raise YalisError("rows needs numbers from 1 to 64; give for example --rows 1,16,64")
+        if not self.rows or not all(1 <= rows <= 128 for rows in self.rows):
+            raise YalisError("rows needs numbers from 1 to 128; give for example --rows 1,16,64")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise YalisError(f"unknown dtype {self.dtype!r}; accepted: auto, {', '.join(DTYPES)}")
 
@@ -124,8 +124,9 @@ def _small(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torc
         yield Trial("gate", f"{dims.intermediate}", rows, moved, 0.0, _call("gated"), [(x,) for x in wide])
         qkv = _inputs(rows, heads + 2 * kv_heads, dim, dtype=dtype, device=device)
         cos, sin = _numbers(2, rows, 1, dim, dtype=dtype, device=device)
-        k, v = _numbers(2, rows, _BLOCK, kv_heads, dim, dtype=dtype, device=device)
-        copies = [(x, cos, sin, k, v, torch.randperm(rows * _BLOCK, device=device)[:rows]) for x in qkv]
+        size = resolve_block_size(None, device)
+        k, v = _numbers(2, rows, size, kv_heads, dim, dtype=dtype, device=device)
+        copies = [(x, cos, sin, k, v, torch.randperm(rows * size, device=device)[:rows]) for x in qkv]
         shape = f"{heads}+2x{kv_heads} heads of {dim}"
         yield Trial("rope, write", shape, rows, 2.0 * qkv[0].nbytes, 0.0, _call("rope_write"), copies)
 
@@ -165,8 +166,9 @@ def _attend(
     sequences: int, context: int, prompts: bool, dims: ModelDims, device: torch.device, dtype: torch.dtype
 ) -> Trial:
     """Sequences with so many tokens in the cache, of which all are new or the last one is."""
-    blocks = -(-context // _BLOCK)
-    context = blocks * _BLOCK
+    size = resolve_block_size(None, device)
+    blocks = -(-context // size)
+    context = blocks * size
     new = context if prompts else 1
     rows = sequences * new
     starts = torch.arange(0, rows + 1, new, dtype=torch.int32, device=device)
@@ -178,7 +180,7 @@ def _attend(
     copies: list[tuple[Any, ...]] = []
     for _ in range(_copies(moved, device)):
         q = _numbers(rows, dims.heads, dims.head_dim, dtype=dtype, device=device)
-        k, v = _numbers(2, sequences * blocks, _BLOCK, dims.kv_heads, dims.head_dim, dtype=dtype, device=device)
+        k, v = _numbers(2, sequences * blocks, size, dims.kv_heads, dims.head_dim, dtype=dtype, device=device)
         copies.append((q, k, v, starts, lengths, tables, launch))
     flops = 4.0 * dims.heads * dims.head_dim * pairs
     kernel, shape = "attention", f"{context} tokens"
@@ -191,10 +193,10 @@ def _launch(starts: Tensor, lens: tuple[int, ...], dims: ModelDims, dtype: torch
     """As our kernels need it; none where they do not run."""
     if not (starts.is_cuda or env.triton_interpreted()) or find_spec("triton") is None:
         return None
-    from yalis.kernels.paged_attention import plan_launch
+    from yalis.kernels.paged_attention import PROGRAMS, plan_launch
 
-    processors = room_of(starts.device).processors
-    return plan_launch(starts, lens, dims.heads, dims.kv_heads, dims.head_dim, dtype, 3 * processors)
+    programs = PROGRAMS * room_of(starts.device).processors
+    return plan_launch(starts, lens, dims.heads, dims.kv_heads, dims.head_dim, dtype, programs)
 
 
 def _steps(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
