@@ -49,6 +49,8 @@ def test_calls_on_a_cpu(name: str, category: str | None) -> None:
     [
         ("_one_row", "matmul"),
         ("_few_rows", "matmul"),
+        ("_gated_product", "matmul"),
+        ("_gated", "other"),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "matmul"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matmul"),

@@ -28,7 +28,7 @@ _ATTENDS = re.compile(
 )
 _MULTIPLIES = re.compile(
     r"^native::linear$|^aten::(linear|matmul|mm|addmm|bmm|baddbmm|addmv|mv|dot|einsum|_addmm_activation)$"
-    r"|^_(one|few)_rows?$|gemm|gemv|nvjet|cutlass|splitk|cublas|_matmul|_mm_",
+    r"|^_(one|few)_rows?$|^_gated_product$|gemm|gemv|nvjet|cutlass|splitk|cublas|_matmul|_mm_",
     re.IGNORECASE,
 )
 # The host's bookkeeping: nothing is computed, and what is called inside speaks for itself.

@@ -151,11 +151,12 @@ class Kernels:
     """Our Triton kernels, one launch each; `pdl`: each starts while the one before it ends; `shape`: of products."""
 
     def __init__(self, pdl: bool = False, shape: Any = None) -> None:
-        from yalis.kernels import feeding, fused, paged_attention, skinny
+        from yalis.kernels import feeding, fused, gated_product, paged_attention, skinny
 
         self._feeding: Any = feeding
         self._fused: Any = fused
         self._skinny: Any = skinny
+        self._gated_product: Any = gated_product.gated_product
         self._attention: Any = paged_attention.paged_attention
         self._pdl, self._shape = pdl, shape
 
@@ -166,7 +167,11 @@ class Kernels:
         return y
 
     def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        y: Tensor = self._skinny.gated_linear(self._normed(x, norm), weight, _ACTIVATION, None, self._pdl, self._shape)
+        x = self._normed(x, norm)
+        if x.shape[0] > self._skinny.MOST_ROWS:
+            y: Tensor = self._gated_product(x, weight, _ACTIVATION)
+        else:
+            y = self._skinny.gated_linear(x, weight, _ACTIVATION, None, self._pdl, self._shape)
         return y
 
     def _normed(self, x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:

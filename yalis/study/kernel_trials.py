@@ -17,6 +17,7 @@ from torch import Tensor
 from yalis import env
 from yalis.engine.device import resolve_block_size
 from yalis.errors import YalisError
+from yalis.kernels.ops import MANY_ROWS
 from yalis.kernels.room import room_of
 from yalis.perfmodel.floors import ModelDims
 from yalis.study.kernel_kits import EPS, Kit
@@ -77,7 +78,7 @@ class Trial:
 
 def list_trials(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
     """What to measure. Each makes its tensors when its turn comes, and they go with it."""
-    for part in (_products, _small, _tokens, _attention, _prompts, _steps):
+    for part in (_products, _many, _small, _tokens, _attention, _prompts, _steps):
         yield from part(plan, dims, device, dtype)
 
 
@@ -106,6 +107,18 @@ def _products(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: t
                 around, operation = "linear, add", _call("linear")
                 copies = [(x, w, residual) for w in weights]
             yield Trial(around, shape, rows, moved, flops, operation, copies)
+
+
+def _many(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
+    """Gate and up of as many rows as a long prefill has, where that is a kernel of ours."""
+    if not room_of(device).descriptors or dtype == torch.float32:
+        return
+    outputs, inputs = matrices(dims)["gate_up"]
+    x, weight = _numbers(MANY_ROWS, inputs, dtype=dtype, device=device), _matrix(outputs, inputs, dtype, device)
+    moved = float(weight.nbytes + x.nbytes + MANY_ROWS * outputs // 2 * dtype.itemsize)
+    flops = 2.0 * MANY_ROWS * outputs * inputs
+    shape = f"gate_up {outputs}x{inputs}"
+    yield Trial("linear, gate", shape, MANY_ROWS, moved, flops, _call("gated_linear"), [(x, weight)])
 
 
 def _small(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
