@@ -149,4 +149,4 @@ def test_auto_serves_every_family(reference):
 def test_memory_is_filled_with_blocks(reference):
     ref = reference(CASES[0])
     with LLM(str(ref.path), device="cuda", memory_fraction=0.5, max_num_seqs=4) as llm:
-        assert llm._engine.runner.num_blocks == 4 * 256 // 16  # no more than four full contexts can use
+        assert llm._engine.runner.num_blocks == 4 * 256 // 64  # no more than four full contexts can use

@@ -146,8 +146,8 @@ def test_the_best_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"rows": (0,)}, "1 to 128"),
-        ({"rows": (129,)}, "1 to 128"),
+        ({"rows": (0,)}, "1 to 64"),
+        ({"rows": (65,)}, "1 to 64"),
         ({"repeats": 0}, "at least 1"),
         ({"dtype": "f8"}, "f8"),
     ],

@@ -217,7 +217,7 @@ class Runner:
         They may write into any block: none holds anything yet.
         """
         longest = min(longest, self.pool.num_blocks * self.block_size)
-        sizes = [(16, 0), (32, 0), (64, 0), (128, 0), (129, 0), (600, 0), (129, 1)]
+        sizes = [(16, 0), (32, 0), (64, 0), (65, 0), (128, 0), (600, 0), (65, 1)]
         if config.max_batch_tokens >= ops.MANY_ROWS:
             sizes.append((ops.MANY_ROWS, 0))
         for wanted, decoding in sizes:

@@ -1,10 +1,10 @@
 """Matrix products with few rows, which cost what reading the matrix costs. kernels/reference.py says the same plainly.
 
 One row is a sum of products: a program takes a few rows of the matrix, wide pieces of each, and adds up in registers.
-Several rows go through the tensor cores, the matrix on the left, so that the few rows are the short side; from Hopper
-on, descriptors bring the tiles. Where a matrix has too few rows to keep the whole device reading, its columns are
-split: each program leaves its part in scratch, and the last to arrive adds the parts up in their order, so a result
-never depends on who came first.
+Several rows go through the tensor cores, the matrix on the left, so that the few rows are the short side. Where a
+matrix has too few rows to keep the whole device reading, its columns are split: each program leaves its part in
+scratch, and the last to arrive adds the parts up in their order, so a result never depends on who came first.
+Descriptors bring the tiles of 128 rows, the most that a program has registers for.
 
 What stands behind the product joins it: the bias, the residual, the gate of an MLP. An RMSNorm of the input is a launch
 of its own: inside the product every program would repeat it, which was slower at every size tried. Sums are float32.
@@ -41,8 +41,8 @@ from yalis.kernels.numbers import ceil_div, power_of_two
 from yalis.kernels.room import Room, room_of
 from yalis.kernels.tiles import describable, described
 
-MOST_ROWS = 128
-_MOST_BY_ADDRESS = 64  # rows from which on cuBLAS is faster, where no descriptors bring the tiles
+MOST_ROWS = 64
+TILED_ROWS = 128  # by descriptor; any fewer, and tiles that reach past the last row come slowly
 _LINES = 256  # cache lines a program asks for before its input is there
 _LINE_BYTES = 128
 
@@ -234,21 +234,21 @@ TUNED: dict[Problem, Shape] = {
     Problem(1, 14336, 4096, 2, True): Shape(1, 2048, 8),
     Problem(1, 4096, 14336, 2): Shape(4, 1024, 4),
     Problem(1, 128256, 4096, 2): Shape(1, 2048, 4),
-    Problem(16, 6144, 4096, 2): Shape(64, 256, 4, 4),
+    Problem(16, 6144, 4096, 2): Shape(64, 256, 4, 3, 1),
     Problem(16, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
-    Problem(16, 14336, 4096, 2, True): Shape(64, 256, 4, 3),
-    Problem(16, 4096, 14336, 2): Shape(64, 256, 4, 5, 2),
-    Problem(16, 128256, 4096, 2): Shape(128, 128, 4, 3),
-    Problem(32, 6144, 4096, 2): Shape(64, 128, 4, 5),
+    Problem(16, 14336, 4096, 2, True): Shape(128, 128, 4, 3, 1),
+    Problem(16, 4096, 14336, 2): Shape(64, 256, 4, 3, 2),
+    Problem(16, 128256, 4096, 2): Shape(128, 128, 4, 3, 1),
+    Problem(32, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
     Problem(32, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
-    Problem(32, 14336, 4096, 2, True): Shape(64, 128, 4, 5),
+    Problem(32, 14336, 4096, 2, True): Shape(64, 128, 4, 5, 1),
     Problem(32, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
-    Problem(32, 128256, 4096, 2): Shape(64, 128, 4, 3),
-    Problem(64, 6144, 4096, 2): Shape(64, 128, 4, 5),
+    Problem(32, 128256, 4096, 2): Shape(64, 128, 4, 3, 1),
+    Problem(64, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
     Problem(64, 4096, 4096, 2): Shape(64, 128, 4, 5, 2),
-    Problem(64, 14336, 4096, 2, True): Shape(64, 128, 4, 4),
-    Problem(64, 4096, 14336, 2): Shape(64, 128, 4, 6, 2),
-    Problem(64, 128256, 4096, 2): Shape(128, 64, 8, 4),
+    Problem(64, 14336, 4096, 2, True): Shape(128, 64, 8, 4, 1),
+    Problem(64, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
+    Problem(64, 128256, 4096, 2): Shape(128, 64, 8, 4, 1),
     Problem(128, 6144, 4096, 2): Shape(64, 128, 4, 4),
     Problem(128, 4096, 4096, 2): Shape(64, 64, 4, 8, 2),
     Problem(128, 14336, 4096, 2, True): Shape(64, 64, 4, 3),
@@ -283,7 +283,11 @@ def _guess(problem: Problem, room: Room) -> Shape:
     if problem.itemsize == 4:  # exact products run outside the tensor cores
         outputs, inputs, stages = 32, 64, 2
     else:
-        outputs, inputs, stages = 64, 64 if problem.gated and problem.rows > 32 else 128, 5 if problem.rows <= 64 else 4
+        outputs, inputs, stages = (
+            64,
+            64 if problem.gated and problem.rows > 32 else 128,
+            5 if problem.rows <= MOST_ROWS else 4,
+        )
     tiles = -(-problem.outputs // outputs)
     chunks = -(-problem.inputs // inputs)
     # A program for each processor, but a part is worth a few chunks at least.
@@ -320,7 +324,7 @@ def linear(
     pdl: bool = False,
     shape: Shape | None = None,
 ) -> Tensor:
-    """x times weight transposed, plus bias, plus residual: [R, N] for 1 to MOST_ROWS rows."""
+    """x times weight transposed, plus bias, plus residual: [R, N] for 1 to MOST_ROWS rows, or TILED_ROWS."""
     return _launch(x, weight, bias, residual, "", pdl, shape)
 
 
@@ -346,7 +350,7 @@ def _launch(
     shape: Shape | None,
 ) -> Tensor:
     rows, inputs = x.shape
-    assert 1 <= rows <= MOST_ROWS, f"{rows} rows"
+    assert 1 <= rows <= MOST_ROWS or rows == TILED_ROWS, f"{rows} rows"
     assert weight.stride(1) == 1, "the numbers of a row lie side by side"
     problem = Problem.of(x, weight, activation != "")
     shape = shape or choose(problem, room_of(x.device))
@@ -375,7 +379,7 @@ def _launch(
         arrived = _counters(x.device)
         assert tiles <= arrived.numel(), f"{tiles} tiles"
     x_tiles, w_tiles = x, weight
-    tiled = by_tiles(x, weight)
+    tiled = rows == TILED_ROWS
     if tiled:
         x_tiles = described(x, [problem.rows, shape.inputs])
         w_tiles = described(weight, [shape.outputs, shape.inputs])
@@ -392,11 +396,11 @@ def _launch(
 def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether a product has so few rows that these kernels are the fastest known."""
     rows = x.shape[0]
-    return 0 < rows <= _MOST_BY_ADDRESS or (_MOST_BY_ADDRESS < rows <= MOST_ROWS and by_tiles(x, weight))
+    return 0 < rows <= MOST_ROWS or (rows == TILED_ROWS and tileable(x, weight))
 
 
-def by_tiles(x: Tensor, weight: Tensor) -> bool:
-    """Whether descriptors bring the tiles of several rows; exact products run outside the tensor cores."""
+def tileable(x: Tensor, weight: Tensor) -> bool:
+    """Whether descriptors may bring the tiles; exact products run outside the tensor cores."""
     return room_of(x.device).descriptors and x.itemsize == 2 and describable(x, weight)
 
 

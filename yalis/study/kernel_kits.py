@@ -168,7 +168,7 @@ class Kernels:
 
     def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
         x = self._normed(x, norm)
-        if x.shape[0] > self._skinny.MOST_ROWS:
+        if x.shape[0] > self._skinny.TILED_ROWS:
             y: Tensor = self._gated_product(x, weight, _ACTIVATION)
         else:
             y = self._skinny.gated_linear(x, weight, _ACTIVATION, None, self._pdl, self._shape)

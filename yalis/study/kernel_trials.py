@@ -49,8 +49,8 @@ class KernelsPlan:
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise YalisError(f"{name} is {given}; give a whole number of at least 1")
-        if not self.rows or not all(1 <= rows <= 128 for rows in self.rows):
-            raise YalisError("rows needs numbers from 1 to 128; give for example --rows 1,16,64")
+        if not self.rows or not all(1 <= rows <= 64 for rows in self.rows):
+            raise YalisError("rows needs numbers from 1 to 64; give for example --rows 1,16,64")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise YalisError(f"unknown dtype {self.dtype!r}; accepted: auto, {', '.join(DTYPES)}")
 
