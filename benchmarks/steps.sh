@@ -8,11 +8,12 @@ shift
 python=${PYTHON:-python3}
 failures=0
 
-# step NAME COMMAND ...: what it prints goes into FOLDER/NAME.txt and NAME.err; the end is shown, and failures are counted
+# step NAME COMMAND ...: what it prints goes into FOLDER/NAME.txt and NAME.err; the end is shown, and failures are counted.
+# One that is out of time hears Ctrl-C, and keeps what it has done.
 step() {
   local name=$1 began=$SECONDS
   shift
-  if timeout -k 10 "$LIMIT" "$@" >"$folder/$name.txt" 2>"$folder/$name.err"; then
+  if timeout -s INT -k 20 "$LIMIT" "$@" >"$folder/$name.txt" 2>"$folder/$name.err"; then
     echo "ok    $name ($((SECONDS - began)) s)"
     tail -n "$LINES_SHOWN" "$folder/$name.txt"
   else

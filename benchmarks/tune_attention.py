@@ -35,7 +35,7 @@ from yalis.kernels.room import room_of
 from yalis.study.bandwidth import clock
 from yalis.study.kernels import captured
 
-HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 PARAMS = AttentionParams(DIM**-0.5)
 CONTEXTS = ((1, 200), (16, 200), (16, 2700), (64, 640))  # sequences, and keys of each
 PROMPTS = ((16, 2480), (1, 2048), (4, 8192))
