@@ -11,7 +11,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from yalis import LLM
+from yalis.engine.device import resolve_block_size
 from yalis.study.kernel_times import StepTimes, measure_step
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -26,7 +29,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(part) for part in args.batch.split(",")]
-    blocks = max(batches) * (args.prompt_len // 16 + 8)
+    blocks = max(batches) * ((args.prompt_len + 128) // resolve_block_size(None, torch.device("cuda")) + 1)
     tokens = max(2048, max(batches) * args.prompt_len)  # all prompts in one step: nobody decodes beside them
     with LLM(
         args.model, load="random", max_num_seqs=max(batches), max_batch_tokens=tokens, kv_blocks=blocks,

@@ -20,7 +20,7 @@ from yalis.study.kernels import LLAMA_8B, build, tune
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1,16,32,64")
+    parser.add_argument("--rows", default="1,16,32,64,128")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--processes", type=int, default=16)
     args = parser.parse_args()

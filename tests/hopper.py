@@ -14,11 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from yalis.kernels import feeding, fused, paged_attention, skinny
+from yalis.kernels import feeding, fused, gated_product, paged_attention, skinny
 
 POINTERS = {
     "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "cuts_ptr": "*i32", "query_start": "*i32",
-    "context_len": "*i64", "cuts": "*i32", "tables": "*i64",
+    "context_len": "*i64", "cuts": "*i32", "tables": "*i64", "tile_sequence": "*i64", "tile_start": "*i64",
     **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache", "x_tiles", "w_tiles"), "*bf16"),
     **dict.fromkeys(
         ("slots_ptr", "ids_ptr", "last_ptr", "owners_ptr", "places_ptr", "best_ptr", "place_ptr", "rows_ptr"), "*i64"
@@ -88,32 +88,38 @@ def main() -> None:
     flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "PDL": True}
     one = {"K": 4096, "BN": 1, "BK": 2048, **flags}
     few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "DESCRIBED": False, "LINE": 64, "LINES": 4, **flags}
-    tiles = {"x_tiles": "16,64", "w_tiles": "64,64"}
+    tiled = {**few, "RP": 128, "DESCRIBED": True}
+    tiles = {"x_tiles": "128,64", "w_tiles": "64,64"}
     tile = {"G": 4, "D": 128, "DP": 128, "M": 16, "N": 32, "GP": 4, "CHUNK": 8}
     decode = {**tile, "SOFTCAP": False, "PDL": True, "B": 16, "WHOLE": False}
     whole = {**decode, "B": 64, "WHOLE": True}
     keys = dict.fromkeys(("k_cache", "v_cache"), "1,32,128")
     heads = {"H": 32, "K": 8, "D": 128, "DP": 128, "DIM": 128, "B": 16, "M": 8, "NORM": True, "PDL": True}
-    print(
-        json.dumps(
-            {
-                "one row": compiled(skinny._one_row, one, 8, 1),
-                "few rows": compiled(skinny._few_rows, few, 4, 3),
-                "few rows by tiles": compiled(skinny._few_rows, {**few, "DESCRIBED": True}, 4, 3, tiles),
-                "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "RESIDUAL": True, "PDL": True}, 16, 1),
-                "rope": compiled(fused._rope_write, heads, 4, 3),
-                "decode": compiled(paged_attention._decode, decode, 2, 3),
-                "decode whole blocks": compiled(paged_attention._decode, whole, 2, 3, keys),
-                "cut": compiled(paged_attention._cut, {"N": 64, "WINDOW": False, "PDL": True}, 4, 3),
-                "feed": compiled(feeding._feed, {"BLOCK": 128, "PDL": True}, 4, 3),
-                "settle": compiled(feeding._settle, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
-                "best of a part": compiled(fused._best_of_part, {"BV": 2048, "PDL": True}, 4, 3),
-                "best of parts": compiled(fused._best_of_parts, {"BP": 64, "PDL": True}, 1, 3),
-                "take": compiled(fused._take, {"BC": 2048, "PDL": True}, 4, 3),
-                "gate": compiled(fused._gated, {"BW": 1024, "ACTIVATION": "silu", "PDL": True}, 4, 3),
-            }
-        )
-    )
+    prompt = {"G": 4, "D": 128, "DP": 128, "B": 64, "M": 128, "N": 64, "WHOLE": True, "WINDOW": False, "SOFTCAP": False}
+    blocks = dict.fromkeys(("k_cache", "v_cache"), "1,64,128")
+    sides = {"PROGRAMS": 132, "GROUP": 8, "BM": 128, "BN": 128, "BK": 64, "ACTIVATION": "silu", "BIAS": False}
+    sums = {"y_tiles": "128,128", "x_tiles": "128,64", "w_tiles": "2,128,64"}
+    dependent = {
+        "one row": compiled(skinny._one_row, one, 8, 1),
+        "few rows": compiled(skinny._few_rows, few, 4, 3),
+        "128 rows": compiled(skinny._few_rows, tiled, 4, 3, tiles),
+        "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "RESIDUAL": True, "PDL": True}, 16, 1),
+        "rope": compiled(fused._rope_write, heads, 4, 3),
+        "decode": compiled(paged_attention._decode, decode, 2, 3),
+        "decode whole blocks": compiled(paged_attention._decode, whole, 2, 3, keys),
+        "cut": compiled(paged_attention._cut, {"N": 32, "WINDOW": False, "PDL": True}, 4, 3),
+        "feed": compiled(feeding._feed, {"BLOCK": 128, "PDL": True}, 4, 3),
+        "settle": compiled(feeding._settle, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
+        "best of a part": compiled(fused._best_of_part, {"BV": 2048, "PDL": True}, 4, 3),
+        "best of parts": compiled(fused._best_of_parts, {"BP": 64, "PDL": True}, 1, 3),
+        "take": compiled(fused._take, {"BC": 2048, "PDL": True}, 4, 3),
+        "gate": compiled(fused._gated, {"BW": 1024, "ACTIVATION": "silu", "PDL": True}, 4, 3),
+    }
+    waiting = {
+        "prompts": compiled(paged_attention._prefill, prompt, 8, 3, blocks),
+        "gate and up": compiled(gated_product._gated_product, sides, 8, 3, sums),
+    }
+    print(json.dumps((dependent, waiting)))
 
 
 if __name__ == "__main__":

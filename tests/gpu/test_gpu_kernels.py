@@ -52,7 +52,8 @@ def test_products(dtype: torch.dtype, size: tuple[int, int]) -> None:
     rng = random.Random(str(size))
     outputs, inputs = size
     weight = draw(outputs, inputs, dtype=dtype) / inputs**0.5
-    for rows in (1, 2, 7, 8, 9, 16, 31, 64):
+    tiled = [skinny.TILED_ROWS] if dtype.itemsize == 2 and inputs % 8 == 0 else []
+    for rows in (1, 2, 7, 8, 9, 16, 31, 64, *tiled):
         x = draw(rows, inputs, dtype=dtype)
         bias = draw(outputs, dtype=dtype) if rng.random() < 0.5 else None
         residual = draw(rows, outputs, dtype=dtype) if rng.random() < 0.5 else None
@@ -312,8 +313,8 @@ def test_two_hundred_replays_with_dependent_launches(dtype: torch.dtype, rows: i
 def test_nothing_is_compiled_after_a_warm_up() -> None:
     """A few sizes compile what every other size, and wherever in a packed step the slots lie, needs."""
     compiled: list[str] = []
-    layer, table = Layer(torch.bfloat16), draw(700, 1, 2 * Layer.dim, dtype=torch.bfloat16)
-    packed = torch.zeros(2000, dtype=torch.int64, device="cuda")
+    layer, table = Layer(torch.bfloat16), draw(9000, 1, 2 * Layer.dim, dtype=torch.bfloat16)
+    packed = torch.zeros(18000, dtype=torch.int64, device="cuda")
 
     def run(rows: int, first: int) -> None:
         """With slots that are a piece of a longer tensor, at any multiple of 8 bytes."""
@@ -322,10 +323,10 @@ def test_nothing_is_compiled_after_a_warm_up() -> None:
 
     triton.knobs.runtime.jit_post_compile_hook = lambda *args, **told: compiled.append(str(told.get("repr")))
     try:
-        for rows in (1, 8, 16, 32, 64, 65, 128, 600):
+        for rows in (1, 8, 16, 32, 64, 65, 128, 600, ops.MANY_ROWS):
             run(rows, 0)
         compiled.clear()
-        for rows in (*range(1, 70), 127, 128, 129, 511, 512, 513, 640):
+        for rows in (*range(1, 70), 127, 128, 129, 511, 512, 513, 640, 8191, 8300):
             run(rows, rows)
         assert compiled == []
     finally:

@@ -88,6 +88,18 @@ def test_bf16_differs_only_at_near_ties(reference, backend):
     assert served >= 6
 
 
+@pytest.mark.parametrize("pressed", [False, True])
+def test_bf16_over_several_blocks_of_triton(tmp_path, pressed):
+    """Whole blocks of 64 by descriptor, prompts in pieces, and sequences that lose their blocks."""
+    ref = make_reference(CASES[0], tmp_path, SEED, make_prompts(SEED, (120, 62, 125, 127), shared=64), STEPS)
+    tight = {"kv_blocks": 6, "max_batch_tokens": 90} if pressed else {}
+    with open_llm(ref, "triton", "bfloat16", max_model_len=256, **tight) as llm:
+        total, ties = check_near_ties(ref, llm)
+        counters = llm._engine.scheduler.counters
+        assert not pressed or (counters.chunked_prefills > 0 and counters.preemptions > 0)
+    print(f"\nbf16 over several blocks: {ties} near-ties of {total} tokens went the other way")
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "triton", "flash"])
 def test_a_decode_step_does_not_wait(reference, backend):
     """Launching a decode step for many sequences makes no host synchronisation at all."""

@@ -23,6 +23,7 @@ from yalis.kernels import reference
 from yalis.kernels.room import Room
 
 skinny = pytest.importorskip("yalis.kernels.skinny", reason="triton is not installed")
+gated_product = pytest.importorskip("yalis.kernels.gated_product")
 Shape = skinny.Shape
 
 # A sum in another order may round a half-precision number to its other neighbour.
@@ -78,16 +79,17 @@ def test_tiles_by_descriptor(
 
 
 def test_as_many_rows_as_a_tile_has_go_by_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(inputs: int, dtype: torch.dtype = torch.bfloat16) -> list[int]:
-        weight = torch.zeros(48, inputs, dtype=dtype)
+    def taken(inputs: int = 4096, dtype: torch.dtype = torch.bfloat16) -> list[int]:
+        weight = torch.zeros(6144, inputs, dtype=dtype)
         return [rows for rows in range(200) if skinny.suits(torch.zeros(rows, inputs, dtype=dtype), weight)]
 
     few = list(range(1, 65))
-    assert taken(64) == few
+    assert taken() == few
     monkeypatch.setattr(skinny, "room_of", lambda device: Room(132, 227 << 10, True))
-    assert taken(64) == [*few, 128]
-    assert taken(60) == few
-    assert taken(64, torch.float32) == few
+    assert taken() == [*few, 128]
+    assert taken(4092) == few
+    assert taken(4096, torch.float32) == few
+    assert taken(2048) == few  # nobody has tried it
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -154,7 +156,7 @@ def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> No
     command = [sys.executable, "-W", "ignore", "-m", "tests.hopper"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    kernels, waiting = json.loads(done.stdout)
     for name, kernel in kernels.items():
         order = kernel["order"]
         wait = order.index("wait")
@@ -163,8 +165,8 @@ def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> No
         assert "store" not in order[:wait], name
     assert kernels["one row"]["order"][:4] == ["start next", "weights", "wait", "load"]
     assert kernels["one row"]["loads"] == ["v4.b32"]  # 16 bytes at a time
-    problem = skinny.Problem(16, 4096, 4096, 2, gated=True)
-    for name, brought in (("few rows", "copy"), ("few rows by tiles", "tile")):
+    for name, rows, brought in (("few rows", 16, "copy"), ("128 rows", 128, "tile")):
+        problem = skinny.Problem(rows, 4096, 4096, 2, gated=True)
         order = kernels[name]["order"]
         assert order[:3] == ["start next", "prefetch", "wait"]
         assert order.index(brought) < order.index("product")  # on the tensor cores, from loads that run ahead
@@ -174,3 +176,7 @@ def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> No
         assert "load" in order[counted:]
     assert "tile" in kernels["decode whole blocks"]["order"]
     assert "copy" not in kernels["decode whole blocks"]["order"]
+    for kernel in waiting.values():  # for the launch before to end: those of prompts
+        assert {"tile", "product"} <= set(kernel["order"])
+        assert "copy" not in kernel["order"]
+    assert waiting["gate and up"]["shared"] <= gated_product._SHARED

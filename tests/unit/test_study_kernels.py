@@ -147,7 +147,7 @@ def test_the_best_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "told"),
     [
         ({"rows": (0,)}, "1 to 64"),
-        ({"rows": (65,)}, "1 to 64"),
+        ({"rows": (65,)}, "1 to 64, or 128"),
         ({"repeats": 0}, "at least 1"),
         ({"dtype": "f8"}, "f8"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
@@ -105,6 +106,12 @@ def resolve_dtype(name: str, preferred: str, device: torch.device) -> torch.dtyp
 def resolve_block_size(size: int | None, device: torch.device) -> int:
     """Unless told otherwise, what attention on a GPU brings at once; a CPU has no such need."""
     return size or (64 if device.type == "cuda" else 16)
+
+
+def with_block_size(config: EngineConfig) -> tuple[EngineConfig, int]:
+    """The configuration with the block size that its device gets, for whoever tells what ran; and that size."""
+    size = resolve_block_size(config.block_size, resolve_device(config.device))
+    return replace(config, block_size=size), size
 
 
 def longest_context(config: EngineConfig, spec: ModelSpec, label: str) -> int:

@@ -303,7 +303,8 @@ class LLM:
         if not tokens:
             raise YalisError(_EMPTY)
         vocab = self.spec.vocab_size
-        ids, _ = _ids(tokens, vocab), _ids(sampling.stop_token_ids, vocab)
+        ids = _ids(tokens, vocab)
+        _ids(sampling.stop_token_ids, vocab)  # or it says what is wrong with one
         if len(tokens) >= engine.max_model_len:
             raise YalisError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {engine.max_model_len} and one "

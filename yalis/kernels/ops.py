@@ -1,7 +1,8 @@
 """What layers compute between collectives, in the largest steps they can name; ops decide what runs.
 
 On a CPU in float32 that is native code (kernels/native.c). On a GPU it is our Triton kernels: few rows of a product
-join it with what stands behind (kernels/skinny.py), many go through cuBLAS, with kernels/fused.py around.
+join it with what stands behind (kernels/skinny.py), many go through cuBLAS, with kernels/fused.py around; so do gate
+and up of very many, whose gate joins them (kernels/gated_product.py).
 Everywhere else, and where tensors do not suit a kernel, it is plain torch, operation by operation. All round where
 those operations round.
 
@@ -68,7 +69,7 @@ def gated_linear(
     """activation(gate) * up, both products of x, or of its norm, with their half of weight."""
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    if _few_rows(x, weight):
+    if _few_rows(x, weight, gated=True):
         from yalis.kernels import skinny
 
         return skinny.gated_linear(x, weight, activation, bias, dependent.wanted())
@@ -234,13 +235,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def _few_rows(x: Tensor, weight: Tensor) -> bool:
+def _few_rows(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether a product is one for kernels/skinny.py."""
     if not _triton(x) or weight.dtype != x.dtype or weight.stride(1) != 1:
         return False
     from yalis.kernels import skinny
 
-    return skinny.suits(x, weight)
+    return skinny.suits(x, weight, gated)
 
 
 def _triton(x: Tensor) -> bool:

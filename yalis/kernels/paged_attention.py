@@ -363,15 +363,16 @@ class Shape(NamedTuple):
     stages: int
 
 
-def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, room: Room) -> Shape:
-    """Chosen on an H200 with 32 heads over 8 key heads of 128, bf16."""
+def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, room: Room, whole: bool = False) -> Shape:
+    """Chosen on an H200 with 32 heads over 8 key heads of 128, bf16; the rows are the same by address and WHOLE."""
     # Exact float32 products run outside the tensor cores, and wide heads fill registers: smaller tiles for both.
     if dtype == torch.float32:
         shape = Shape(32, 32, 4, 2)
     elif head_dim > 128:
         shape = Shape(64, 32, 4, 2)
     else:
-        shape = Shape(128, 64, 8, 3) if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
+        large = Shape(128, 64, 8, 3) if whole else Shape(128, 128, 8, 2)
+        shape = large if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
     return shape._replace(m=max(shape.m, power_of_two(group)))
 
 
@@ -437,8 +438,10 @@ def paged_attention(
     sizes = {"G": group, "D": dim, "DP": padded, "B": block_size}
     room = room_of(q.device)
     if launch.tiles:
-        shape = prefill_shape(group, dim, q.dtype, room)
+        shape = prefill_shape(group, dim, q.dtype, room, whole=True)
         whole = in_blocks(k_cache, v_cache, shape, room)
+        if not whole:
+            shape = prefill_shape(group, dim, q.dtype, room)
         k, v = (by_keys(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
         _prefill[(launch.tiles, kv_heads)](
             out, q, k, v, query_start, context_len, block_tables, launch.tile_sequence, launch.tile_start,
@@ -480,7 +483,8 @@ def in_blocks(k_cache: Tensor, v_cache: Tensor, shape: Shape, room: Room) -> boo
     _, block_size, _, dim = k_cache.shape
     if not room.descriptors or k_cache.dtype == torch.float32 or block_size % shape.n or dim != power_of_two(dim):
         return False
-    return dim >= 16 and all(cache.stride()[2:] == (dim, 1) for cache in (k_cache, v_cache))
+    dense = all(cache.stride()[2:] == (dim, 1) and cache.data_ptr() % 16 == 0 for cache in (k_cache, v_cache))
+    return dim >= 16 and dense
 
 
 def by_keys(cache: Tensor, keys: int) -> Any:

@@ -227,7 +227,8 @@ class Problem(NamedTuple):
         return cls(rows, outputs, weight.shape[1], x.itemsize, gated)
 
 
-#: Llama-3.1-8B's in bfloat16, by search on an H200: in whole decode steps, among the best that tune_kernels.py found.
+#: Llama-3.1-8B's in bfloat16, by search on an H200, in whole decode steps or chains of layers; tune_kernels.py tries
+#: products alone.
 TUNED: dict[Problem, Shape] = {
     Problem(1, 6144, 4096, 2): Shape(4, 2048, 8),
     Problem(1, 4096, 4096, 2): Shape(1, 2048, 4),
@@ -283,11 +284,8 @@ def _guess(problem: Problem, room: Room) -> Shape:
     if problem.itemsize == 4:  # exact products run outside the tensor cores
         outputs, inputs, stages = 32, 64, 2
     else:
-        outputs, inputs, stages = (
-            64,
-            64 if problem.gated and problem.rows > 32 else 128,
-            5 if problem.rows <= MOST_ROWS else 4,
-        )
+        outputs, inputs = 64, 64 if problem.gated and problem.rows > 32 else 128
+        stages = 5 if problem.rows <= MOST_ROWS else 4
     tiles = -(-problem.outputs // outputs)
     chunks = -(-problem.inputs // inputs)
     # A program for each processor, but a part is worth a few chunks at least.
@@ -307,7 +305,8 @@ def candidates(problem: Problem) -> Iterator[Shape]:
             if problem.inputs % inputs == 0 and outputs * loads <= 4:
                 yield Shape(outputs, inputs, warps)
         return
-    for outputs, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), (3, 5), (1, 2, 4, 8)):
+    depths = (3, 5) if problem.rows <= MOST_ROWS else (3, 4, 8)
+    for outputs, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), depths, (1, 2, 4, 8)):
         tiles = -(-problem.outputs // outputs) * splits
         shape = Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits)
         if tiles >= 90 and (splits == 1 or tiles <= 1200) and 24_000 <= shared_bytes(problem, shape) <= 205_000:
@@ -393,10 +392,12 @@ def _launch(
     return y
 
 
-def suits(x: Tensor, weight: Tensor) -> bool:
+def suits(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether a product has so few rows that these kernels are the fastest known."""
     rows = x.shape[0]
-    return 0 < rows <= MOST_ROWS or (rows == TILED_ROWS and tileable(x, weight))
+    if rows == TILED_ROWS:
+        return tileable(x, weight) and Problem.of(x, weight, gated) in TUNED
+    return 0 < rows <= MOST_ROWS
 
 
 def tileable(x: Tensor, weight: Tensor) -> bool:

@@ -49,8 +49,8 @@ class KernelsPlan:
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise YalisError(f"{name} is {given}; give a whole number of at least 1")
-        if not self.rows or not all(1 <= rows <= 64 for rows in self.rows):
-            raise YalisError("rows needs numbers from 1 to 64; give for example --rows 1,16,64")
+        if not self.rows or not all(1 <= rows <= 64 or rows == 128 for rows in self.rows):
+            raise YalisError("rows needs numbers from 1 to 64, or 128; give for example --rows 1,16,64")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise YalisError(f"unknown dtype {self.dtype!r}; accepted: auto, {', '.join(DTYPES)}")
 
@@ -111,10 +111,14 @@ def _products(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: t
 
 def _many(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
     """Gate and up of as many rows as a long prefill has, where that is a kernel of ours."""
-    if not room_of(device).descriptors or dtype == torch.float32:
+    if not room_of(device).descriptors or find_spec("triton") is None:
         return
+    from yalis.kernels.gated_product import suits
+
     outputs, inputs = matrices(dims)["gate_up"]
     x, weight = _numbers(MANY_ROWS, inputs, dtype=dtype, device=device), _matrix(outputs, inputs, dtype, device)
+    if not suits(x, weight):
+        return
     moved = float(weight.nbytes + x.nbytes + MANY_ROWS * outputs // 2 * dtype.itemsize)
     flops = 2.0 * MANY_ROWS * outputs * inputs
     shape = f"gate_up {outputs}x{inputs}"

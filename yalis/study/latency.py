@@ -17,7 +17,7 @@ from typing import Any
 from yalis import __version__, result_rows, results
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
-from yalis.engine.device import resolve_block_size, resolve_device, resolve_dtype
+from yalis.engine.device import resolve_device, resolve_dtype, with_block_size
 from yalis.engine.interrupts import Stopped
 from yalis.engine.llm import LLM
 from yalis.engine.team import split_of
@@ -178,11 +178,11 @@ def measure(
 
 def fit(config: EngineConfig, plan: LatencyPlan) -> EngineConfig:
     """An engine that runs the largest batch at once and, unless told otherwise, leaves the other memory to peers."""
+    config, size = with_block_size(config)
     most = max(case.batch for case in plan.cases)
     blocks = config.kv_blocks
     if blocks is None and config.kv_memory is None:
         # A sequence starts only where every older one has a block to spare.
-        size = resolve_block_size(config.block_size, resolve_device(config.device))
         needed = max(case.batch * (-(-case.longest // size) + 1) for case in plan.cases)
         blocks = max(needed, -(-(config.max_model_len or 0) // size))
     return replace(config, max_num_seqs=max(config.max_num_seqs, most), kv_blocks=blocks)

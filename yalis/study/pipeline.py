@@ -16,7 +16,7 @@ from typing import Any
 
 from yalis import results
 from yalis.config import EngineConfig
-from yalis.engine.device import resolve_device
+from yalis.engine.device import resolve_device, with_block_size
 from yalis.engine.engine import Engine
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError
@@ -64,7 +64,7 @@ def measure(
         raise YalisError("bench pipeline times stages on the host, which computes only on a CPU; give --device cpu")
     tokens = plan.prompts * plan.prompt_len
     config = replace(
-        config,
+        with_block_size(config)[0],
         max_num_seqs=max(config.max_num_seqs, plan.prompts),
         max_batch_tokens=max(config.max_batch_tokens, tokens),
         micro_batches=max(plan.micro_batches),

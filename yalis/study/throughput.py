@@ -22,7 +22,7 @@ import torch
 from yalis import __version__, result_rows, results
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
-from yalis.engine.device import release_memory, resolve_block_size, resolve_device, resolve_dtype
+from yalis.engine.device import release_memory, resolve_device, resolve_dtype, with_block_size
 from yalis.engine.llm import LLM
 from yalis.engine.team import split_of
 from yalis.errors import YalisFailure
@@ -191,11 +191,11 @@ def measure(
 
 def _leave_room(config: EngineConfig, plan: ThroughputPlan) -> EngineConfig:
     """Beside peers the engine takes as many KV blocks as its work needs, unless told otherwise."""
+    config, size = with_block_size(config)
     if not plan.peer or config.kv_blocks is not None or config.kv_memory is not None:
         return config
     (work,) = plan.workloads
     # A sequence starts only where every older one has a block to spare.
-    size = resolve_block_size(config.block_size, resolve_device(config.device))
     blocks = min(config.max_num_seqs, plan.requests or work.batch) * (-(-work.longest // size) + 1)
     return replace(config, kv_blocks=max(blocks, -(-(config.max_model_len or 0) // size)))
 
