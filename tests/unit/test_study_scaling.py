@@ -283,6 +283,10 @@ def test_a_folder_of_another_study_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(YalisError, match=r"is of another study: its \w+ is .*; give another --out"):
             find_result(config, other, one)
+    write(study, one, 1.0, replace(CONFIG, block_size=64))  # the device's choice, which whoever asks need not know
+    assert find_result(CONFIG, study, one) is not None
+    with pytest.raises(YalisError, match="its block_size is 64 and not 16"):
+        find_result(replace(CONFIG, block_size=16), study, one)
 
 
 def test_a_dataset_that_was_rewritten_is_other_work(tmp_path: Path) -> None:
