@@ -212,3 +212,18 @@ def test_a_split_step_is_one_graph_too(mps: dict[str, str], tmp_path_factory: py
         check_pressure(trial.split, [given])
         check_ranks(trial, [rank["seen"][index] for rank in everyone])
         assert given["replays"] > 0, trial.name
+
+
+def test_short_prompts_that_come_alone_are_replayed(reference: Any) -> None:
+    """Each a graph filled up behind its tokens, then again behind what the cache has of it: no step runs op by op."""
+    ref = reference(CASES[0])
+    with open_llm(ref, "float32", block_size=4, kv_blocks=256) as llm:
+        steps = replays(llm)
+        for _ in range(2):
+            for prompt, wanted in zip(ref.prompts, ref.tokens, strict=True):
+                before = llm.stats.steps
+                (output,) = llm.generate(prompt, plain())
+                assert output.token_ids == wanted
+                steps += llm.stats.steps - before
+        assert output.cached_tokens > 0
+        assert replays(llm) == steps

@@ -19,7 +19,7 @@ from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
 from yalis.engine import engine, graphs, lack
 from yalis.engine.graphs import CudaGraphs, sizes_for
-from yalis.engine.packing import COLUMNS, Packer
+from yalis.engine.packing import COLUMNS, PROMPT_COLUMNS, Packer, prompt_room, split_prompt
 from yalis.errors import YalisError, YalisFailure
 from yalis.scheduling.plan import FED, SequenceStep
 from yalis.scheduling.scheduler import SchedulerConfig
@@ -75,7 +75,8 @@ def open_llm(ref, monkeypatch, **fields) -> LLM:
     runner = llm._engine.runner
     with torch.inference_mode():
         forward, last = runner.graphs._forward, runner.last_tokens
-        runner.graphs = Graphs(llm.config, forward, last, 2, True, lambda rows: None, dependent=False)
+        size = runner.block_size
+        runner.graphs = Graphs(llm.config, forward, last, 32 // size, size, True, lambda rows: None, dependent=False)
         runner._warm_up(llm.config, 32)
         before = runner.pool._kv.clone()
         assert before[:, :, 0].count_nonzero(), "warming up ran nothing"
@@ -114,6 +115,53 @@ def test_rows_that_ask_for_more_stand_beside_greedy_ones(ref, monkeypatch):
     assert together[0].token_ids == ref.tokens[0]
     for ours, theirs in zip(together[1].logprobs, wanted[1].logprobs, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_short_prompts_that_come_alone_are_replayed(ref, monkeypatch):
+    """Filled up to sixteen tokens, from the start and behind what the cache has of them; a long one is not."""
+    with open_llm(ref, monkeypatch, block_size=4) as llm, torch.inference_mode():
+        runner = llm._engine.runner
+        recorded = runner.graphs
+        assert recorded.prompts == [16]
+        ran = []
+        monkeypatch.setattr(
+            runner.packer, "pack", lambda steps: ran.append(Packer.pack(runner.packer, steps)) or ran[-1]
+        )
+        for prompt, wanted in [*zip(ref.prompts, ref.tokens, strict=True)] * 2:
+            before = recorded.replays
+            assert llm.generate(prompt, plain())[0].token_ids == wanted
+            assert recorded.replays - before == len(ran)  # every step
+            found = ran[0].positions[0]
+            assert ran[0].tokens.tolist() == prompt[found:]
+            ran.clear()
+        assert found == 8  # the first two blocks of twelve tokens
+        long = ref.prompts[0] + ref.prompts[2]
+        (answer,) = llm.generate(long, plain())
+        assert recorded.replays > 0
+    with LLM(str(ref.path), device="cpu", attention="sdpa", eager=True) as llm:
+        assert llm.generate(long, plain())[0].token_ids == answer.token_ids
+
+
+def test_a_prompt_near_the_end_of_its_block_table_is_not_filled_up_past_it(ref, monkeypatch):
+    packer = Packer(max_num_seqs=2, most_blocks=8, block_size=4, rope_length=100)
+    with open_llm(ref, monkeypatch, block_size=4) as llm:
+        recorded = llm._engine.runner.graphs
+
+        def size_for(start: int, count: int, samples: bool = True, first: int = 5) -> tuple[int, int] | None:
+            blocks = tuple(range(-(-(start + count) // 4)))
+            step = replace(make_sequence(1, start, (first,) * count, blocks), samples=samples)
+            return recorded._size_for(packer.pack([step]))
+
+        assert size_for(0, 2) == (16, 1)
+        assert size_for(16, 16) == (16, 1)
+        assert size_for(16, 2) == (16, 1)
+        assert size_for(17, 2) is None  # 33 places
+        assert size_for(0, 17) is None
+        assert size_for(0, 1) == (1, 1)
+        assert size_for(0, 4, samples=False) is None  # one of several pieces
+        assert size_for(4, 4, first=FED) is None  # the host does not know them
+        two = packer.pack([make_sequence(0, 0, (1, 2), (1,)), make_sequence(1, 0, (1,), (2,))])
+        assert recorded._size_for(two) is None
 
 
 def test_compiled_blocks_give_the_same_tokens(ref):
@@ -191,6 +239,25 @@ def test_a_packed_step_is_filled_up():
         "context": [10, 3, 1],
     }
     assert lines[6:].T.tolist() == [[7, 3, 5], [1, 0, 0], [0, 0, 0]]
+    assert set(out[used:]) == {99}
+
+
+def test_a_packed_prompt_is_filled_up():
+    packer = Packer(max_num_seqs=4, most_blocks=5, block_size=4, rope_length=100)
+    packed = packer.pack([make_sequence(2, 4, (40, 41, 42), (7, 3))])
+    assert packed.lone_prompt
+    out = np.full(100, 99)
+    used = packed.fill_prompt(out, tokens=5, width=5)
+    columns, context, wanted, owner, table = split_prompt(out, 5, 5)
+    assert dict(zip(PROMPT_COLUMNS, columns.tolist(), strict=True)) == {
+        "token": [40, 41, 42, 0, 0],
+        "position": [4, 5, 6, 0, 0],
+        "rope row": [4, 5, 6, 0, 0],
+        "slot": [12, 13, 14, -1, -1],
+    }
+    assert (context.tolist(), wanted.tolist(), owner.tolist()) == ([9], [2], [2])
+    assert table.tolist() == [7, 3, 0, 0, 0]
+    assert used == prompt_room(5, 5) == 4 * 6 + 3 * 2 + 5
     assert set(out[used:]) == {99}
 
 

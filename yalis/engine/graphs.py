@@ -1,8 +1,9 @@
-"""Decode steps recorded once for a number of sequences, and replayed without the host's work in between.
+"""Steps recorded once for a number of sequences, and replayed without the host's work in between.
 
-On a CPU a step of few sequences is a tape of native calls, made when a size is met again. On a GPU it is a CUDA graph,
-made before the first request for each of a few sizes; a step is filled up to the next of them. A step that cannot be
-replayed runs op by op, as ever.
+On a CPU a decode step of few sequences is a tape of native calls, made when a size is met again. On a GPU it is a CUDA
+graph, made before the first request for each of a few sizes; a step is filled up to the next of them. So is a short
+prompt that comes alone: launching it takes the host longer than the device computes. A step that cannot be replayed
+runs op by op, as ever.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from yalis.attention.base import ForwardBatch, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.config import EngineConfig
 from yalis.engine.lack import Lack, telling_lack, what_fits
-from yalis.engine.packing import COLUMNS, PackedStep, pitch, split_packed
+from yalis.engine.packing import COLUMNS, PackedStep, pitch, prompt_room, split_packed, split_prompt
 from yalis.kernels import ops
 from yalis.kernels.dependent import dependent_launches, wanted
 from yalis.kernels.tape import Tape, record
@@ -37,6 +38,8 @@ log = get_logger(__name__)
 MOST_TAPES = 16
 # Sequences of the largest CUDA graph: a step of more computes for longer than its launches take.
 MOST_SEQUENCES = 512
+# Tokens of lone prompts that graphs are made for: a longer one computes for longer than its launches take.
+PROMPTS = (16, 32, 64, 128, 192, 256, 384, 512)
 # What the driver keeps of one at most.
 DRIVER_BYTES = 64 << 20
 # Host buffers in rotation: one is written while the copies of those before may not have begun.
@@ -197,12 +200,13 @@ class Inbox:
         self._copied = [torch.cuda.Event() if pinned else None for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
         self._turns = itertools.cycle(range(BUFFERS))
 
-    def send(self, step: PackedStep, rows: int, nobody: int) -> None:
+    def send(self, fill: Callable[[Any], int]) -> None:
+        """`fill` writes a step into an array, and says how much of it that takes."""
         turn = next(self._turns)
         copied = self._copied[turn]
         if copied is not None:
             copied.synchronize()  # done long ago, unless the host is this many steps ahead
-        used = step.fill(self._arrays[turn], rows, nobody)
+        used = fill(self._arrays[turn])
         self.packed[:used].copy_(self._buffers[turn][:used], non_blocking=True)
         if copied is not None:
             copied.record()
@@ -219,6 +223,17 @@ class CudaRecording:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+class Size(NamedTuple):
+    """Of a recorded step: a token for each sequence, or a lone prompt."""
+
+    tokens: int
+    sequences: int
+
+    def __str__(self) -> str:
+        lone = self.sequences < self.tokens
+        return f"a prompt of {self.tokens} tokens" if lone else f"a decode step of {self.tokens} sequences"
 
 
 @dataclass(frozen=True)
@@ -241,6 +256,7 @@ class CudaGraphs(DecodeGraphs):
         forward: Forward,
         last_tokens: Tensor,
         most_blocks: int,
+        block_size: int,
         chooses: bool,
         make_hidden: Callable[[int], Tensor | None],
         dependent: bool,
@@ -251,20 +267,25 @@ class CudaGraphs(DecodeGraphs):
         self._config = config
         self._chooses, self._make_hidden = chooses, make_hidden
         self._nobody = last_tokens.shape[0] - 1
-        self._most_blocks = most_blocks
+        self._most_blocks, self._most_tokens = most_blocks, most_blocks * block_size
         self.sizes = sizes_for(self._nobody)
-        self._inbox = Inbox((len(COLUMNS) + most_blocks) * pitch(self.sizes[-1]), last_tokens.device)
-        self._recorded: dict[int, _Recorded] = {}
+        self.prompts = [size for size in PROMPTS if size <= min(config.max_batch_tokens, self._most_tokens)]
+        rooms = [prompt_room(size, most_blocks) for size in self.prompts]
+        room = max((len(COLUMNS) + most_blocks) * pitch(self.sizes[-1]), *rooms, 0)
+        self._inbox = Inbox(room, last_tokens.device)
+        self._recorded: dict[Size, _Recorded] = {}
         self._pool: Any = None
         self.choosing = True
 
     def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
-        count = step.sequences
-        if not step.decode_only or not self._recorded or count > self.sizes[-1]:
+        size = self._size_for(step) if self._recorded else None
+        if size is None:
             return super().run(step, hidden)
-        rows = next(size for size in self.sizes if size >= count)
-        found = self._recorded[rows]
-        self._inbox.send(step, rows, self._nobody)
+        found, count = self._recorded[size], len(step.tokens)
+        if step.decode_only:
+            self._inbox.send(lambda out: step.fill(out, size.sequences, self._nobody))
+        else:
+            self._inbox.send(lambda out: step.fill_prompt(out, size.tokens, self._most_blocks))
         if found.batch.hidden is not None and hidden is not None:
             with torch.inference_mode():  # where it was made
                 found.batch.hidden[:count].copy_(hidden)
@@ -273,9 +294,25 @@ class CudaGraphs(DecodeGraphs):
         tokens = found.tokens[:count] if found.tokens is not None and self.choosing else None
         return Forwarded(found.out[:count], found.owners[:count], tokens)
 
+    def _size_for(self, step: PackedStep) -> Size | None:
+        """The smallest that holds the step."""
+        count = len(step.tokens)
+        if step.decode_only:
+            return next((Size(size, size) for size in self.sizes if size >= count), None)
+        if not step.lone_prompt:
+            return None
+        # What fills it up has places in the block table too.
+        room = self._most_tokens - int(step.contexts[0]) + count
+        return next((Size(size, 1) for size in self.prompts if count <= size <= room), None)
+
     def forget(self) -> None:
         self._recorded.clear()
         self._pool = None
+
+    def _kinds(self) -> tuple[list[Size], list[Size]]:
+        """What to record, of each kind the largest first."""
+        decoding = [Size(size, size) for size in reversed(self.sizes)]
+        return decoding, [Size(size, 1) for size in reversed(self.prompts)]
 
     def record(self, block_bytes: int = 0) -> None:
         """Make all graphs, the largest first, so that the others find room in what it leaves.
@@ -284,30 +321,82 @@ class CudaGraphs(DecodeGraphs):
         """
         device = self._last_tokens.device
         before = _Memory.of(device)
-        for size in reversed(self.sizes):
+        for size in itertools.chain(*self._kinds()):
             self._record(size, block_bytes)
-        self.nbytes = before.taken(device, len(self.sizes))
-        sizes = ", ".join(map(str, self.sizes))
-        log.info("recorded decode steps of %s sequences in %.0f MiB", sizes, self.nbytes / 2**20)
+        self.nbytes = before.taken(device, len(self._recorded))
+        sizes, prompts = (", ".join(map(str, numbers)) for numbers in (self.sizes, self.prompts))
+        log.info("recorded decode steps of %s sequences and prompts of %s tokens in %.0f MiB",
+                 sizes, prompts or "no", self.nbytes / 2**20)  # fmt: skip
 
     def rehearse(self) -> int:
-        """Bytes that all graphs will take, found by making the two largest, which are dropped again."""
-        device, found = self._last_tokens.device, []
+        """Bytes that all graphs will take, found by making the two largest of each kind, which are dropped again."""
+        device, total = self._last_tokens.device, 0
         torch.cuda.empty_cache()
-        for size in self.sizes[:-3:-1]:
-            before = _Memory.of(device)
-            self._record(size)
-            found.append(before.taken(device, 1))
+        for sizes in self._kinds():
+            found = []
+            for size in sizes[:2]:
+                before = _Memory.of(device)
+                self._record(size)
+                found.append(before.taken(device, 1))
+            total += sum(found[:1]) + sum(found[1:]) * (len(sizes) - 1)
         self.forget()
         torch.cuda.empty_cache()
-        return found[0] + sum(found[1:]) * (len(self.sizes) - 1)
+        return total
 
-    def _record(self, rows: int, block_bytes: int = 0) -> None:
+    def _record(self, size: Size, block_bytes: int = 0) -> None:
         from yalis.kernels import feeding
 
+        batch, owners = self._idle_prompt(size.tokens) if size.sequences < size.tokens else self._idle_step(size.tokens)
+        device = owners.device
+
+        def step() -> tuple[Tensor, Tensor | None]:
+            with self._launches():
+                ids = batch.token_ids
+                if size.sequences == size.tokens:
+                    ids = feeding.feed(ids, self._last_tokens, owners, wanted())
+                out = self._forward(replace(batch, token_ids=ids))
+                if not self._chooses:
+                    return out, None
+                return out, feeding.settle(out, self._last_tokens, owners, NO_TOKEN, wanted())
+
+        def say(lack: Lack) -> str:
+            ways = ", or ".join([*what_fits(lack, self._config, device, 0, size.sequences, block_bytes), "--eager"])
+            return f"{device} ran out of memory recording {size}: {lack}; give {ways}"
+
+        with telling_lack(device, say):
+            if self._pool is None and device.type == "cuda":
+                self._pool = torch.cuda.graph_pool_handle()
+            step()  # whatever is compiled, loaded or reserved by the first run
+            recording = self.recording(step, self._pool)
+        self._recorded[size] = _Recorded(recording, batch, recording.result[0], owners, recording.result[1])
+
+    # Idle throughout: the runs that are recorded, and those before, must not touch the cache.
+
+    def _idle_prompt(self, tokens: int) -> tuple[ForwardBatch, Tensor]:
+        """A lone prompt as the inbox has it, and the row of last_tokens that it belongs to."""
+        columns, context, wanted_row, owner, table = split_prompt(self._inbox.packed, tokens, self._most_blocks)
+        ids, positions, rope_rows, slots = columns
+        for column, idle in ((ids, 0), (slots, -1), (context, tokens), (wanted_row, tokens - 1), (owner, self._nobody)):
+            column.fill_(idle)
+        batch = ForwardBatch(
+            token_ids=ids,
+            positions=positions.zero_(),
+            rope_rows=rope_rows.zero_(),
+            slots=slots,
+            query_start=torch.tensor([0, tokens], device=ids.device, dtype=torch.int32),
+            context_len=context,
+            block_tables=table.zero_()[None],
+            logit_rows=wanted_row,
+            query_lens=(tokens,),
+            context_lens=(tokens,),
+            hidden=self._make_hidden(tokens),
+        )
+        return batch, owner
+
+    def _idle_step(self, rows: int) -> tuple[ForwardBatch, Tensor]:
+        """A decode step as the inbox has it, and the rows of last_tokens that its sequences have."""
         columns, tables = split_packed(self._inbox.packed, rows, self._most_blocks)
         ids, positions, rope_rows, slots, owners, contexts = columns
-        # Idle throughout: the runs that are recorded, and the one before, must not touch the cache.
         for column, idle in zip((ids, slots, owners, contexts), (0, -1, self._nobody, 1), strict=True):
             column.fill_(idle)
         device = ids.device
@@ -324,25 +413,7 @@ class CudaGraphs(DecodeGraphs):
             context_lens=(1,) * rows,
             hidden=self._make_hidden(rows),
         )
-
-        def step() -> tuple[Tensor, Tensor | None]:
-            with self._launches():
-                fed = feeding.feed(ids, self._last_tokens, owners, wanted())
-                out = self._forward(replace(batch, token_ids=fed))
-                if not self._chooses:
-                    return out, None
-                return out, feeding.settle(out, self._last_tokens, owners, NO_TOKEN, wanted())
-
-        def say(lack: Lack) -> str:
-            ways = ", or ".join([*what_fits(lack, self._config, device, 0, rows, block_bytes), "--eager"])
-            return f"{device} ran out of memory recording a decode step of {rows} sequences: {lack}; give {ways}"
-
-        with telling_lack(device, say):
-            if self._pool is None and device.type == "cuda":
-                self._pool = torch.cuda.graph_pool_handle()
-            step()  # whatever is compiled, loaded or reserved by the first run
-            recording = self.recording(step, self._pool)
-        self._recorded[rows] = _Recorded(recording, batch, recording.result[0], owners, recording.result[1])
+        return batch, owners
 
 
 @dataclass(frozen=True)

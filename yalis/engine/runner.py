@@ -153,7 +153,9 @@ class Runner:
         chooses = alone and self.stage.last
         # Between stages other streams carry something too.
         dependent = alone and self.stage.count == 1
-        return CudaGraphs(config, forward, self.last_tokens, most_blocks, chooses, self._idle_hidden, dependent)
+        return CudaGraphs(
+            config, forward, self.last_tokens, most_blocks, self.block_size, chooses, self._idle_hidden, dependent
+        )
 
     def _make_pool(
         self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
