@@ -18,7 +18,7 @@ import torch
 from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
 from yalis.engine import engine, graphs, lack
-from yalis.engine.graphs import CudaGraphs, sizes_for
+from yalis.engine.graphs import PROMPTS, CudaGraphs, prompts_for, sizes_for
 from yalis.engine.packing import COLUMNS, PROMPT_COLUMNS, Packer, prompt_room, split_prompt
 from yalis.errors import YalisError, YalisFailure
 from yalis.scheduling.plan import FED, SequenceStep
@@ -69,14 +69,13 @@ def open_llm(ref, monkeypatch, **fields) -> LLM:
         kv_blocks=32,
         max_num_seqs=4,
         max_model_len=32,
-        max_batch_tokens=22,
-        **fields,
+        **{"max_batch_tokens": 22, **fields},
     )
     runner = llm._engine.runner
     with torch.inference_mode():
         forward, last = runner.graphs._forward, runner.last_tokens
-        size = runner.block_size
-        runner.graphs = Graphs(llm.config, forward, last, 32 // size, size, True, lambda rows: None, dependent=False)
+        most = 32 // runner.block_size
+        runner.graphs = Graphs(llm.config, forward, last, 32, most, True, lambda rows: None, dependent=False)
         runner._warm_up(llm.config, 32)
         before = runner.pool._kv.clone()
         assert before[:, :, 0].count_nonzero(), "warming up ran nothing"
@@ -142,7 +141,39 @@ def test_short_prompts_that_come_alone_are_replayed(ref, monkeypatch):
         assert llm.generate(long, plain())[0].token_ids == answer.token_ids
 
 
-def test_a_prompt_near_the_end_of_its_block_table_is_not_filled_up_past_it(ref, monkeypatch):
+def test_what_a_prompt_does_not_see_does_not_reach_it(ref, monkeypatch):
+    """Neither what fills it up, nor what others left behind it in its blocks and in block 0."""
+    with open_llm(ref, monkeypatch, block_size=4) as llm, torch.inference_mode():
+        llm._engine.runner.pool._kv.fill_(torch.inf)
+        for prompt, wanted in zip(ref.prompts, ref.tokens, strict=True):
+            assert llm.generate(prompt, plain())[0].token_ids == wanted
+        assert llm._engine.runner.graphs.replays == 3 * STEPS
+
+
+def test_prompts_are_recorded_for_what_may_come():
+    assert prompts_for(10**5, 8192) == list(PROMPTS)
+    assert prompts_for(10**5, 100) == [16, 32, 64]
+    assert prompts_for(64, 8192) == [16, 32, 64]
+    assert prompts_for(65, 8192) == [16, 32, 64, 128]
+    assert prompts_for(9, 8192) == [16]
+    assert prompts_for(9, 8) == []
+
+
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_no_recorded_step_reads_past_its_block_table(ref, monkeypatch, block_size):
+    monkeypatch.setattr(graphs, "PROMPTS", (16, 64))  # the second is more than a context of 32 has room for
+    with open_llm(ref, monkeypatch, block_size=block_size, max_batch_tokens=64) as llm, torch.inference_mode():
+        recorded = llm._engine.runner.graphs
+        assert (64, 1) in recorded._recorded
+        for size in recorded._recorded:
+            recorded._inbox.packed.fill_(10**6)
+            recorded._record(size)
+            batch = recorded._recorded[size].batch
+            assert batch.context_len.max() <= batch.block_tables.shape[1] * block_size, size
+            assert batch.block_tables.max() < llm._engine.runner.num_blocks
+
+
+def test_what_is_replayed(ref, monkeypatch):
     packer = Packer(max_num_seqs=2, most_blocks=8, block_size=4, rope_length=100)
     with open_llm(ref, monkeypatch, block_size=4) as llm:
         recorded = llm._engine.runner.graphs
@@ -152,10 +183,7 @@ def test_a_prompt_near_the_end_of_its_block_table_is_not_filled_up_past_it(ref, 
             step = replace(make_sequence(1, start, (first,) * count, blocks), samples=samples)
             return recorded._size_for(packer.pack([step]))
 
-        assert size_for(0, 2) == (16, 1)
-        assert size_for(16, 16) == (16, 1)
-        assert size_for(16, 2) == (16, 1)
-        assert size_for(17, 2) is None  # 33 places
+        assert size_for(0, 2) == size_for(16, 16) == size_for(30, 2) == (16, 1)
         assert size_for(0, 17) is None
         assert size_for(0, 1) == (1, 1)
         assert size_for(0, 4, samples=False) is None  # one of several pieces
@@ -182,8 +210,8 @@ def test_memory_that_does_not_suffice_is_a_sentence(ref, monkeypatch):
     with pytest.raises(YalisFailure) as told:
         open_llm(ref, monkeypatch)
     assert str(told.value) == (
-        "cpu ran out of memory recording a decode step of 4 sequences: at least 3.0 GiB needed, 2.0 GiB free; "
-        "give --max-num-seqs 2 at most, or a smaller --kv-blocks, or --eager"
+        "cpu ran out of memory recording a prompt of 16 tokens: at least 3.0 GiB needed, 2.0 GiB free; "
+        "give --max-batch-tokens 10 at most, or a smaller --kv-blocks, or --eager"
     )
 
 
@@ -248,16 +276,16 @@ def test_a_packed_prompt_is_filled_up():
     assert packed.lone_prompt
     out = np.full(100, 99)
     used = packed.fill_prompt(out, tokens=5, width=5)
-    columns, context, wanted, owner, table = split_prompt(out, 5, 5)
+    columns, starts, context, wanted, owner, table = split_prompt(out, 5, 5)
     assert dict(zip(PROMPT_COLUMNS, columns.tolist(), strict=True)) == {
         "token": [40, 41, 42, 0, 0],
         "position": [4, 5, 6, 0, 0],
         "rope row": [4, 5, 6, 0, 0],
         "slot": [12, 13, 14, -1, -1],
     }
-    assert (context.tolist(), wanted.tolist(), owner.tolist()) == ([9], [2], [2])
+    assert (starts.tolist(), context.tolist(), wanted.tolist(), owner.tolist()) == ([0, 3], [7], [2], [2])
     assert table.tolist() == [7, 3, 0, 0, 0]
-    assert used == prompt_room(5, 5) == 4 * 6 + 3 * 2 + 5
+    assert used == prompt_room(5, 5) == 4 * 6 + 4 * 2 + 5
     assert set(out[used:]) == {99}
 
 

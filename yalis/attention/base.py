@@ -26,7 +26,7 @@ class ForwardBatch:
     slots: Tensor  # [T] int64, where a token's key and value go: block * B + place in the block
     query_start: Tensor  # [S + 1] int32, where each sequence's tokens begin among the T
     context_len: Tensor  # [S] int32, tokens of the sequence after this step, these included
-    block_tables: Tensor  # [S, most blocks] int32, padded with 0; in a CUDA graph both are int64, the tables transposed
+    block_tables: Tensor  # [S, most blocks] int32, padded with 0; in a CUDA graph int64 like lengths, and transposed
     logit_rows: Tensor  # [R] int64, which of the T tokens get logits: ascending, each once
     query_lens: tuple[int, ...]  # the same lengths on the host
     context_lens: tuple[int, ...]

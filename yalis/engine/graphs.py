@@ -186,6 +186,12 @@ def sizes_for(max_num_seqs: int) -> list[int]:
     return [*(size for size in (1, 2, 4, *range(8, 65, 8), *range(96, most, 32)) if size < most), most]
 
 
+def prompts_for(longest: int, max_batch_tokens: int) -> list[int]:
+    """The numbers of tokens that lone prompts are filled up to, none larger than what holds the longest."""
+    most = min(next((size for size in PROMPTS if size >= longest), PROMPTS[-1]), max_batch_tokens)
+    return [size for size in PROMPTS if size <= most]
+
+
 class Inbox:
     """A packed step on its way to the device: written into one of a few pinned buffers, then one copy.
 
@@ -255,8 +261,8 @@ class CudaGraphs(DecodeGraphs):
         config: EngineConfig,
         forward: Forward,
         last_tokens: Tensor,
+        longest: int,
         most_blocks: int,
-        block_size: int,
         chooses: bool,
         make_hidden: Callable[[int], Tensor | None],
         dependent: bool,
@@ -267,9 +273,9 @@ class CudaGraphs(DecodeGraphs):
         self._config = config
         self._chooses, self._make_hidden = chooses, make_hidden
         self._nobody = last_tokens.shape[0] - 1
-        self._most_blocks, self._most_tokens = most_blocks, most_blocks * block_size
+        self._most_blocks = most_blocks
         self.sizes = sizes_for(self._nobody)
-        self.prompts = [size for size in PROMPTS if size <= min(config.max_batch_tokens, self._most_tokens)]
+        self.prompts = prompts_for(longest, config.max_batch_tokens)
         rooms = [prompt_room(size, most_blocks) for size in self.prompts]
         room = max((len(COLUMNS) + most_blocks) * pitch(self.sizes[-1]), *rooms, 0)
         self._inbox = Inbox(room, last_tokens.device)
@@ -301,18 +307,16 @@ class CudaGraphs(DecodeGraphs):
             return next((Size(size, size) for size in self.sizes if size >= count), None)
         if not step.lone_prompt:
             return None
-        # What fills it up has places in the block table too.
-        room = self._most_tokens - int(step.contexts[0]) + count
-        return next((Size(size, 1) for size in self.prompts if count <= size <= room), None)
+        return next((Size(size, 1) for size in self.prompts if size >= count), None)
 
     def forget(self) -> None:
         self._recorded.clear()
         self._pool = None
 
-    def _kinds(self) -> tuple[list[Size], list[Size]]:
-        """What to record, of each kind the largest first."""
-        decoding = [Size(size, size) for size in reversed(self.sizes)]
-        return decoding, [Size(size, 1) for size in reversed(self.prompts)]
+    def _kinds(self) -> list[list[Size]]:
+        """What to record, the largest first, and of each kind too."""
+        kinds = [Size(size, size) for size in reversed(self.sizes)], [Size(size, 1) for size in reversed(self.prompts)]
+        return sorted(filter(None, kinds), reverse=True)
 
     def record(self, block_bytes: int = 0) -> None:
         """Make all graphs, the largest first, so that the others find room in what it leaves.
@@ -360,7 +364,8 @@ class CudaGraphs(DecodeGraphs):
                 return out, feeding.settle(out, self._last_tokens, owners, NO_TOKEN, wanted())
 
         def say(lack: Lack) -> str:
-            ways = ", or ".join([*what_fits(lack, self._config, device, 0, size.sequences, block_bytes), "--eager"])
+            counts = (size.tokens, 0) if size.sequences < size.tokens else (0, size.sequences)
+            ways = ", or ".join([*what_fits(lack, self._config, device, *counts, block_bytes), "--eager"])
             return f"{device} ran out of memory recording {size}: {lack}; give {ways}"
 
         with telling_lack(device, say):
@@ -374,19 +379,21 @@ class CudaGraphs(DecodeGraphs):
 
     def _idle_prompt(self, tokens: int) -> tuple[ForwardBatch, Tensor]:
         """A lone prompt as the inbox has it, and the row of last_tokens that it belongs to."""
-        columns, context, wanted_row, owner, table = split_prompt(self._inbox.packed, tokens, self._most_blocks)
+        columns, starts, context, row, owner, table = split_prompt(self._inbox.packed, tokens, self._most_blocks)
         ids, positions, rope_rows, slots = columns
-        for column, idle in ((ids, 0), (slots, -1), (context, tokens), (wanted_row, tokens - 1), (owner, self._nobody)):
+        # One token, whose context any block table has room for; the others fill it up.
+        for column, idle in ((ids, 0), (slots, -1), (context, 1), (row, 0), (owner, self._nobody)):
             column.fill_(idle)
+        starts[0], starts[1] = 0, 1
         batch = ForwardBatch(
             token_ids=ids,
             positions=positions.zero_(),
             rope_rows=rope_rows.zero_(),
             slots=slots,
-            query_start=torch.tensor([0, tokens], device=ids.device, dtype=torch.int32),
+            query_start=starts,
             context_len=context,
             block_tables=table.zero_()[None],
-            logit_rows=wanted_row,
+            logit_rows=row,
             query_lens=(tokens,),
             context_lens=(tokens,),
             hidden=self._make_hidden(tokens),

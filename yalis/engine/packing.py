@@ -22,7 +22,8 @@ Integers = NDArray[np.int64]
 
 #: What a decode step needs of each sequence, in this order; then come the block tables, a column after the other.
 COLUMNS = ("token", "position", "rope row", "slot", "feeder", "context")
-#: What a lone prompt needs of each token; then come its context, the row that gets logits, its slot, and its blocks.
+#: What a lone prompt needs of each token; then come where it ends, its context, the row that gets logits, its slot, and
+#: its blocks.
 PROMPT_COLUMNS = ("token", "position", "rope row", "slot")
 
 
@@ -102,29 +103,30 @@ class PackedStep:
     def fill_prompt(self, out: Integers, tokens: int, width: int) -> int:
         """Write a lone prompt into `out`, filled up to so many tokens and blocks; returns how much of it that takes.
 
-        What fills it up comes behind the prompt, which never sees it. It reads block 0, and goes nowhere.
+        What fills it up belongs to no sequence: it attends to nothing, and goes nowhere.
         """
         count, blocks = len(self.tokens), self.tables.shape[1]
-        columns, context, wanted, slot, table = split_prompt(out, tokens, width)
+        columns, starts, context, wanted, slot, table = split_prompt(out, tokens, width)
         own = (self.tokens, self.positions, self.rope_rows, self.slots)
         for column, values, idle in zip(columns, own, (0, 0, 0, -1), strict=True):
             column[:count], column[count:] = values, idle
-        context[0], wanted[0], slot[0] = self.contexts[0] + tokens - count, count - 1, self.feeders[0]
+        starts[:] = self.starts
+        context[0], wanted[0], slot[0] = self.contexts[0], count - 1, self.feeders[0]
         table[:blocks], table[blocks:] = self.tables[0], 0
         return prompt_room(tokens, width)
 
 
 def prompt_room(tokens: int, width: int) -> int:
-    return len(PROMPT_COLUMNS) * pitch(tokens) + 3 * pitch(1) + width
+    return len(PROMPT_COLUMNS) * pitch(tokens) + 4 * pitch(1) + width
 
 
-def split_prompt(packed: Any, tokens: int, width: int) -> tuple[Any, Any, Any, Any, Any]:
-    """The columns, [4, tokens], the context, the row and the slot, [1] each, and the table of a packed prompt."""
+def split_prompt(packed: Any, tokens: int, width: int) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """The columns, [4, tokens], begin and end, [2], the context, row and slot, [1] each, and the table of a prompt."""
     size = pitch(tokens)
     first = len(PROMPT_COLUMNS) * size
-    columns = packed[:first].reshape(-1, size)[:, :tokens]
-    context, wanted, slot = (packed[first + i * pitch(1) :][:1] for i in range(3))
-    return columns, context, wanted, slot, packed[first + 3 * pitch(1) :][:width]
+    columns, rest = packed[:first].reshape(-1, size)[:, :tokens], packed[first:]
+    context, wanted, slot = (rest[i * pitch(1) :][:1] for i in (1, 2, 3))
+    return columns, rest[:2], context, wanted, slot, rest[4 * pitch(1) :][:width]
 
 
 def split_packed(packed: Any, rows: int, width: int) -> tuple[Any, Any]:

@@ -117,7 +117,7 @@ class Runner:
             # A row for each slot, and one for what fills up a recorded step.
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
             self.packer = Packer(config.max_num_seqs, most_blocks, self.block_size, self.model.rotary.length)
-            self.graphs = self._open_graphs(config, most_blocks)
+            self.graphs = self._open_graphs(config, wanted_len, most_blocks)
         self.pool = self._make_pool(config, needs, wanted_len, settle)
         self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
         if isinstance(self.graphs, CudaGraphs):
@@ -138,7 +138,7 @@ class Runner:
         """What this rank holds of the model."""
         return sum(x.nbytes for x in self.model.parameters())
 
-    def _open_graphs(self, config: EngineConfig, most_blocks: int) -> DecodeGraphs:
+    def _open_graphs(self, config: EngineConfig, longest: int, most_blocks: int) -> DecodeGraphs:
         def forward(batch: ForwardBatch) -> Tensor:
             out: Tensor = self.model(batch, self.caches, self.backend)
             return out
@@ -154,7 +154,7 @@ class Runner:
         # Between stages other streams carry something too.
         dependent = alone and self.stage.count == 1
         return CudaGraphs(
-            config, forward, self.last_tokens, most_blocks, self.block_size, chooses, self._idle_hidden, dependent
+            config, forward, self.last_tokens, longest, most_blocks, chooses, self._idle_hidden, dependent
         )
 
     def _make_pool(

@@ -118,11 +118,13 @@ def _prefill(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.load(tile_sequence + tile)
-    row = tl.load(query_start + sequence)
-    count = tl.load(query_start + sequence + 1) - row
+    row = tl.load(query_start + sequence).to(tl.int32)
+    count = tl.load(query_start + sequence + 1).to(tl.int32) - row
     context = tl.load(context_len + sequence).to(tl.int32)
     PER: tl.constexpr = M // G  # queries of a tile
     begin = (tile - tl.load(tile_start + sequence)).to(tl.int32) * PER
+    if begin >= count:
+        return  # in a recorded prompt, what fills it up
 
     r = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -401,6 +403,9 @@ def plan_launch(
     group = num_heads // num_kv_heads
     per = prefill_shape(group, head_dim, dtype, room_of(query_start.device)).m // group
     tiles = sum(-(-n // per) for n in query_lens if n != 1)
+    if sequences == 1:  # a recorded prompt may have fewer tokens than it was recorded with
+        nothing = torch.zeros(tiles, dtype=torch.int64, device=query_start.device)
+        return Launch(tiles, nothing, nothing, pieces, programs, {})
     counts = query_start.diff().long()
     needed = torch.where(counts == 1, 0, (counts + per - 1) // per)
     everyone = torch.arange(sequences, device=query_start.device)
