@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from yalis.kernels import feeding, fused, gated_product, paged_attention, skinny
+from yalis.kernels import feeding, fused, gated_product, paged_attention, pieces, skinny
 
 POINTERS = {
     "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "cuts_ptr": "*i32", "query_start": "*i32",
@@ -107,7 +107,7 @@ def main() -> None:
         "rope": compiled(fused._rope_write, heads, 4, 3),
         "decode": compiled(paged_attention._decode, decode, 2, 3),
         "decode whole blocks": compiled(paged_attention._decode, whole, 2, 3, keys),
-        "cut": compiled(paged_attention._cut, {"N": 32, "WINDOW": False, "PDL": True}, 4, 3),
+        "cut": compiled(pieces.cut, {"N": 32, "WINDOW": False, "PDL": True}, 4, 3),
         "feed": compiled(feeding._feed, {"BLOCK": 128, "PDL": True}, 4, 3),
         "settle": compiled(feeding._settle, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
         "best of a part": compiled(fused._best_of_part, {"BV": 2048, "PDL": True}, 4, 3),

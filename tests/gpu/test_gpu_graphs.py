@@ -5,10 +5,7 @@ fp32 exactly, bf16 by the near-tie rule. That a graph ran, a request was preempt
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +15,7 @@ import pytest
 import torch
 
 from tests.families import CASES, Case, Reference, make_prompts, make_reference
+from tests.mps import Mps
 from tests.multiprocess.splits import PRESSED, Trial
 from tests.multiprocess.test_splits import Models, check, check_pressure, check_ranks, launch
 from tests.tap import check_near_ties
@@ -180,19 +178,7 @@ def test_memory_counts_the_graphs() -> None:
         assert 1 - torch.cuda.mem_get_info()[0] / total < used + 0.02
 
 
-@pytest.fixture(scope="module")
-def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        pytest.skip("needs nvidia-cuda-mps-control")
-    pipes = str(tmp_path_factory.mktemp("mps"))
-    environment = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": pipes}
-    everything = {**os.environ, **environment}
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=everything, check=True)
-    yield environment
-    subprocess.run(["nvidia-cuda-mps-control"], env=everything, input="quit -t 1", text=True, timeout=60, check=False)
-
-
-def test_a_split_step_is_one_graph_too(mps: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_split_step_is_one_graph_too(mps: Mps, tmp_path_factory: pytest.TempPathFactory) -> None:
     """tp 2 on one GPU with nvrar's all-reduces in the graph, and stages that record their own part."""
     from yalis.comm.nvrar import build
 
@@ -205,7 +191,7 @@ def test_a_split_step_is_one_graph_too(mps: dict[str, str], tmp_path_factory: py
         reference, _ = models.find(name)
         settings = {**fields, "ranks_per_gpu": 2, "allreduce": "nvrar"}
         trials.append(Trial(name, str(reference.path), split, settings))
-    everyone = launch(2, trials, tmp_path_factory.mktemp("out"), mps)
+    everyone = launch(2, trials, tmp_path_factory.mktemp("out"), mps.environment)
     for index, trial in enumerate(trials):
         given = everyone[0]["answers"][index]
         check(trial, given, *models.find(trial.case))

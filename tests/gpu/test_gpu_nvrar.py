@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.mps import Mps
 from tests.multiprocess.test_comm_backends import CHECKS
 
 if not torch.cuda.is_available():
@@ -29,32 +29,6 @@ JOB = [sys.executable, "-m", "tests.gpu.nvrar_job"]
 SHAPES = ["1+1", "2+2", "1+1+1+1", "2+2+2+2", "4+4", "1+1+1+1+1+1+1+1", "1+1+1", "2+2+2", "2+1"]
 # For a first look: YALIS_NVRAR_OPS=2000.
 OPS = int(os.environ.get("YALIS_NVRAR_OPS", "20000"))
-
-
-class Mps:
-    """The daemon under which kernels of several processes run at the same time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-
-    def start(self) -> None:
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **self.environment}, check=True)
-
-    def stop(self) -> None:
-        control = ["nvidia-cuda-mps-control"]
-        subprocess.run(
-            control, env={**os.environ, **self.environment}, input="quit -t 1", text=True, timeout=60, check=False
-        )
-
-
-@pytest.fixture(scope="module")
-def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mps]:
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        pytest.skip("needs nvidia-cuda-mps-control")
-    daemon = Mps(tmp_path_factory.mktemp("mps"))
-    daemon.start()
-    yield daemon
-    daemon.stop()
 
 
 def run(mps: Mps | None, *command: str, timeout: float = 200, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -26,19 +23,6 @@ ROOMY = {"kv_blocks": 1100, "max_num_seqs": 80, "max_batch_tokens": 4096}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     return Models(tmp_path_factory.mktemp("wide"), ON_GPU)
-
-
-@pytest.fixture(scope="module")
-def mps(tmp_path_factory):
-    """Kernels of several processes run at the same time; without it they take turns of milliseconds."""
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        pytest.skip("needs nvidia-cuda-mps-control")
-    pipes = tmp_path_factory.mktemp("mps")
-    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(pipes)}
-    everything = {**os.environ, **environment}
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=everything, check=True)
-    yield environment
-    subprocess.run(["nvidia-cuda-mps-control"], env=everything, input="quit", text=True, check=False)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -79,7 +63,7 @@ def compare(models, mps, tmp_path, tried, ranks, splits):
             else:
                 roomy = {**fields, **ROOMY, "dtype": "bfloat16"}
                 close.append(Trial(case, model, split, roomy, str(forced)))
-    everyone = launch(ranks, exact + close, tmp_path, mps)
+    everyone = launch(ranks, exact + close, tmp_path, mps.environment)
     answers = everyone[0]["answers"]
     for index, trial in enumerate(exact + close):
         check_ranks(trial, [rank["seen"][index] for rank in everyone])

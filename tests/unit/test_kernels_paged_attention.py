@@ -114,11 +114,11 @@ def test_launch_fits_the_step() -> None:
 def cut(
     lens: list[int], contexts: list[int], programs: int, kv_heads: int, tile: int, window: int | None
 ) -> list[list[int]]:
-    """What `_cut` makes of a step: (sequence, begin, end, number, how many) for every program."""
+    """What `cut` makes of a step: (sequence, begin, end, number, how many) for every program."""
     start = torch.tensor([0, *lens]).cumsum(0).int()
     pieces = len(lens) + programs // kv_heads
     cuts = torch.full((5, pieces), -7, dtype=torch.int32)
-    kernels._cut[(-(-pieces // kernels.PLANNED.value),)](
+    kernels.cut[(-(-pieces // kernels.PLANNED.value),)](
         cuts, start, torch.tensor(contexts), len(lens), kv_heads, pieces, programs, window or 0,
         N=tile, WINDOW=window is not None, PDL=False,
     )  # fmt: skip

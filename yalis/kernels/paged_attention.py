@@ -29,14 +29,13 @@ from torch import Tensor
 from yalis.kernels.dependent import option
 from yalis.kernels.fused import follow
 from yalis.kernels.numbers import ceil_div, power_of_two
+from yalis.kernels.pieces import PLANNED, cut
 from yalis.kernels.room import Room, room_of
 from yalis.kernels.tiles import described
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
 NEVER = tl.constexpr(-1.0e30)
-COUNTED = tl.constexpr(128)  # contexts looked at together
-PLANNED = tl.constexpr(64)  # pieces that a program of `cut` finds
 PROGRAMS = 4  # of a decode step, for each of a device's processors
 _JOINED = 4096  # numbers of parts that are joined at a time
 _COUNTERS = 1 << 20
@@ -181,72 +180,6 @@ def _prefill(
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = out_ptr + (token * out_token + head * out_head)[:, None] + d[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
-
-
-@triton.jit
-def _seen_by_all(query_start, context_len, sequences, window, WINDOW: tl.constexpr):
-    """How many keys all decoding sequences see together."""
-    seen = tl.zeros([COUNTED], tl.int32)
-    for first in range(0, sequences, COUNTED):
-        i = first + tl.arange(0, COUNTED)
-        here = i < sequences
-        counts = tl.load(query_start + i + 1, mask=here, other=0) - tl.load(query_start + i, mask=here, other=0)
-        keys = tl.load(context_len + i, mask=here, other=0).to(tl.int32)
-        if WINDOW:
-            keys = tl.minimum(keys, window)
-        seen += tl.where(counts == 1, keys, 0)
-    return tl.sum(seen.to(tl.int64), 0)
-
-
-@triton.jit
-def _piece(keys, everyone, programs, N: tl.constexpr):
-    """How many keys a piece of a context of `keys` has: as many pieces as its part of all programs, of whole tiles.
-
-    Pieces are read at once, but joined one after the other: more than this takes longer than it saves.
-    """
-    wanted = (keys.to(tl.int64) * programs // everyone).to(tl.int32)
-    wanted = tl.minimum(wanted, tl.sqrt_rn(keys.to(tl.float32) * 0.25).to(tl.int32))
-    wanted = tl.maximum(1, tl.minimum(wanted, tl.cdiv(keys, N)))
-    return tl.cdiv(tl.cdiv(keys, wanted), N) * N
-
-
-@triton.jit(do_not_specialize=["sequences", "kv_heads", "pieces", "programs", "window"])
-def _cut(
-    cuts_ptr, query_start, context_len, sequences, kv_heads, pieces, programs, window,
-    N: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Which keys the programs of a decode step read, a piece each: once for all layers and heads."""
-    follow(PDL)
-    everyone = tl.maximum(1, _seen_by_all(query_start, context_len, sequences, window, WINDOW) * kv_heads)
-    piece = tl.program_id(0) * PLANNED + tl.arange(0, PLANNED)
-    sequence = tl.zeros([PLANNED], tl.int32)
-    first = tl.zeros([PLANNED], tl.int32)  # piece of the same context
-    total = 0
-    for start in range(0, sequences, COUNTED):
-        i = start + tl.arange(0, COUNTED)
-        here = i < sequences
-        counts = tl.load(query_start + i + 1, mask=here, other=0) - tl.load(query_start + i, mask=here, other=0)
-        keys = tl.load(context_len + i, mask=here, other=1).to(tl.int32)
-        if WINDOW:
-            keys = tl.minimum(keys, window)
-        needed = tl.where(counts == 1, tl.cdiv(keys, _piece(keys, everyone, programs, N)), 0)
-        ends = (total + tl.cumsum(needed, 0))[None, :]
-        past = ends <= piece[:, None]
-        sequence += tl.sum(past.to(tl.int32), 1)
-        first = tl.maximum(first, tl.max(tl.where(past, ends, 0), 1))
-        total += tl.sum(needed, 0)
-    used = piece < total
-    context = tl.load(context_len + sequence, mask=used, other=1).to(tl.int32)
-    keys = tl.minimum(context, window) if WINDOW else context
-    size = _piece(keys, everyone, programs, N)
-    number = piece - first
-    begin = context - keys + number * size
-    here = piece < pieces
-    tl.store(cuts_ptr + piece, tl.where(used, sequence, -1), mask=here)
-    tl.store(cuts_ptr + pieces + piece, begin, mask=here)
-    tl.store(cuts_ptr + 2 * pieces + piece, tl.minimum(context, begin + size), mask=here)
-    tl.store(cuts_ptr + 3 * pieces + piece, number, mask=here)
-    tl.store(cuts_ptr + 4 * pieces + piece, tl.cdiv(keys, size), mask=here)
 
 
 @triton.jit(do_not_specialize=["table_row", "table_step"])
@@ -465,7 +398,7 @@ def paged_attention(
         assert sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
         if window not in launch.cuts:
             launch.cuts[window] = torch.empty((5, pieces), dtype=torch.int32, device=q.device)
-            _cut[(ceil_div(pieces, PLANNED.value),)](
+            cut[(ceil_div(pieces, PLANNED.value),)](
                 launch.cuts[window], query_start, context_len, sequences, kv_heads, pieces, launch.programs,
                 window or 0, N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **option(pdl),
             )  # fmt: skip
