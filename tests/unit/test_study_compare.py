@@ -146,14 +146,20 @@ def test_machines_and_work_must_be_the_same() -> None:
 def test_settings_that_differ_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = latency(step(10, 9, 11), repeats=3)
     new = latency(step(20, 19, 21), step(3, batch=3), engine={**ENGINE, "threads": 1}, repeats=5)
-    new = replace(new, revision="abc", versions={**new.versions, "torch": "9"})
+    new = replace(new, revision="abc", versions={**new.versions, "torch": "9"}, devices=[{**DEVICE, "card": "8f1c"}])
     first, second = (str(results.write(one, tmp_path)) for one in (old, new))
     assert main(["bench", "compare", first, second]) == 0
     out, err = capsys.readouterr()
     assert "slower  engine yalis, batch 1, prompt_len 8, output_len 8: decode_ms 10 -> 20 ms (2.000x)\n" in out
     assert "new  engine yalis, batch 3" in out
     assert "0 of 2 figures are the same within noise" in out
-    for words in ("repeats: 3 and 5", "engine's threads: 2 and 1", "torch: ", "revision: "):
+    for words in (
+        "repeats: 3 and 5",
+        "engine's threads: 2 and 1",
+        "card: [None] and ['8f1c']",
+        "torch: ",
+        "revision: ",
+    ):
         assert f"yalis: they differ in {words}" in err
     assert main(["bench", "compare", first, second, "--fail-if-slower", "--json"]) == 1
     assert [json.loads(line)["verdict"] for line in capsys.readouterr().out.splitlines()] == ["slower", "new"]

@@ -133,4 +133,5 @@ def describe(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(facts.total_memory / 2**30, 1),
         "capability": f"{facts.major}.{facts.minor}",
         "cuda": torch.version.cuda,
+        "card": str(facts.uuid),  # two of the same name may differ by a few percent
     }

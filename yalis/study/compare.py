@@ -167,9 +167,10 @@ def _differences(before: Result, after: Result) -> Iterator[str]:
     for name in dict.fromkeys([*engines[0], *engines[1]]):
         if engines[0].get(name) != engines[1].get(name):
             yield f"engine's {name}: {_short(engines[0].get(name))} and {_short(engines[1].get(name))}"
-    threads = [[device.get("threads") for device in one.devices] for one in (before, after)]
-    if threads[0] != threads[1]:
-        yield f"threads: {_short(threads[0])} and {_short(threads[1])}"
+    for name in ("threads", "card"):
+        told = [[device.get(name) for device in one.devices] for one in (before, after)]
+        if told[0] != told[1]:
+            yield f"{name}: {_short(told[0])} and {_short(told[1])}"
     if before.topology is not None and after.topology is not None and before.topology != after.topology:
         yield f"ranks of each host: {before.topology['ranks_per_host']} and {after.topology['ranks_per_host']}"
     for name in dict.fromkeys([*before.versions, *after.versions]):
