@@ -22,7 +22,7 @@ from torch import Tensor
 from yalis.comm.base import CommBackend
 from yalis.comm.choose import open_backend
 from yalis.comm.group_sum import GroupSum
-from yalis.comm.nvrar.group import Launch, NvrarGroup
+from yalis.comm.nvrar.group import LONGEST, Launch, NvrarGroup
 from yalis.comm.topology import Topology
 from yalis.errors import first_line
 from yalis.launch.join import join
@@ -227,6 +227,24 @@ def compiled(
     return {"nodes": names, "eager": bool((eager == right).all()), "compiled": bool((inductor == right).all())}
 
 
+def long(
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+) -> object:
+    """More than is nvrar's elsewhere, in a graph, which could not hold what NCCL does between ranks of one GPU."""
+    group = groups[0][0]
+    x = torch.ones(LONGEST // 2 + 4097, dtype=torch.bfloat16, device=device) * (world.rank + 1)
+    out = torch.zeros_like(x)
+    group.all_reduce(x, out)
+    torch.cuda.synchronize(device)
+    eager, graph = out.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        group.all_reduce(x, out)
+    out.zero_()
+    graph.replay()
+    right = sum(range(1, world.size + 1))
+    return {"eager": bool((eager == right).all()), "captured": bool((out == right).all())}
+
+
 def small(
     world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
 ) -> object:
@@ -259,7 +277,7 @@ def leave(
     return {}
 
 
-JOBS = {"storms": storms, "norm": norm, "compiled": compiled, "small": small, "leave": leave}
+JOBS = {"storms": storms, "norm": norm, "compiled": compiled, "long": long, "small": small, "leave": leave}
 
 
 def make_groups(backend: CommBackend, world: World) -> list[tuple[NvrarGroup, list[int]]]:

@@ -179,25 +179,31 @@ def test_memory_counts_the_graphs() -> None:
 
 
 def test_a_split_step_is_one_graph_too(mps: Mps, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """tp 2 on one GPU with nvrar's all-reduces in the graph, and stages that record their own part."""
+    """tp 2 on one GPU with nvrar's all-reduces in the graph, and stages that record their own part: under pressure, and
+    one request at a time, whose prompts are graphs too."""
     from yalis.comm.nvrar import build
 
     if build.missing() is not None:
         pytest.skip(f"nvrar cannot be built here: {build.missing()}")
     fields = {**PRESSED, "device": "cuda", "kv_blocks": 24}
     models = Models(tmp_path_factory.mktemp("wide"), fields)
-    trials = []
-    for name, split in (("llama3-gqa4", {"tp": 2}), ("qwen3-gqa4", {"tp": 2}), ("llama3-gqa4", {"pp": 2})):
-        reference, _ = models.find(name)
-        settings = {**fields, "ranks_per_gpu": 2, "allreduce": "nvrar"}
-        trials.append(Trial(name, str(reference.path), split, settings))
+    shared = {**fields, "ranks_per_gpu": 2, "allreduce": "nvrar"}
+    alone = {**shared, "max_num_seqs": 1, "max_batch_tokens": 64}
+    trials = [
+        Trial(name, str(models.find(name)[0].path), split, settings)
+        for name, split in (("llama3-gqa4", {"tp": 2}), ("qwen3-gqa4", {"tp": 2}), ("llama3-gqa4", {"pp": 2}))
+        for settings in (shared, alone)
+    ]
     everyone = launch(2, trials, tmp_path_factory.mktemp("out"), mps.environment)
     for index, trial in enumerate(trials):
         given = everyone[0]["answers"][index]
         check(trial, given, *models.find(trial.case))
-        check_pressure(trial.split, [given])
         check_ranks(trial, [rank["seen"][index] for rank in everyone])
-        assert given["replays"] > 0, trial.name
+        if trial.fields == alone:
+            assert given["replays"] == given["stats"]["steps"], trial.name
+        else:
+            check_pressure(trial.split, [given])
+            assert given["replays"] > 0, trial.name
 
 
 def test_short_prompts_that_come_alone_are_replayed(reference: Any) -> None:
@@ -211,5 +217,5 @@ def test_short_prompts_that_come_alone_are_replayed(reference: Any) -> None:
                 (output,) = llm.generate(prompt, plain())
                 assert output.token_ids == wanted
                 steps += llm.stats.steps - before
-        assert output.cached_tokens > 0
+        assert output.metrics.cached_tokens > 0
         assert replays(llm) == steps

@@ -70,6 +70,10 @@ def test_residual_and_norm_in_the_same_kernel(mps: Mps, nodes: str) -> None:
     assert answer["worst_ulps"] < 3  # type: ignore[operator]
 
 
+def test_a_graph_holds_very_long_sums(mps: Mps) -> None:
+    assert told(run(mps, *JOB, "long", "1+1")) == {"eager": True, "captured": True}
+
+
 def test_compile_keeps_the_operation(mps: Mps) -> None:
     answer = told(run(mps, *JOB, "compiled", "1+1"))
     assert any("yalis.all_reduce_" in name for name in answer["nodes"])  # type: ignore[attr-defined]

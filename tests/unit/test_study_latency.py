@@ -165,7 +165,7 @@ def test_memory_of_graphs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     new = replace(old, parameters={**old.parameters, "graph_bytes": 321 << 20})
     results.check(asdict(new), "this")
     _print_latency(new)
-    assert "\nCUDA graphs of decode steps take 321.0 MiB of a GPU's memory\n" in capsys.readouterr().out
+    assert "\nCUDA graphs take 321.0 MiB of a GPU's memory\n" in capsys.readouterr().out
     with pytest.raises(YalisError, match=r"'parameters\.graph_bytes'; it should be a whole number"):
         results.check(asdict(replace(old, parameters={**old.parameters, "graph_bytes": "much"})), "this")
 

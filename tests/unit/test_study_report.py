@@ -134,7 +134,7 @@ def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
     assert "<td>2.000 s<small>1.500..2.500</small></td>" in plain
     assert "<th>of floor</th>" in plain
     assert "float32, tp 2x2, nvrar, 1x64x64 to 8x64x64, beside transformers" in split
-    assert "<li>CUDA graphs of decode steps take 96.0 MiB" in split.partition("</table>")[2]
+    assert "<li>CUDA graphs take 96.0 MiB" in split.partition("</table>")[2]
     assert "<li>4 ranks share a GPU" in split
     assert "<th>the job</th>" in split
     assert "<td>2.000 s</td>" in split  # once: there is no range

@@ -24,9 +24,9 @@ class ForwardBatch:
     positions: Tensor  # [T] int64, place in its own sequence
     rope_rows: Tensor  # [T] int64, row of the rotary table (the position, or past it for a second set of factors)
     slots: Tensor  # [T] int64, where a token's key and value go: block * B + place in the block
-    query_start: Tensor  # [S + 1] int32, where each sequence's tokens begin among the T
+    query_start: Tensor  # [S + 1] int32, where each sequence's tokens begin among the T; in a recorded step or int64
     context_len: Tensor  # [S] int32, tokens of the sequence after this step, these included
-    block_tables: Tensor  # [S, most blocks] int32, padded with 0; in a CUDA graph int64 like lengths, and transposed
+    block_tables: Tensor  # [S, most blocks] int32, padded with 0; in a recorded step int64 like lengths, of any strides
     logit_rows: Tensor  # [R] int64, which of the T tokens get logits: ascending, each once
     query_lens: tuple[int, ...]  # the same lengths on the host
     context_lens: tuple[int, ...]
@@ -72,7 +72,8 @@ class AttentionBackend(ABC):
     """Reads the paged cache. One object serves all layers of a rank."""
 
     name: ClassVar[str]
-    #: whether a decode step can be recorded and replayed: all it reads is in the batch's tensors
+    #: whether steps can be recorded and replayed: all it reads is in the batch's tensors, and the lengths on the host
+    #: are but the most that may come
     capturable: bool = False
 
     def __init__(self, needs: AttentionNeeds) -> None:

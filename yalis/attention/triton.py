@@ -1,6 +1,7 @@
 """Our own Triton kernels, which read the paged cache in place (yalis/kernels/paged_attention.py).
 
-On a GPU a decode step's launches depend on the number of sequences alone, so a CUDA graph may hold them.
+On a GPU launches depend on the number of sequences alone, and on the most tokens a prompt may have: a CUDA graph may
+hold them.
 """
 
 from __future__ import annotations

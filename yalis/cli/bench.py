@@ -192,7 +192,7 @@ def _print_latency(result: Result) -> None:
     by = f" ({facts['read_by']})" if "read_by" in facts else ""
     print(f"measured here: read {read:.1f} GB/s{by}, matmul {matmul:.0f} GFLOP/s")
     if graph_bytes := facts.get("graph_bytes"):
-        print(f"CUDA graphs of decode steps take {spell_bytes(graph_bytes)} of a GPU's memory")
+        print(f"CUDA graphs take {spell_bytes(graph_bytes)} of a GPU's memory")
     heads = (
         ("first token", 13),
         ("decode step", 13),

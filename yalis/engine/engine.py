@@ -35,7 +35,7 @@ class EngineStats:
     preemptions: int = 0  # requests that lost their KV blocks and were computed anew
     schedule_seconds: float = 0.0  # host time spent planning and committing
     launch_seconds: float = 0.0  # host time spent building batches and launching them; on a CPU, running them
-    graph_bytes: int = 0  # of its GPU, kept by recorded decode steps; those of one rank of each replica
+    graph_bytes: int = 0  # of its GPU, kept by recorded steps; those of one rank of each replica
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""Steps recorded once for a number of sequences, and replayed without the host's work in between.
+"""Steps recorded once for a number of sequences or tokens, and replayed without the host's work in between.
 
 On a CPU a decode step of few sequences is a tape of native calls, made when a size is met again. On a GPU it is a CUDA
 graph, made before the first request for each of a few sizes; a step is filled up to the next of them. So is a short

@@ -111,7 +111,7 @@ class PackedStep:
         for column, values, idle in zip(columns, own, (0, 0, 0, -1), strict=True):
             column[:count], column[count:] = values, idle
         starts[:] = self.starts
-        context[0], wanted[0], slot[0] = self.contexts[0], count - 1, self.feeders[0]
+        context[0], wanted[0], slot[0] = self.contexts[0], self.logit_rows[0], self.feeders[0]
         table[:blocks], table[blocks:] = self.tables[0], 0
         return prompt_room(tokens, width)
 

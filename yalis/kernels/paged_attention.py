@@ -351,7 +351,7 @@ def paged_attention(
     q: Tensor,  # [T, H, D]
     k_cache: Tensor,  # [N, B, K, D]
     v_cache: Tensor,  # [N, B, K, D]
-    query_start: Tensor,  # [S + 1] int32
+    query_start: Tensor,  # [S + 1] of any integers
     context_len: Tensor,  # [S] of any integers
     block_tables: Tensor,  # [S, most blocks] of any integers and strides
     launch: Launch,

@@ -282,7 +282,7 @@ def _latency_card(given: Given) -> Card:
     draw = partial(figures.draw_shares, bars, "decode steps by batch x prompt x output") if bars else None
     remarks = []
     if graph_bytes := result.parameters.get("graph_bytes"):
-        remarks.append(f"CUDA graphs of decode steps take {spell_bytes(graph_bytes)} of a GPU's memory.")
+        remarks.append(f"CUDA graphs take {spell_bytes(graph_bytes)} of a GPU's memory.")
     works = list(dict.fromkeys(_work(row) for row in rows))
     title = f"{model_name(result)}{_split(engine)}, {works[0]}" + (f" to {works[-1]}" if works[1:] else "")
     if beside := result.parameters.get("peer"):

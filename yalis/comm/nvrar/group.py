@@ -29,7 +29,8 @@ log = get_logger(__name__)
 VALUES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 PROTOCOLS = ("ll", "signal")
 ALGORITHMS = {"ring": 1, "oneshot": 2}
-# Bytes that one operation moves at most; longer messages are several operations, and very long ones NCCL's.
+# Bytes that one operation moves at most; longer messages are several operations, and very long ones NCCL's, unless
+# ranks share a GPU: what NCCL does there cannot be captured.
 WORDS_BYTES, SIGNAL_BYTES, LONGEST = 1 << 20, 4 << 20, 64 << 20
 # Unless a table says otherwise: up to where words win, and what one block handles of a piece.
 LL_BYTES, BLOCK_BYTES, MOST_BLOCKS, MOST_CHUNK, THREADS = 512 << 10, 8 << 10, 32, 64 << 10, 512
@@ -194,7 +195,8 @@ class NvrarGroup(OverTorch):
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         target = x if out is None else out
-        if x.dtype not in VALUES or target.dtype != x.dtype or not x.numel() or x.nbytes > LONGEST:
+        very_long = x.nbytes > LONGEST and self.under.capturable
+        if x.dtype not in VALUES or target.dtype != x.dtype or not x.numel() or very_long:
             return self.under.all_reduce(x, out)
         source = x.contiguous()
         buffer = target if target.is_contiguous() else torch.empty_like(source)
