@@ -134,7 +134,7 @@ def test_short_prompts_that_come_alone_are_replayed(ref, monkeypatch):
             assert ran[0].tokens.tolist() == prompt[found:]
             ran.clear()
         assert found == 8  # the first two blocks of twelve tokens
-        long = ref.prompts[0] + ref.prompts[2]
+        long = [*reversed(ref.prompts[0] + ref.prompts[2])]  # of which the cache has nothing
         before = recorded.replays
         (answer,) = llm.generate(long, plain())
         assert recorded.replays - before == STEPS - 1
