@@ -216,6 +216,29 @@ def test_memory_that_does_not_suffice_is_a_sentence(ref, monkeypatch):
     )
 
 
+def test_memory_left_by_earlier_steps_is_no_graphs(ref, monkeypatch):
+    """Recording gives back what the allocator has kept of a warm-up; graphs take theirs meanwhile."""
+    mib, device = 1 << 20, {"free": 1000 << 20, "kept": 700 << 20}
+
+    def empty_cache():
+        device["free"], device["kept"] = device["free"] + device["kept"], 0
+
+    class Taking(Again):
+        def __init__(self, function, pool):
+            empty_cache()
+            super().__init__(function, pool)
+            device["free"] -= 5 * mib
+
+    with open_llm(ref, monkeypatch) as llm, torch.inference_mode():
+        recorded = llm._engine.runner.graphs
+        recorded.forget()
+        monkeypatch.setattr(recorded, "recording", Taking)
+        monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+        monkeypatch.setattr(graphs._Memory, "of", lambda _: graphs._Memory(device["free"], device["kept"]))
+        recorded.record()
+        assert recorded.nbytes == 5 * mib * len(recorded._recorded) > 0
+
+
 def test_memory_that_graphs_took(ref, monkeypatch):
     """What the device has less, but not what another process took meanwhile."""
     mib = 1 << 20

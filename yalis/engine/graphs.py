@@ -324,6 +324,7 @@ class CudaGraphs(DecodeGraphs):
         `block_bytes`: of the KV cache, where that has taken its memory.
         """
         device = self._last_tokens.device
+        torch.cuda.empty_cache()  # which recording does too: what was left there is no graph's
         before = _Memory.of(device)
         for size in itertools.chain(*self._kinds()):
             self._record(size, block_bytes)
