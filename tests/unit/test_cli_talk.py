@@ -53,6 +53,14 @@ def test_generate_prints_the_completion(
     assert err.endswith(" tokens/s\n")
 
 
+def test_a_context_that_ends_an_answer_is_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", model, "--ignore-eos", "--max-model-len", "8", *SMALL]
+    assert main(["generate", "--prompt-ids", "5,6,7", "--prompt-ids", "7,6", "--max-tokens", "9", *words]) == 0
+    assert "yalis: the context of 8 tokens ended 2 answers before --max-tokens 9\n" in capsys.readouterr().err
+    assert main(["generate", "--prompt-ids", "5,6,7", "--max-tokens", "5", *words]) == 0  # exactly what there is
+    assert "the context" not in capsys.readouterr().err
+
+
 def test_generate_several(
     model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

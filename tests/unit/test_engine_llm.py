@@ -299,7 +299,7 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"kv_blocks": 2, "block_size": 4, "max_model_len": 64}, "KV"),
         ({"max_batch_tokens": 0}, "at least 1"),
         ({"blok_size": 4}, "no argument 'blok_size'"),
-        ({"kv_memory": 1e-9}, r"no memory is left for the KV cache: .* needs \d+\.\d KiB and 1 B are free"),
+        ({"kv_memory": 1e-9}, r"one block .* needs \d+\.\d KiB and 1 B are meant for it; give a larger --kv-memory,"),
         ({"kv_memory": float("inf")}, "GiB above 0"),
         ({"kv_memory": "1"}, "GiB above 0"),
         ({"memory_fraction": "x"}, "at most 1"),

@@ -70,11 +70,12 @@ def test_ours_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert theirs["ratio"] == pytest.approx(theirs["decode_ms"] / ours["decode_ms"])
     assert theirs["same_tokens"] == 1.0
     assert broken["status"] == "RuntimeError: out of luck"
-    assert missing["status"] == "a_package_that_is_not_there is not installed: pip install a_package_that_is_not_there"
+    name = "a_package_that_is_not_there"
+    assert missing["status"] == f"{name} is not installed: make peers, or pip install {name}"
     assert broken["decode_ms"] is missing["decode_ms"] is None
     assert "batch 3: a decode step of transformers takes" in out
     assert "x ours; same tokens\n" in out
-    assert "not installed: pip install a_package_that_is_not_there" in out
+    assert f"not installed: make peers, or pip install {name}" in out
 
 
 class Gives:
@@ -226,4 +227,4 @@ def test_a_batch_that_ran_in_waves_has_no_step_time(tmp_path: Path, engine: dict
 def test_a_peer_that_lacks_a_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     setup = peers.PeerSetup(tmp_path / "model.gguf", False, torch.float32, torch.device("cpu"))
-    assert peers.start("transformers", setup) == "accelerate is not installed: pip install accelerate"
+    assert peers.start("transformers", setup) == "accelerate is not installed: make peers, or pip install accelerate"

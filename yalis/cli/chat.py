@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
-from yalis.cli.generate import so_far
+from yalis.cli.generate import so_far, tell_where_contexts_ended
 from yalis.cli.terminal import speed, tell
 from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisError
@@ -104,6 +104,7 @@ class Conversation:
             raise
         self.messages = [*asked, {"role": "assistant", "content": said}]
         print(json.dumps(_object(said, whole)) if self._as_json else "", flush=True)
+        tell_where_contexts_ended(self._llm, filter(None, [whole]), self._sampling)
         tell(speed(tokens, time.monotonic() - start))
 
     def _blame_history(self, asked: list[Message], error: YalisError) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +69,10 @@ def _ids(text: str) -> list[int]:
 
 
 def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
-    tokens = 0
+    tokens, whole = 0, None
     try:
         for chunk in llm.stream([prompt], sampling):
+            whole = chunk.completion or whole
             text = chunk.text
             if llm.tokenizer is None:
                 text = " ".join(["", *map(str, chunk.token_ids)] if tokens else map(str, chunk.token_ids))
@@ -80,6 +82,7 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
         print(flush=True)
         raise Stopped(so_far(tokens, sampling.max_tokens)) from interrupt
     print()
+    tell_where_contexts_ended(llm, filter(None, [whole]), sampling)
     return tokens
 
 
@@ -108,7 +111,16 @@ def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_jso
         finished = sum(not _cut_short(completion) for completion in answers)
         several = f", {finished} of {asked} answers finished" if tokens and asked > 1 else ""
         raise Stopped(so_far(tokens, asked * sampling.max_tokens) + several) from stopped
+    tell_where_contexts_ended(llm, answers, sampling)
     return tokens
+
+
+def tell_where_contexts_ended(llm: LLM, answers: Iterable[Completion], sampling: SamplingParams) -> None:
+    """Answers that would have been longer."""
+    short = [one for one in answers if one.finish_reason == "length" and len(one.token_ids) < sampling.max_tokens]
+    if short:
+        many = "an answer" if len(short) == 1 else f"{len(short)} answers"
+        tell(f"the context of {llm.max_model_len} tokens ended {many} before --max-tokens {sampling.max_tokens}")
 
 
 def so_far(tokens: int, most: int) -> str:

@@ -145,11 +145,13 @@ def count_blocks(config: EngineConfig, device: torch.device, block_bytes: int, m
             budget = int(config.memory_fraction * total / config.ranks_per_gpu - used) - taken
     blocks = min(budget // block_bytes, most_useful)
     if blocks < 1:
-        size = resolve_block_size(config.block_size, device)
+        size, has = resolve_block_size(config.block_size, device), spell_bytes(max(budget, 0))
+        there, larger = f"{has} are free", "--memory-fraction"
+        if config.kv_memory is not None or device.type == "cpu":
+            there, larger = f"{has} are meant for it", "--kv-memory"
         raise YalisError(
             f"no memory is left for the KV cache: one block of {size} tokens needs {spell_bytes(block_bytes)} "
-            f"and {spell_bytes(max(budget, 0))} are free; "
-            "give a larger --kv-memory or --memory-fraction, or a smaller model"
+            f"and {there}; give a larger {larger}, or a smaller --block-size or model"
         )
     return blocks
 

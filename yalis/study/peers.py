@@ -82,14 +82,15 @@ def start(name: str, setup: PeerSetup) -> Peer | str:
         return explain(error)
 
 
-def explain(error: Exception, pip: str = "pip") -> str:
-    """Why a peer has no numbers; it may fail in ways of its own."""
+def explain(error: Exception, pip: str | None = None) -> str:
+    """Why a peer has no numbers; it may fail in ways of its own. `pip`: of an environment that peers have already."""
     if isinstance(error, YalisError):
         return str(error)
     if isinstance(error, ImportError):
-        return (
-            f"{error.name} is not installed: {pip} install {error.name}" if error.name else f"not installed ({error})"
-        )
+        if error.name is None:
+            return f"not installed ({error})"
+        its_own = "make peers, or " if pip is None else ""
+        return f"{error.name} is not installed: {its_own}{pip or 'pip'} install {error.name}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
