@@ -1,7 +1,7 @@
 """The yalis command: finds the verb, runs it, and turns what went wrong into one line and an exit status.
 
-Exit status: 0 done · 1 failed · 2 bad input · 70 a bug · 130 Ctrl-C · 141 the reader of our output went away · 143 a
-batch or a study was ended by SIGTERM.
+Exit status: 0 done · 1 failed · 2 bad input · 70 a bug · 130 Ctrl-C · 141 the reader of our output went away · 143
+SIGTERM, which is answered as Ctrl-C is.
 Parsing imports neither torch nor transformers, so `yalis --help` is quick.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from yalis import __version__, env
 from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, profile, report
 from yalis.cli.flags import Parser, engine_config
+from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import tell
 from yalis.errors import NotHeard, YalisError
 from yalis.launch.environment import find_place
@@ -54,6 +55,12 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
+    with sigterm_as_ctrl_c() as terminated:
+        status = _answer(given)
+    return TERMINATED if terminated and status == INTERRUPTED else status
+
+
+def _answer(given: list[str]) -> int:
     debug = "--debug" in given
     _open_closed_streams()
     _accept_any_text()
@@ -75,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if env.rank() == 0:
             _say(f"stopped: {stop}" if str(stop) else "stopped")
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         _drop_stdout()
         return 141
