@@ -47,7 +47,7 @@ def _sentences(said: bytes) -> list[bytes]:
 
 def test_generate_prints_what_it_has_into_a_file(model: str, tmp_path: Path) -> None:
     words = ["generate", "abc", "--model", model, "--max-tokens", ENDLESS, "--ignore-eos", "--threads", "1"]
-    said = _stop(words, b"0/1 prompts", tmp_path / "out")
+    said = _stop(words, b"2 tokens of at most 30000", tmp_path / "out")
     (sentence,) = _sentences(said)
     found = re.fullmatch(rb"yalis: stopped: (\d+) tokens? of at most 30000", sentence)
     assert found, sentence

@@ -248,7 +248,7 @@ def test_progress_needs_a_terminal(model: str, tmp_path: Path, capsys: pytest.Ca
     )
     try:
         told = terminal.wait_for(b"holds all 5 results")
-        assert b"requests/s" in told
+        assert b"0/5 (0%)" in told
     finally:
         terminal.process.wait(30)
         os.close(terminal.master)

@@ -92,7 +92,7 @@ def test_every_line_has_a_seed_of_its_own_that_never_changes() -> None:
         ({"prompt": "x", "top_p": 2}, "top_p is 2"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
         ({"prompt": "x", "stop": 3}, "stop is 3"),
-        ({"prompt": "x", "tools": []}, "the field 'tools' is not supported; accepted: prompt, messages, model, "),
+        ({"prompt": "x", "tools": []}, "the field 'tools' is not supported; accepted: prompt, messages, "),
         ({"foo": "x"}, "the line has no prompt or messages, and the field 'foo' is not supported"),
         ({"prompt": "x", "temperature": float("inf")}, "temperature is inf; give a finite number of at least 0"),
         ({"prompt": "x", "max_tokens": 3, "max_completion_tokens": 4}, "give one of them"),
@@ -105,6 +105,16 @@ def test_a_bad_line_is_a_sentence(row: Any, words: str) -> None:
     message = bad(row)
     assert words in message
     assert "\n" not in message
+
+
+def test_every_field_that_the_message_lists_is_taken() -> None:
+    accepted, ignored = bad({"prompt": "x", "tools": []}).split("accepted: ", 1)[1].split("; accepted and ignored: ")
+    assert {"max_completion_tokens", "top_logprobs", "seed"} <= set(accepted.split(", "))
+    assert {"model", "user", "metadata", "stream"} <= set(ignored.split(", "))
+    for name in ignored.split(", "):
+        good({"prompt": "x", name: "anything"})
+    for name in accepted.split(", "):  # a wrong value is refused for itself
+        assert "is not supported; accepted" not in str(parse_one({"prompt": "x", name: "anything"}))
 
 
 def test_line_numbers_count_blank_lines_and_skip_a_byte_order_mark() -> None:

@@ -112,6 +112,22 @@ def test_interrupted_and_resumed_equals_undisturbed(tmp_path: Path, model: str) 
     assert answers(tmp_path / "out") == answers(tmp_path / "whole")
 
 
+def test_tokens_count_as_they_are_made(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("yalis.engine.offline.LOOK_SECONDS", 0.0)
+    rows = [{"prompt": "ab", "max_tokens": length, "ignore_eos": True, "n": 2} for length in (3, 40)]
+    seen: list[JobProgress] = []
+    with OfflineJob(save(tmp_path / "in", rows), tmp_path / "out", model) as job:
+        end = job.run(lambda: LLM(model, **ENGINE), report=seen.append)
+    first = next(now for now in seen if now.generated)
+    assert (first.done, first.running, first.left) == (0, 2, None)
+    assert first.tokens_per_s > 0
+    assert [now.generated for now in seen] == sorted(now.generated for now in seen)
+    last = [now for now in seen if now.done == 1]
+    assert {now.running for now in last} == {1}
+    assert all(now.left is not None and now.left.seconds > 0 and now.left.at_most for now in last)
+    assert (end.running, end.generated, end.output_tokens) == (0, 86, 86)
+
+
 def test_only_a_window_of_the_input_is_held(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
     submit = LLM.submit
@@ -262,10 +278,13 @@ def test_the_exit_status_and_what_to_do_about_errors(
     source, target = save(tmp_path / "in", [{"prompt": ""}, {"prompt": 3}]), tmp_path / "out"
     capsys.readouterr()
     assert _batch(source, target, model) == 1
-    hint = "holds all 2 results, 2 of them errors (--retry-errors tries those again)"
-    assert hint in capsys.readouterr().err
+    hint = "holds all 2 results, 2 of them errors (once mended, --retry-errors tries them again)"
+    why = f"the first error is of line 1 of {source}: the prompt is empty; give at least one character or token id"
+    assert capsys.readouterr().err == f"yalis: {target} {hint}\nyalis: {why}\n"
     assert _batch(save(source, [{"prompt": "x", "max_tokens": 1}, {"prompt": 3}]), target, model, "--retry-errors") == 0
-    assert "holds all 2 results, 1 of them errors" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "holds all 2 results, 1 of them errors (once mended, --retry-errors tries it again)" in said
+    assert f"the error is of line 2 of {source}: prompt is neither" in said
     monkeypatch.chdir(Path(model).parent)  # another spelling of the same model
     assert _batch(source, target, Path(model).name) == 0
     assert "; 2 were there before" in capsys.readouterr().err
@@ -274,16 +293,31 @@ def test_the_exit_status_and_what_to_do_about_errors(
         assert "of another prompt, model, dtype or sampling" in capsys.readouterr().err
     assert _batch(save(tmp_path / "empty", []), tmp_path / "none", model) == 0
     assert capsys.readouterr().err == f"yalis: {tmp_path / 'empty'} has no lines\n"
+    assert _batch(save(source, [{"prompt": "x"}]), tmp_path / "none", str(tmp_path / "no-model")) == 2
+    assert not (tmp_path / "none").exists()  # after either
+
+
+def test_standard_streams_are_refused_by_their_short_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = save(tmp_path / "in", [{"prompt": "x"}])
+    assert main(["batch", "-", "out"]) == 2
+    assert "standard input can be read only once" in capsys.readouterr().err
+    assert main(["batch", str(source), "-"]) == 2
+    assert "results on standard output could not be resumed; give a file" in capsys.readouterr().err
+    assert os.listdir() == ["in"]
 
 
 def test_one_result_is_not_several(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = save(tmp_path / "in", [{"prompt": 3}]), tmp_path / "out"
     capsys.readouterr()
     assert _batch(source, target, model) == 1
-    told = f"yalis: {target} holds the one result, an error (--retry-errors tries those again)"
-    assert capsys.readouterr().err == f"{told}\n"
+    told = f"yalis: {target} holds the one result, an error (once mended, --retry-errors tries it again)"
+    why = f"yalis: the error is of line 1 of {source}: prompt is neither a text nor a list of token ids; "
+    assert capsys.readouterr().err.startswith(f"{told}\n{why}")
     assert _batch(source, target, model) == 1
-    assert capsys.readouterr().err == f"{told}; 1 was there before\n"
+    assert capsys.readouterr().err.startswith(f"{told}; 1 was there before\n{why}")
     assert _batch(save(source, []), target, model) == 0
     assert f"{target} also holds 1 result that the input does not ask for" in capsys.readouterr().err
 

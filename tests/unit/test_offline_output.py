@@ -32,7 +32,7 @@ def test_resumes_and_counts_errors(tmp_path: Path) -> None:
     first.write("b", "d", {"error": {"line": 2, "message": "no"}})
     first.close()
     second = ResultFile(path)
-    assert (second.digests, second.errors) == ({"a": "d", "b": "d"}, {"b"})
+    assert (second.digests, second.errors) == ({"a": "d", "b": "d"}, {"b": "no"})
     second.write("c", "d", FIELDS)
     second.close()
     assert written(path) == ["a", "b", "c"]
@@ -78,9 +78,30 @@ def test_an_id_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "nowhere" / "out.jsonl", Path("/dev/null")):
-        with pytest.raises(YalisError, match="give a file"):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "out.jsonl")
+    missing = f"there is no folder {tmp_path / 'nowhere'}; make it first, or give a file"
+    for place, words in (
+        (tmp_path, "give a file"),
+        (tmp_path / "nowhere" / "out.jsonl", missing),
+        (tmp_path / "link", missing),
+        (Path("/dev/null"), "give a file"),
+    ):
+        with pytest.raises(YalisError, match=words):
             ResultFile(place)
+
+
+def test_only_an_empty_file_that_it_made_goes(tmp_path: Path) -> None:
+    made, found = tmp_path / "made", tmp_path / "found"
+    found.touch()
+    for path in (made, found):
+        ResultFile(path).close()
+    assert not made.exists()
+    assert found.exists()
+    mine = ResultFile(made)
+    made.unlink()
+    made.touch()  # somebody else's, put in its place
+    mine.close()
+    assert made.exists()
 
 
 def test_drop_takes_results_out_and_nothing_else(tmp_path: Path) -> None:
@@ -95,7 +116,7 @@ def test_drop_takes_results_out_and_nothing_else(tmp_path: Path) -> None:
     kept = path.read_bytes().splitlines(keepends=True)[1]
     again = ResultFile(link)
     again.drop({"a", "c"})
-    assert (again.digests, again.errors, path.read_bytes()) == ({"b": "d"}, set(), kept)
+    assert (again.digests, again.errors, path.read_bytes()) == ({"b": "d"}, {}, kept)
     with pytest.raises(YalisError, match="another job is writing"):  # the new file is locked as the old one was
         ResultFile(path)
     again.write("a", "d", FIELDS)

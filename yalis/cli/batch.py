@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
+from yalis.cli.signals import INTERRUPTED
 from yalis.cli.terminal import ProgressLine, counted, duration, speed, tell
+from yalis.errors import YalisError
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
     from yalis.engine.llm import LLM
-    from yalis.engine.offline import JobProgress
+    from yalis.engine.offline import OfflineJob
+    from yalis.engine.offline_progress import JobProgress
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "input", metavar="IN.jsonl", type=Path, help='OpenAI-batch lines, or lines such as {"prompt": "..."}'
+        "input", metavar="IN.jsonl", type=_source, help='OpenAI-batch lines, or lines such as {"prompt": "..."}'
     )
     parser.add_argument(
-        "output", metavar="OUT.jsonl", type=Path, help="one result a line, in the order in which they finish"
+        "output", metavar="OUT.jsonl", type=_target, help="one result a line, in the order in which they finish"
     )
     parser.add_argument(
         "--retry-errors", action="store_true", help="take the errors out of OUT.jsonl and try those lines again"
@@ -44,17 +42,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_common_flags(parser, json="print a summary object at the end")
 
 
+def _source(text: str) -> Path:
+    if text == "-":
+        raise YalisError(
+            "standard input can be read only once, and a job reads its input twice; save it to a file first"
+        )
+    return Path(text)
+
+
+def _target(text: str) -> Path:
+    if text == "-":
+        raise YalisError("results on standard output could not be resumed; give a file")
+    return Path(text)
+
+
 def run(args: argparse.Namespace) -> int:
-    with sigterm_as_ctrl_c() as terminated:
-        try:
-            return _answer_all(args, terminated)
-        except KeyboardInterrupt:
-            if terminated:
-                return 143
-            raise
-
-
-def _answer_all(args: argparse.Namespace, terminated: list[int]) -> int:
     config, defaults = engine_config(args), sampling_fields(args)
     from yalis.engine.offline import OfflineJob
 
@@ -76,35 +78,9 @@ def _answer_all(args: argparse.Namespace, terminated: list[int]) -> int:
     now = job.progress
     if stopped:
         tell(f"stopped: {args.output} holds {now.done} of {counted(now.total)}; run the same command again to continue")
-        return 143 if terminated else 130
-    _finish(now, args)
+        return INTERRUPTED
+    _finish(job, args)
     return 1 if now.total and now.errors == now.total else 0
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """SIGTERM, a scheduler's notice, acts as Ctrl-C does, even where Ctrl-C is ignored; gives whether it came."""
-    terminated: list[int] = []
-    foreign = None in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))  # could not be put back
-    if foreign or threading.current_thread() is not threading.main_thread():
-        yield terminated
-        return
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        terminated.append(number)
-        signal.raise_signal(signal.SIGINT)  # which a step of the engine holds back until it is whole
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if terminated or ctrl_c is not signal.SIG_IGN:
-            raise KeyboardInterrupt
-
-    ctrl_c = signal.signal(signal.SIGINT, interrupt)
-    term = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield terminated
-    finally:
-        signal.signal(signal.SIGTERM, term)
-        signal.signal(signal.SIGINT, ctrl_c)
 
 
 def _identify(config: EngineConfig) -> str:
@@ -123,13 +99,19 @@ def _warn(strangers: list[str], locked: bool, output: Path) -> None:
 
 
 def _status(now: JobProgress) -> str:
-    left = "" if now.seconds_left is None else f" · {duration(now.seconds_left)} left"
-    share = 100 * now.done // max(now.total, 1)
-    rates = f"{now.requests_per_s:.1f} requests/s · {now.tokens_per_s:.0f} tokens/s"
-    return f"{now.done}/{now.total} ({share}%) · {rates}{left}"
+    parts = [f"{now.done}/{now.total} ({100 * now.done // max(now.total, 1)}%)"]
+    if not now.generated:
+        return f"{parts[0]} · reading the first prompts"
+    parts += [f"{now.running} running", f"{now.generated} tokens, {now.tokens_per_s:.1f}/s"]
+    if now.requests_per_s >= 0.1:  # or it would read as if nothing moved
+        parts.append(f"{now.requests_per_s:.1f} requests/s")
+    if now.left is not None:
+        parts.append(f"{'at most' if now.left.at_most else 'about'} {duration(now.left.seconds)} left")
+    return " · ".join(parts)
 
 
-def _finish(now: JobProgress, args: argparse.Namespace) -> None:
+def _finish(job: OfflineJob, args: argparse.Namespace) -> None:
+    now = job.progress
     fresh = now.done - now.resumed
     if args.json:
         summary = {
@@ -149,9 +131,12 @@ def _finish(now: JobProgress, args: argparse.Namespace) -> None:
     else:
         told = f"{args.output} holds all {now.done} results, {now.errors} of them errors"
     if now.errors:
-        told += " (--retry-errors tries those again)"
+        told += f" (once mended, --retry-errors tries {'it' if now.errors == 1 else 'them'} again)"
     if now.resumed:
         told += f"; {now.resumed} {'was' if now.resumed == 1 else 'were'} there before"
     if fresh and now.output_tokens:
         told += f"; {speed(now.output_tokens, now.seconds)}"
     tell(told)
+    if (first := job.first_error) is not None:
+        number, message = first
+        tell(f"the {'first error' if now.errors > 1 else 'error'} is of line {number} of {args.input}: {message}")

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli.batch import sigterm_as_ctrl_c
 from yalis.cli.bench_throughput import add_work_flags, work_config, work_plan
 from yalis.cli.flags import add_common_flags, add_engine_flags, number, whole
+from yalis.cli.signals import INTERRUPTED
 from yalis.cli.terminal import ProgressLine, tell
 from yalis.errors import YalisError
 from yalis.launch.environment import find_place
@@ -128,17 +128,16 @@ def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting
     from yalis.study.scaling_jobs import run_missing
 
     line = ProgressLine()
-    with sigterm_as_ctrl_c() as terminated:
-        try:
-            run_missing(config, plan, settings, line.show)
-            return 0
-        except KeyboardInterrupt:
-            line.clear()
-            done = sum(find_result(config, plan, setting) is not None for setting in settings)
-            tell(f"stopped: {plan.folder} holds {done} of {len(settings)} settings; the same command continues")
-            return 143 if terminated else 130
-        finally:
-            line.clear()
+    try:
+        run_missing(config, plan, settings, line.show)
+        return 0
+    except KeyboardInterrupt:
+        line.clear()
+        done = sum(find_result(config, plan, setting) is not None for setting in settings)
+        tell(f"stopped: {plan.folder} holds {done} of {len(settings)} settings; the same command continues")
+        return INTERRUPTED
+    finally:
+        line.clear()
 
 
 def print_table(result: Result) -> None:

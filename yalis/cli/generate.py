@@ -89,11 +89,16 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
 def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_json: bool) -> int:
     outputs: list[RequestOutput] = []
     stopped: Stopped | None = None
+    most = len(prompts) * sampling.n * sampling.max_tokens
     with ProgressLine() as line:
         try:
             with if_stopped("nothing was generated"):
                 outputs = llm.generate(
-                    prompts, sampling, progress=lambda now: line.show(f"{now.finished}/{now.total} prompts")
+                    prompts,
+                    sampling,
+                    progress=lambda now: line.show(
+                        f"{now.finished}/{now.total} prompts · {now.output_tokens} tokens of at most {most}"
+                    ),
                 )
         except Stopped as stop:
             outputs, stopped = stop.done or [], stop

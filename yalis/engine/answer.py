@@ -35,6 +35,10 @@ class Answer:
         self._begin = time.perf_counter()
         self._first = self._last = self._begin
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
     def receive(self, item: Emitted) -> bool:
         """Take one emitted token or ending; True when a stop string ends this answer here."""
         if self.finish_reason is not None:

@@ -193,6 +193,10 @@ class LLM:
         """Requests without a result yet."""
         return len(self._requests)
 
+    def tokens_so_far(self) -> dict[int, int]:
+        """Of every request without a result, by id; 0 until it has begun."""
+        return {id: sum(answer.num_tokens for answer in request.answers) for id, request in self._requests.items()}
+
     @property
     def max_model_len(self) -> int:
         return self._running().max_model_len

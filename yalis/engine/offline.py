@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from yalis.engine.interrupts import interrupts_held
 from yalis.engine.offline_input import BadLine, GoodLine, Wanted, parse, read_raw, survey
 from yalis.engine.offline_output import ResultFile, answer
+from yalis.engine.offline_progress import JobProgress, Pace
 from yalis.errors import YalisError
 
 if TYPE_CHECKING:
@@ -24,29 +25,8 @@ if TYPE_CHECKING:
 
 #: Requests in flight for each place in a step: enough that no step waits for the file to be read.
 WINDOW = 4
-
-
-@dataclass(frozen=True)
-class JobProgress:
-    total: int  # lines of the input that ask for something
-    done: int  # of them, in the result file
-    errors: int  # of those, results that are errors
-    resumed: int  # in the file before this run
-    output_tokens: int  # of this run
-    seconds: float  # since this run's first request
-
-    @property
-    def requests_per_s(self) -> float:
-        return (self.done - self.resumed) / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.output_tokens / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        """None until a first result has shown the rate."""
-        return (self.total - self.done) / self.requests_per_s if self.requests_per_s > 0 else None
+#: Between two looks at the requests that run, which are many.
+LOOK_SECONDS = 0.25
 
 
 class OfflineJob:
@@ -69,7 +49,7 @@ class OfflineJob:
             if target.exists() and os.path.samestat(os.fstat(self._source.fileno()), target.stat()):
                 raise YalisError(f"{target} is also the input; give another file for the results")
             self._results = opened.enter_context(closing(ResultFile(target)))
-            again = self._results.errors & wanted.keys() if retry_errors else set()
+            again = self._results.errors.keys() & wanted.keys() if retry_errors else set()
             _check_same(self._results, again, wanted, str(source))
             self._results.drop(again)
             self._files = opened.pop_all()
@@ -77,12 +57,18 @@ class OfflineJob:
         #: ids in the result file that the input does not have; they stay where they are
         self.strangers = sorted(held - wanted.keys())
         done = len(held & wanted.keys())
-        self.progress = JobProgress(len(wanted), done, len(self._results.errors & wanted.keys()), done, 0, 0.0)
+        self.progress = JobProgress(len(wanted), done, len(self._results.errors.keys() & wanted.keys()), done, 0, 0.0)
 
     @property
     def locked(self) -> bool:
         """False where the file system has no locks, and a second job on the same file would not be noticed."""
         return self._results.locked
+
+    @property
+    def first_error(self) -> tuple[int, str] | None:
+        """Line and message of the first line of the input whose result is an error."""
+        lines = [(self._wanted[id].number, error) for id, error in self._results.errors.items() if id in self._wanted]
+        return min(lines, default=None)
 
     def run(self, make_llm: Callable[[], LLM], report: Callable[[JobProgress], None] | None = None) -> JobProgress:
         """Answer every line that has no result yet; close() then makes the file durable.
@@ -91,7 +77,7 @@ class OfflineJob:
         """
         llm: LLM | None = None
         running: dict[int, GoodLine] = {}
-        start = time.monotonic()
+        pace, start, looked = Pace(), time.monotonic(), 0.0
 
         def tell(line: GoodLine | BadLine, fields: dict[str, Any], tokens: int = 0) -> None:
             with interrupts_held():  # or a Ctrl-C between the two would leave a result that is not counted
@@ -101,10 +87,14 @@ class OfflineJob:
                 self.progress = replace(now, done=now.done + 1, errors=errors, output_tokens=now.output_tokens + tokens)
 
         def advance(model: LLM) -> None:
+            nonlocal looked
             for request_id, output in model.poll():
                 fields = {**answer(output), "error": None}
                 tell(running.pop(request_id), fields, fields["output_tokens"])
-            self.progress = replace(self.progress, seconds=time.monotonic() - start)
+                pace.finish(request_id, fields["output_tokens"])
+            seconds = time.monotonic() - start
+            if seconds - looked >= LOOK_SECONDS or not running:
+                looked, self.progress = seconds, pace.look(self.progress, seconds, model.tokens_so_far())
             if report is not None:
                 report(self.progress)
 
@@ -117,7 +107,9 @@ class OfflineJob:
                     while len(running) >= WINDOW * llm.config.max_num_seqs * llm.config.dp:
                         advance(llm)
                     try:
-                        running[llm.submit(line.prompt, line.sampling)] = line
+                        request_id = llm.submit(line.prompt, line.sampling)
+                        running[request_id] = line
+                        pace.submit(request_id, line.sampling.n * min(line.sampling.max_tokens, llm.max_model_len))
                         continue
                     except YalisError as error:
                         line = BadLine(line.number, line.custom_id, str(error), line.digest)

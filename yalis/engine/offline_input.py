@@ -18,6 +18,7 @@ from yalis.types import Message, Prompt, SamplingParams
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 _OTHER_NAMES = {"max_completion_tokens", "top_logprobs"}
+_MEANT = _SAMPLING | _OTHER_NAMES | {"prompt", "messages"}
 #: Fields that other engines take and that change nothing about the tokens here.
 _HARMLESS = {"model", "user", "metadata", "stream", "stream_options", "store", "service_tier", "method", "url"}
 
@@ -140,10 +141,13 @@ def _request_fields(content: dict[str, Any]) -> dict[str, Any]:
             if name not in _HARMLESS:
                 raise YalisError(f"the line has a field {name!r} beside its body; put it inside, or take it out")
     for name, value in request.items():
-        if name not in _SAMPLING | _OTHER_NAMES | _HARMLESS | {"prompt", "messages"} and value is not None:
+        if name not in _MEANT | _HARMLESS and value is not None:
             lacks = "" if request.keys() & {"prompt", "messages"} else "the line has no prompt or messages, and "
-            accepted = ", ".join(("prompt", "messages", "model", *sorted(_SAMPLING)))
-            raise YalisError(f"{lacks}the field {name!r} is not supported; accepted: {accepted}")
+            accepted = ", ".join(("prompt", "messages", *sorted(_SAMPLING | _OTHER_NAMES)))
+            ignored = ", ".join(sorted(_HARMLESS))
+            raise YalisError(
+                f"{lacks}the field {name!r} is not supported; accepted: {accepted}; accepted and ignored: {ignored}"
+            )
     return request
 
 

@@ -74,9 +74,9 @@ class ResultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.digests: dict[str, str | None] = {}  # of every id that is there
-        self.errors: set[str] = set()  # those of them that are errors
+        self.errors: dict[str, str] = {}  # the message of those of them that are errors
         self.locked = True
-        self._fd = _open(path)
+        self._fd, self._created = _open(path)
         try:
             self.locked = self._lock(self._fd)
             self._check_in_place()
@@ -112,7 +112,7 @@ class ResultFile:
             self._cut_back()
             raise
         self._end += len(line)
-        self._note(custom_id, digest, fields.get("error") is not None)
+        self._note(custom_id, digest, fields.get("error"))
 
     def drop(self, ids: set[str]) -> None:
         """Take these results out. A file without them takes the place of this one, whole or not at all."""
@@ -143,20 +143,28 @@ class ResultFile:
         _sync_folder(place.parent)  # or a power cut could bring the old file back, without the results still to come
         for custom_id in ids:
             del self.digests[custom_id]
-        self.errors -= ids
+            self.errors.pop(custom_id, None)
 
     def close(self) -> None:
-        """Have the disk hold everything, and give the lock back."""
+        """Have the disk hold everything, and give the lock back. A file that we made and left empty goes."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
         try:
+            if self._created and not self._end and self.locked:
+                self._remove(fd)
             os.fsync(fd)
         except OSError as error:
             told = f"could not write to {self.path}: {error.strerror}; make room and run again to continue"
             raise YalisFailure(told) from error
         finally:
             os.close(fd)
+
+    def _remove(self, fd: int) -> None:
+        """Safe under the lock: a job that opened it meanwhile finds it out of place."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                os.unlink(self.path)
 
     def _cut_back(self) -> None:
         with contextlib.suppress(OSError):  # the next run cuts the torn line if this one cannot
@@ -218,12 +226,12 @@ class ResultFile:
                 f"line {number} of {self.path} has custom_id {custom_id!r} a second time; "
                 "give another file, or take that line out"
             )
-        self._note(custom_id, row.get("digest"), error is not None)
+        self._note(custom_id, row.get("digest"), error)
 
-    def _note(self, custom_id: str, digest: str | None, is_error: bool) -> None:
+    def _note(self, custom_id: str, digest: str | None, error: Any) -> None:
         self.digests[custom_id] = digest
-        if is_error:
-            self.errors.add(custom_id)
+        if error is not None:
+            self.errors[custom_id] = str(error.get("message")) if isinstance(error, dict) else str(error)
 
     def _check_torn(self, raw: bytes) -> None:
         """A last line without its end is cut off, but only if it can be one of ours."""
@@ -232,15 +240,28 @@ class ResultFile:
             raise YalisError(f"{self.path} does not end with a result of yalis batch; give another file")
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> tuple[int, bool]:
+    """Its descriptor, and whether this made the file."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        with contextlib.suppress(FileExistsError):
+            return os.open(path, flags | os.O_EXCL, 0o666), True
+        fd = os.open(path, flags, 0o666)
     except OSError as error:
-        raise YalisError(f"cannot write to {path}: {error.strerror}; give a file elsewhere") from error
+        raise _unwritable(path, error) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise YalisError(f"{path} is not a plain file, so results could not be resumed; give a file")
-    return fd
+    return fd, False
+
+
+def _unwritable(path: Path, error: OSError) -> YalisError:
+    folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
+    if isinstance(error, FileNotFoundError) and not folder.exists():
+        return YalisError(
+            f"cannot write to {path}: there is no folder {folder}; make it first, or give a file elsewhere"
+        )
+    return YalisError(f"cannot write to {path}: {error.strerror}; give a file elsewhere")
 
 
 def _sync_folder(folder: Path) -> None:
