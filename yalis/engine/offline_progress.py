@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+_HALF_LIFE = 5.0  # seconds; one request alone goes faster than in a crowd
+
 
 @dataclass(frozen=True)
 class TimeLeft:
@@ -39,7 +41,8 @@ class Pace:
         self._limits: dict[int, int] = {}  # the most tokens of every request without a result
         self._submitted = self._allowed = 0  # requests so far, and the sum of their limits
         self._made = self._could = 0  # tokens of those that ended, and the sum of their limits
-        self._busy = 0.0  # seconds that requests ran, summed over them
+        # Seconds that requests ran, summed over them, and tokens that they made; what is long ago counts less.
+        self._busy = self._recent = 0.0
 
     def submit(self, request_id: int, limit: int) -> None:
         self._limits[request_id] = limit
@@ -53,8 +56,10 @@ class Pace:
     def look(self, before: JobProgress, seconds: float, so_far: dict[int, int]) -> JobProgress:
         """The progress now; `so_far` has the tokens of every request without a result."""
         running = sum(tokens > 0 for tokens in so_far.values())
-        self._busy += running * (seconds - before.seconds)
         now = replace(before, seconds=seconds, running=running, generated=self._made + sum(so_far.values()))
+        keep = 0.5 ** ((seconds - before.seconds) / _HALF_LIFE)
+        self._busy = keep * self._busy + running * (seconds - before.seconds)
+        self._recent = keep * self._recent + now.generated - before.generated
         return replace(now, left=self._time_left(now, so_far))
 
     def _time_left(self, now: JobProgress, so_far: dict[int, int]) -> TimeLeft | None:
@@ -65,7 +70,7 @@ class Pace:
         ahead = [_tokens_left(self._limits[id], made, share) for id, made in so_far.items()]
         unread = (now.total - now.done - len(so_far)) * share * self._allowed / self._submitted
         all_of_it = (sum(ahead) + unread) / now.tokens_per_s
-        longest = max(ahead, default=0.0) * self._busy / now.generated
+        longest = max(ahead, default=0.0) * self._busy / self._recent if self._recent else 0.0
         return TimeLeft(max(all_of_it, longest), at_most=share == 1.0)
 
 
