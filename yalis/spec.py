@@ -197,8 +197,10 @@ def _family(config: dict[str, Any], label: str) -> str:
             return FAMILIES[name][0]
     if not names and any(config.get("model_type") == family for family, _ in FAMILIES.values()):
         return str(config["model_type"])
-    what = names[0] if names else config.get("model_type", "nothing")
     known = ", ".join(f"{name} ({models})" for name, (_, models) in FAMILIES.items())
+    what = names[0] if names else config.get("model_type")
+    if what is None:
+        raise YalisError(f"{label} names no architecture; take a model whose config.json does; known: {known}")
     raise YalisError(f"{label} asks for architecture {what!r}, which is not supported; known: {known}")
 
 

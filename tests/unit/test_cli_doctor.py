@@ -69,8 +69,10 @@ def test_doctor_looks_at_the_cache_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert cache().usable
     assert "not made yet" in cache().detail
     (tmp_path / "new").write_text("a file")
-    assert not cache().usable
-    assert "set YALIS_CACHE" in cache().detail
+    for impossible in (tmp_path / "new" / "cache", Path("/proc/new")):  # no folder to be made there, even by root
+        monkeypatch.setenv("YALIS_CACHE", str(impossible))
+        assert not cache().usable
+        assert "set YALIS_CACHE" in cache().detail
 
 
 def test_models_lists_aliases_and_families(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ def test_silence_means_what_transformers_assumes(architecture):
     [
         ({"architectures": ["BertModel"]}, "'BertModel', which is not supported; known: LlamaForCausalLM"),
         ({"architectures": "GPT2LMHeadModel"}, "'GPT2LMHeadModel'"),
+        ({"architectures": []}, "names no architecture; take a model whose config.json does; known: LlamaForCausalLM"),
         ({"architectures": [["LlamaForCausalLM"]]}, "makes no sense|not supported"),
         ({"hidden_size": "64"}, "hidden_size in .* is '64'"),
         ({"num_key_value_heads": 3}, "must be a multiple"),

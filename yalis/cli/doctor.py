@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -113,9 +113,11 @@ def _cache() -> Finding:
     """A folder that is not there yet counts by the nearest one above it."""
     folder = env.cache_dir()
     there = next(place for place in (folder, *folder.parents) if place.exists())
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        return Finding("software", "cache", True, f"{folder}{'' if there == folder else ' (not made yet)'}")
-    return Finding("software", "cache", False, f"{folder} cannot be written; set YALIS_CACHE to a folder that can")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return Finding("software", "cache", True, f"{folder}{'' if there == folder else ' (not made yet)'}")
+    except OSError:
+        return Finding("software", "cache", False, f"{folder} cannot be written; set YALIS_CACHE to a folder that can")
 
 
 def _native() -> Finding:

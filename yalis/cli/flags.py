@@ -57,7 +57,7 @@ HELP = {
     "ignore_eos": "go on past the model's own end",
     "seed": "the same seed gives the same tokens",
     "n": "answers for each prompt",
-    "logprobs": "report each token's log probability and those of this many others (with --json)",
+    "logprobs": "report each token's log probability and those of this many most likely ones (with --json)",
 }
 
 

@@ -288,7 +288,7 @@ class LLM:
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if not isinstance(prompt, (str, list, tuple)):
             given = type(prompt).__name__
-            raise YalisError(f"a prompt is a {given}; give a string, a list of token ids, or a list of messages")
+            raise YalisError(f"a prompt is of type {given}; give a string, a list of token ids, or a list of messages")
         if not prompt:
             raise YalisError(_EMPTY)
         if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
