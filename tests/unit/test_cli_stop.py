@@ -57,21 +57,6 @@ def test_generate_prints_what_it_has_into_a_file(model: str, tmp_path: Path) -> 
     assert len(text) > 1
 
 
-def test_sigterm_is_answered_alike(model: str) -> None:
-    words = ["generate", "abc", "--model", model, "--max-tokens", ENDLESS, "--ignore-eos", "--threads", "1"]
-    command = [sys.executable, "-m", "yalis", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        first = process.stderr.readline()  # of its progress
-        process.terminate()
-        out, err = process.stdout.read(), process.stderr.read()
-    assert first.startswith(b"yalis: 0/1 prompts"), first
-    assert process.returncode == 143
-    assert len(out) > 1
-    assert re.search(rb"yalis: stopped: \d+ tokens? of at most 30000\n$", err)
-
-
 def test_generate_ends_the_line_it_streams(model: str) -> None:
     words = ["generate", "--prompt-ids", "5,6", "--model", model, "--max-tokens", ENDLESS, "--ignore-eos"]
     terminal = Terminal([sys.executable, "-m", "yalis", *words, "--threads", "1"])
