@@ -46,6 +46,7 @@ DRIVER_BYTES = 64 << 20
 BUFFERS = 4
 
 Forward = Callable[[ForwardBatch], Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -165,17 +166,22 @@ def compile_blocks(model: Decoder, **options: Any) -> None:
         block.forward = _of_any_length(compiled, MethodType(shared, block))
 
 
-def _of_any_length(run: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _of_any_length(run: Callable[..., Pair], plain: Callable[..., Pair]) -> Callable[..., Pair]:
     """A compiled block that is told, of what it is given, that the first dimension varies from step to step."""
 
     def forward(
-        x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache, step: StepAttention, rows: Tensor | None = None
-    ) -> Tensor:
+        x: Tensor,
+        branch: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        cache: LayerCache,
+        step: StepAttention,
+        rows: Tensor | None = None,
+    ) -> Pair:
         if rows is not None:
-            return plain(x, rope, cache, step, rows)
-        for tensor in (x, *rope, step.batch.slots):
+            return plain(x, branch, rope, cache, step, rows)
+        for tensor in (x, *(() if branch is None else (branch,)), *rope, step.batch.slots):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return run(x, rope, cache, step)
+        return run(x, branch, rope, cache, step)
 
     return forward
 

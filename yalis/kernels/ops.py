@@ -32,30 +32,24 @@ MANY_ROWS = 8192
 
 
 @opaque(
-    "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, Tensor? norm=None, float eps=0.0) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     lambda x, weight, *_: (x.shape[0], weight.shape[0]),
 )
 def linear(
     x: Tensor,  # [T, in]
     weight: Tensor,  # [out, in]
     bias: Tensor | None = None,  # [out]
-    residual: Tensor | None = None,  # [T, out]
-    norm: Tensor | None = None,  # [in] and eps, of an RMSNorm of x
-    eps: float = 0.0,
 ) -> Tensor:
-    """x, or its norm, times weight transposed, plus bias, plus residual."""
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
+    """x times weight transposed, plus bias."""
     if _few_rows(x, weight):
         from yalis.kernels import skinny
 
-        return skinny.linear(x, weight, bias, residual, dependent.wanted())
-    y = _product(x, weight, bias)
-    return y if residual is None else add(y, residual)
+        return skinny.linear(x, weight, bias, pdl=dependent.wanted())
+    return _product(x, weight, bias)
 
 
 @opaque(
-    "(Tensor x, Tensor weight, str activation, Tensor? bias=None, Tensor? norm=None, float eps=0.0) -> Tensor",
+    "(Tensor x, Tensor weight, str activation, Tensor? bias=None) -> Tensor",
     lambda x, weight, *_: (x.shape[0], weight.shape[0] // 2),
 )
 def gated_linear(
@@ -63,12 +57,8 @@ def gated_linear(
     weight: Tensor,  # [2 * width, in], the gate's rows before those of up
     activation: str,
     bias: Tensor | None = None,  # [2 * width]
-    norm: Tensor | None = None,  # [in] and eps, of an RMSNorm of x
-    eps: float = 0.0,
 ) -> Tensor:
-    """activation(gate) * up, both products of x, or of its norm, with their half of weight."""
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
+    """activation(gate) * up, both products of x with their half of weight."""
     if _few_rows(x, weight, gated=True):
         from yalis.kernels import skinny
 
@@ -138,6 +128,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x.shape[0], inner, cols, torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(the norm of x + y, x + y); without y, of x alone."""
+    if y is None:
+        return rms_norm(x, weight, eps), x
+    if _triton(x) or torch.compiler.is_compiling():
+        return _add_rms_norm(x, y, weight, eps)
+    total = add(x, y)
+    return rms_norm(total, weight, eps), total
+
+
+@opaque("(Tensor x, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)", lambda x, *_: x.shape, lambda x, *_: x.shape)
+def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if _triton(x):
+        from yalis.kernels import fused
+
+        return fused.add_rms_norm(x, y, weight, eps, dependent.wanted())
+    total = add(x, y)
+    return rms_norm(total, weight, eps), total
 
 
 def take(table: Tensor, rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from yalis.attention.base import AttentionParams, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
 from yalis.parallel.linear import down_linear, up_linear
-from yalis.parallel.norm import HeadNorm, RMSNorm
+from yalis.parallel.norm import HeadNorm
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import Piece
 from yalis.spec import ModelSpec
@@ -41,16 +41,14 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        norm: RMSNorm,
         rope: tuple[Tensor, Tensor],
         cache: LayerCache,
         step: StepAttention,
         rows: Tensor | None = None,
-        residual: Tensor | None = None,
     ) -> Tensor:
-        """The attention of norm(x), plus residual; of these rows, if not of all."""
+        """Of these rows, if not of all."""
         H, K = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x, norm).view(x.shape[0], H + 2 * K, self.head_dim)
+        qkv = self.qkv(x).view(x.shape[0], H + 2 * K, self.head_dim)
         q_norm, k_norm = (None if head is None else head.weight for head in (self.q_norm, self.k_norm))
         q = ops.rope_write(qkv, *rope, *cache, step.batch.slots, q_norm, k_norm, self.eps)
         if self.before or self.behind:
@@ -59,7 +57,8 @@ class SelfAttention(nn.Module):
         if self.before or self.behind:
             attended = attended[:, self.before : self.before + H]
         attended = attended.reshape(x.shape[0], H * self.head_dim)
-        return self.out(attended if rows is None else ops.take(attended, rows), residual=residual)
+        y: Tensor = self.out(attended if rows is None else ops.take(attended, rows))
+        return y
 
 
 def uneven_edges(heads: range, kv_heads: range, group: int) -> tuple[int, int]:

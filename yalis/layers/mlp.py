@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from yalis.parallel.linear import down_linear, up_linear
-from yalis.parallel.norm import RMSNorm
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import Piece
 from yalis.spec import ModelSpec
@@ -25,6 +24,6 @@ class GatedMLP(nn.Module):
         self.down = down_linear(grid, f"{prefix}.down_proj", size, kept, spec.hidden_size, spec.mlp_bias, dtype, device)
         self.activation = spec.activation
 
-    def forward(self, x: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> Tensor:
-        """The MLP of norm(x), plus residual."""
-        return self.down(self.gate_up.gated(x, self.activation, norm), residual=residual)
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.gate_up.gated(x, self.activation))
+        return y

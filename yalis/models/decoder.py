@@ -30,7 +30,10 @@ _numbers = count()
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma 2 norms each branch's output as well."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma 2 norms each branch's output as well.
+
+    What a branch gives is added by the norm that follows, so x and `branch`, the last one's, go from block to block.
+    """
 
     def __init__(self, spec: ModelSpec, grid: Grid, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -54,18 +57,22 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        branch: Tensor | None,
         rope: tuple[Tensor, Tensor],
         cache: LayerCache,
         step: StepAttention,
         rows: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """`rows` [R] int64: the tokens anyone asks for, if not all. Others leave keys and values, and no more."""
-        kept = x if rows is None else ops.take(x, rows)
-        if self.attention_out_norm is None or self.mlp_out_norm is None:
-            x = self.attention(x, self.attention_norm, rope, cache, step, rows, residual=kept)
-            return self.mlp(x, self.mlp_norm, residual=x)
-        x = ops.add(kept, self.attention_out_norm(self.attention(x, self.attention_norm, rope, cache, step, rows)))
-        return ops.add(x, self.mlp_out_norm(self.mlp(x, self.mlp_norm)))
+        normed, x = self.attention_norm.of_sum(x, branch)
+        branch = self.attention(normed, rope, cache, step, rows)
+        if self.attention_out_norm is not None:
+            branch = self.attention_out_norm(branch)
+        normed, x = self.mlp_norm.of_sum(x if rows is None else ops.take(x, rows), branch)
+        branch = self.mlp(normed)
+        if self.mlp_out_norm is not None:
+            branch = self.mlp_out_norm(branch)
+        return x, branch
 
 
 class Decoder(nn.Module):
@@ -116,10 +123,12 @@ class Decoder(nn.Module):
         step = StepAttention(backend, batch, self.number)
         # Behind the last layer's attention only tokens that get logits go on. In a decode step those are all.
         some = self.head is not None and batch.logit_rows.shape[0] < x.shape[0]
+        branch = None
         for at, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
-            x = block(x, rope, cache, step, batch.logit_rows if some and at == len(self.layers) else None)
+            rows = batch.logit_rows if some and at == len(self.layers) else None
+            x, branch = block(x, branch, rope, cache, step, rows)
         if self.norm is None or self.head is None:
-            return x
-        logits: Tensor = self.head(x, self.norm)
+            return x if branch is None else ops.add(x, branch)
+        logits: Tensor = self.head(self.norm.of_sum(x, branch)[0])
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

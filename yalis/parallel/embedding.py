@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from yalis.kernels import ops
-from yalis.parallel.norm import RMSNorm
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import DenseWeight, ParallelLayer, Piece, TensorSource
 
@@ -54,8 +53,7 @@ class LMHead(ParallelLayer):
         if not self.tied:
             self.weight.fill(source, [self.piece], self.hidden, range(self.hidden))
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """norm(x), [R, hidden / c], to [R, vocabulary share]."""
-        if norm.split:
-            return self.weight(self.grid.over_cols.all_gather(norm(x)))
-        return self.weight(x, norm=norm.weight, eps=norm.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, hidden / c] to [R, vocabulary share]."""
+        y: Tensor = self.weight(self.grid.over_cols.all_gather(x) if self.grid.cols > 1 else x)
+        return y

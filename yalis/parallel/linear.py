@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from yalis.comm.base import Communicator
 from yalis.comm.group_sum import GroupSum
 from yalis.kernels import ops
-from yalis.parallel.norm import RMSNorm
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import DenseWeight, ParallelLayer, Piece, TensorSource
 
@@ -54,21 +53,15 @@ class GridLinear(ParallelLayer):
             piece.bias(source).read_into(out, slice(piece.rows.start, piece.rows.stop))
             at += len(piece.rows)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
-        """The product with x, or with its norm, plus residual; all in one, but for what ranks must sum in between."""
-        if norm is not None and norm.split:
-            x, norm = norm(x), None
-        gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        if self.reduce.size == 1:
-            return self.weight(x, self.bias, residual, gain, eps)
-        y = self.sum(self.weight(x, self.bias, None, gain, eps))
-        return y if residual is None else ops.add(residual, y)
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.weight(x, self.bias)
+        return y if self.reduce.size == 1 else self.sum(y)
 
-    def gated(self, x: Tensor, activation: str, norm: RMSNorm) -> Tensor:
-        """activation(gate) * up of norm(x), where the pieces are gate and up."""
-        if self.reduce.size > 1 or norm.split:
-            return ops.gated(self(x, norm), activation)
-        return self.weight.gated(x, activation, self.bias, norm.weight, norm.eps)
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up, where the pieces are gate and up; all in one, but for what ranks must sum between."""
+        if self.reduce.size > 1:
+            return ops.gated(self(x), activation)
+        return self.weight.gated(x, activation, self.bias)
 
 
 def up_linear(

@@ -20,8 +20,6 @@ class RMSNorm(ParallelLayer):
         super().__init__()
         self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
         self.part = grid.hidden(size)
-        #: over several ranks, which sum squares first; otherwise whoever multiplies the norm may compute it on the way
-        self.split = grid.cols > 1
         self.sum = GroupSum(grid.over_cols)
         # offset + weight does not fit a 16-bit float
         kept = torch.float32 if offset else dtype
@@ -35,11 +33,17 @@ class RMSNorm(ParallelLayer):
             self.weight.add_(self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.split:
-            return ops.rms_norm(x, self.weight, self.eps)
+        return self.of_sum(x, None)[0]
+
+    def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the norm of x + y, x + y); without y, of x alone."""
+        if self.grid.cols == 1:
+            return ops.add_rms_norm(x, y, self.weight, self.eps)
+        if y is not None:
+            x = ops.add(x, y)
         wide = x.float()
         squares = self.sum(wide.pow(2).sum(-1, keepdim=True))
-        return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)
+        return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype), x
 
 
 class HeadNorm(ParallelLayer):

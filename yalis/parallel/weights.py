@@ -64,13 +64,10 @@ class DenseWeight(nn.Module):
             lazy.read_into(out, slice(piece.rows.start, piece.rows.stop), slice(cols.start, cols.stop))
             at += len(piece.rows)
 
-    def forward(
-        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:  # fmt: skip
-        """x, or its norm, times this, plus bias, plus residual."""
-        return ops.linear(x, self.data, bias, residual, norm, eps)
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x times this, plus bias."""
+        return ops.linear(x, self.data, bias)
 
-    def gated(self, x: Tensor, activation: str, bias: Tensor | None, norm: Tensor, eps: float) -> Tensor:
-        """activation(gate) * up of the norm of x; the gate's rows are the first half."""
-        return ops.gated_linear(x, self.data, activation, bias, norm, eps)
+    def gated(self, x: Tensor, activation: str, bias: Tensor | None) -> Tensor:
+        """activation(gate) * up of x; the gate's rows are the first half."""
+        return ops.gated_linear(x, self.data, activation, bias)
