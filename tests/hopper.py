@@ -85,7 +85,7 @@ def _widths(text: str) -> list[str]:
 
 
 def main() -> None:
-    flags = {"ACTIVATION": "silu", "BIAS": False, "RESIDUAL": False, "PDL": True}
+    flags = {"ACTIVATION": "silu", "BIAS": False, "PDL": True}
     one = {"K": 4096, "BN": 1, "BK": 2048, **flags}
     few = {"RP": 16, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2, "DESCRIBED": False, "LINE": 64, "LINES": 4, **flags}
     tiled = {**few, "RP": 128, "DESCRIBED": True}

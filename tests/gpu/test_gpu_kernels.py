@@ -56,10 +56,9 @@ def test_products(dtype: torch.dtype, size: tuple[int, int]) -> None:
     for rows in (1, 2, 7, 8, 9, 16, 31, 64, *tiled):
         x = draw(rows, inputs, dtype=dtype)
         bias = draw(outputs, dtype=dtype) if rng.random() < 0.5 else None
-        residual = draw(rows, outputs, dtype=dtype) if rng.random() < 0.5 else None
         pdl = rng.random() < 0.5  # compiling is what takes the time
-        found = skinny.linear(x, weight, bias, residual, pdl)
-        assert error(found, reference.linear(x, weight, bias, residual)) < TOLERANCE[dtype], (rows, pdl)
+        found = skinny.linear(x, weight, bias, pdl)
+        assert error(found, reference.linear(x, weight, bias)) < TOLERANCE[dtype], (rows, pdl)
         if outputs % 2 == 0:
             activation = rng.choice(fused.ACTIVATIONS)
             found = skinny.gated_linear(x, weight, activation, bias, pdl)
@@ -117,14 +116,14 @@ def test_a_chain_of_dependent_launches_equals_one_that_waits() -> None:
     ]  # fmt: skip
 
     def run(x: torch.Tensor, pdl: bool) -> torch.Tensor:
+        branch = None
         for square, up, down in layers:
-            y = fused.add_rms_norm(x, None, *norm, pdl)[0]
-            x = skinny.linear(skinny.linear(y, square, None, None, pdl), square, None, x, pdl)
-            y = fused.add_rms_norm(x, None, *norm, pdl)[0]
-            x = skinny.linear(skinny.gated_linear(y, up, "silu", None, pdl), down, None, x, pdl)
-            y, x = fused.add_rms_norm(x, x, norm[0], 1e-5, pdl)
-            x = fused.gated(torch.cat((y, x), 1), "silu", pdl) + x
-        return x
+            y, x = fused.add_rms_norm(x, branch, *norm, pdl)
+            branch = skinny.linear(skinny.linear(y, square, None, pdl), square, None, pdl)
+            y, x = fused.add_rms_norm(x, branch, *norm, pdl)
+            branch = skinny.linear(skinny.gated_linear(y, up, "silu", None, pdl), down, None, pdl)
+            branch = fused.gated(torch.cat((branch, x), 1), "silu", pdl)
+        return fused.add_rms_norm(x, branch, *norm, pdl)[1]
 
     for rows in (1, 5, 16, 64):
         x = draw(rows, hidden, dtype=dtype)
@@ -231,11 +230,11 @@ class Layer:
 
     def run(self, x: torch.Tensor, angles: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Without attention; keys come back from the cache instead."""
-        qkv = ops.linear(x, self.qkv, None, None, self.norm, 1e-5).view(x.shape[0], -1, self.dim)
+        qkv = ops.linear(ops.rms_norm(x, self.norm, 1e-5), self.qkv).view(x.shape[0], -1, self.dim)
         q = ops.rope_write(qkv, *angles.chunk(2, dim=-1), *self.pool, slots)
         q = q + self.pool[0].flatten(0, 1).index_select(0, slots).repeat(1, self.heads // self.kv_heads, 1)
-        x = ops.linear(q.flatten(1), self.out, None, x)
-        return ops.linear(ops.gated_linear(x, self.up, "silu", None, self.norm, 1e-5), self.down, None, x)
+        y, x = ops.add_rms_norm(x, ops.linear(q.flatten(1), self.out), self.norm, 1e-5)
+        return ops.add_rms_norm(x, ops.linear(ops.gated_linear(y, self.up, "silu"), self.down), self.norm, 1e-5)[1]
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -243,19 +242,15 @@ class Layer:
 def test_ops_round_as_their_references(dtype: torch.dtype, rows: int) -> None:
     layer, eps = Layer(dtype), 1e-5
     hidden, width = layer.hidden, layer.width
-    for activation, bias, residual, norm in (
-        ("silu", None, None, None),
-        ("gelu", draw(hidden, dtype=dtype), draw(rows, hidden, dtype=dtype), draw(width, dtype=dtype)),
-        ("gelu_tanh", None, draw(rows, hidden, dtype=dtype), draw(width, dtype=torch.float32)),
-    ):
+    for activation, bias in (("silu", None), ("gelu", draw(hidden, dtype=dtype)), ("gelu_tanh", None)):
         x = draw(rows, width, dtype=dtype)
-        found = ops.linear(x, layer.down, bias, residual, norm, eps)
-        expected = reference.linear(x, layer.down, bias, residual, None if norm is None else (norm, eps))
-        assert error(found, expected) < ROUNDING[dtype]
-        x, gain = draw(rows, hidden, dtype=dtype), None if norm is None else draw(hidden, dtype=norm.dtype)
-        found = ops.gated_linear(x, layer.up, activation, None, gain, eps)
-        pair = None if gain is None else (gain, eps)
-        assert error(found, reference.gated_linear(x, layer.up, activation, None, pair)) < 2 * ROUNDING[dtype]
+        assert error(ops.linear(x, layer.down, bias), reference.linear(x, layer.down, bias)) < ROUNDING[dtype]
+        x = draw(rows, hidden, dtype=dtype)
+        found = ops.gated_linear(x, layer.up, activation)
+        assert error(found, reference.gated_linear(x, layer.up, activation)) < 2 * ROUNDING[dtype]
+    for branch, gain in ((None, layer.norm), (x.flip(1), layer.norm), (x.flip(1), layer.norm.float())):
+        pairs = zip(ops.add_rms_norm(x, branch, gain, eps), reference.add_rms_norm(x, branch, gain, eps), strict=True)
+        assert all(error(*pair) < ROUNDING[dtype] for pair in pairs)
     qkv = draw(rows, layer.heads + 2 * layer.kv_heads, layer.dim, dtype=dtype)
     cos, sin = draw(rows, 1, 2 * layer.dim, dtype=dtype).chunk(2, dim=-1)
     slots = torch.randperm(640, device="cuda")[:rows]

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
 from collections.abc import Callable
+from typing import TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -26,15 +27,16 @@ from yalis.kernels import fused, skinny
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+T = TypeVar("T")
 
 
-def on_gpu(function: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
+def on_gpu(function: Callable[..., T], *args: object, **kwargs: object) -> T:
     """As if the tensors were on one."""
     with patch.object(ops, "_triton", lambda x: True):
         return function(*args, **kwargs)
 
 
-def in_torch(function: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
+def in_torch(function: Callable[..., T], *args: object, **kwargs: object) -> T:
     with patch.object(native, "_found", native.Unavailable("not wanted here")):
         return function(*args, **kwargs)
 
@@ -48,20 +50,30 @@ def check(found: Tensor, *expected: Tensor) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 7, 20, 65])
-@pytest.mark.parametrize("extras", ["", "bias", "residual norm", "bias residual norm"])
-def test_products(dtype: torch.dtype, rows: int, extras: str) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_products(dtype: torch.dtype, rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 72).to(dtype), (torch.randn(40, 72) / 8).to(dtype)
-    bias = torch.randn(40).to(dtype) if "bias" in extras else None
-    residual = torch.randn(rows, 40).to(dtype) if "residual" in extras else None
-    norm = torch.randn(72) if "norm" in extras else None  # float32, as Gemma's
-    pair = None if norm is None else (norm, 1e-5)
-    given = (x, weight, bias, residual, norm, 1e-5)
-    expected = reference.linear(x, weight, bias, residual, pair)
+    bias = torch.randn(40).to(dtype) if biased else None
+    given = (x, weight, bias)
+    expected = reference.linear(x, weight, bias)
     check(on_gpu(ops.linear, *given), expected, ops.linear(*given), in_torch(ops.linear, *given))
-    gated = (x, weight, "silu", bias, norm, 1e-5)
-    expected = reference.gated_linear(x, weight, "silu", bias, pair)
+    gated = (x, weight, "silu", bias)
+    expected = reference.gated_linear(x, weight, "silu", bias)
     check(on_gpu(ops.gated_linear, *gated), expected, ops.gated_linear(*gated), in_torch(ops.gated_linear, *gated))
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 65])
+@pytest.mark.parametrize("wide", [False, True])
+def test_norms_of_sums(dtype: torch.dtype, rows: int, wide: bool) -> None:
+    x, branch = torch.randn(2, rows, 40).to(dtype)
+    weight = torch.randn(40).to(torch.float32 if wide else dtype)  # Gemma's is
+    for given in ((x, branch, weight, 1e-5), (x, None, weight, 1e-5)):
+        expected = reference.add_rms_norm(*given)
+        for found in (on_gpu(ops.add_rms_norm, *given), ops.add_rms_norm(*given), in_torch(ops.add_rms_norm, *given)):
+            check(found[0], expected[0])
+            assert torch.equal(found[1], expected[1])
 
 
 @DTYPES
@@ -96,8 +108,8 @@ def test_a_product_is_one_launch_with_what_stands_behind_it(monkeypatch: pytest.
     weight, norm = torch.randn(32, 16), torch.ones(16)
     for rows, expected in ((64, ["add_rms_norm", "gated_linear", "linear"]), (65, ["add_rms_norm", "gated"])):
         x = torch.randn(rows, 16)
-        y = on_gpu(ops.gated_linear, x, weight, "silu", None, norm, 1e-5)
-        on_gpu(ops.linear, y, weight, None, torch.randn(rows, 32))
+        y, _ = on_gpu(ops.add_rms_norm, x, x, norm, 1e-5)
+        on_gpu(ops.linear, on_gpu(ops.gated_linear, y, weight, "silu"), weight)
         assert launched == expected
         launched.clear()
 

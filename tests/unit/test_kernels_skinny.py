@@ -45,16 +45,13 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.sampled_from([1, 2, 8, 9, 33, 64]), outputs=st.integers(1, 90), inputs=st.integers(2, 200),
-    dtype=st.sampled_from(list(TOLERANCE)), gap=st.sampled_from([0, 3]), extras=st.sets(st.sampled_from("br")),
+    dtype=st.sampled_from(list(TOLERANCE)), gap=st.sampled_from([0, 3]), biased=st.booleans(),
 )  # fmt: skip
-def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: int, extras: set[str]) -> None:
+def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, gap: int, biased: bool) -> None:
     torch.manual_seed(rows * outputs)
     x, weight = draw(rows, inputs, dtype=dtype, gap=gap), draw(outputs, inputs, dtype=dtype, gap=gap) / inputs**0.5
-    given: dict[str, Any] = {
-        "bias": draw(outputs, dtype=dtype) if "b" in extras else None,
-        "residual": draw(rows, outputs, dtype=dtype, gap=gap) if "r" in extras else None,
-    }
-    check(skinny.linear(x, weight, **given), reference.linear(x, weight, **given))
+    bias = draw(outputs, dtype=dtype) if biased else None
+    check(skinny.linear(x, weight, bias), reference.linear(x, weight, bias))
 
 
 @settings(max_examples=12, deadline=None)
@@ -73,9 +70,7 @@ def test_tiles_by_descriptor(
     if gated:
         check(skinny.gated_linear(x, weight, "silu", shape=shape), reference.gated_linear(x, weight, "silu"))
     else:
-        residual = draw(rows, 2 * outputs, dtype=dtype)
-        found = skinny.linear(x, weight, None, residual, shape=shape)
-        check(found, reference.linear(x, weight, None, residual))
+        check(skinny.linear(x, weight, shape=shape), reference.linear(x, weight))
 
 
 def test_as_many_rows_as_a_tile_has_go_by_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +101,8 @@ SHAPES = {1: [Shape(1, 64, 4), Shape(4, 32, 2), Shape(2, 256, 4)], 7: [Shape(16,
 
 @pytest.mark.parametrize(("rows", "shape"), [(rows, shape) for rows in SHAPES for shape in SHAPES[rows]], ids=str)
 def test_every_launch_gives_the_same(rows: int, shape: Any) -> None:
-    x, weight, residual = (draw(*size, dtype=torch.float32) for size in ((rows, 100), (38, 100), (rows, 38)))
-    check(skinny.linear(x, weight, None, residual, shape=shape), reference.linear(x, weight, None, residual))
+    x, weight = draw(rows, 100, dtype=torch.float32), draw(38, 100, dtype=torch.float32)
+    check(skinny.linear(x, weight, shape=shape), reference.linear(x, weight))
     check(skinny.gated_linear(x, weight, "silu", shape=shape), reference.gated_linear(x, weight, "silu"))
 
 

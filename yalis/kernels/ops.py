@@ -44,7 +44,7 @@ def linear(
     if _few_rows(x, weight):
         from yalis.kernels import skinny
 
-        return skinny.linear(x, weight, bias, pdl=dependent.wanted())
+        return skinny.linear(x, weight, bias, dependent.wanted())
     return _product(x, weight, bias)
 
 
@@ -130,24 +130,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the norm of x + y, x + y); without y, of x alone."""
-    if y is None:
-        return rms_norm(x, weight, eps), x
-    if _triton(x) or torch.compiler.is_compiling():
-        return _add_rms_norm(x, y, weight, eps)
-    total = add(x, y)
-    return rms_norm(total, weight, eps), total
+def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(the norm of x + branch, x + branch), of [T, C] each; without a branch, of x alone."""
+    return (rms_norm(x, weight, eps), x) if branch is None else _add_rms_norm(x, branch, weight, eps)
 
 
-@opaque("(Tensor x, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)", lambda x, *_: x.shape, lambda x, *_: x.shape)
-def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@opaque(
+    "(Tensor x, Tensor branch, Tensor weight, float eps) -> (Tensor, Tensor)",
+    lambda x, *_: x.shape,
+    lambda x, *_: x.shape,
+)
+def _add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if _triton(x):
         from yalis.kernels import fused
 
-        return fused.add_rms_norm(x, y, weight, eps, dependent.wanted())
-    total = add(x, y)
-    return rms_norm(total, weight, eps), total
+        return fused.add_rms_norm(x, branch, weight, eps, dependent.wanted())
+    x = add(x, branch)
+    return rms_norm(x, weight, eps), x
 
 
 def take(table: Tensor, rows: Tensor) -> Tensor:

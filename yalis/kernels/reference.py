@@ -56,17 +56,12 @@ def linear(
     x: Tensor,  # [R, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    """x, or its norm, times weight transposed, plus bias, plus residual."""
-    if norm is not None:
-        x = rms_norm(x, *norm)
+    """x times weight transposed, plus bias."""
     y = x.double() @ weight.double().T
     if bias is not None:
         y = y + bias.double()
-    y = y.to(x.dtype)
-    return y if residual is None else y + residual
+    return y.to(x.dtype)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
@@ -85,10 +80,9 @@ def gated_linear(
     weight: Tensor,  # [2W, K]
     activation: str,
     bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    """activation(gate) * up, both products of x, or of its norm, with their half of weight."""
-    return gated(linear(x, weight, bias, norm=norm), activation)
+    """activation(gate) * up, both products of x with their half of weight."""
+    return gated(linear(x, weight, bias), activation)
 
 
 def rope_write(

@@ -6,10 +6,10 @@ matrix has too few rows to keep the whole device reading, its columns are split:
 scratch, and the last to arrive adds the parts up in their order, so a result never depends on who came first.
 Descriptors bring the tiles of 128 rows, the most that a program has registers for.
 
-What stands behind the product joins it: the bias, the residual, the gate of an MLP. An RMSNorm of the input is a launch
-of its own: inside the product every program would repeat it, which was slower at every size tried. Sums are float32.
-Rounded to the dtype of the tensors, where separate operations round: the product with its bias, the sum with the
-residual; in an MLP gate and up, the activation of the gate, and their product.
+What stands behind the product joins it: the bias, the gate of an MLP. An RMSNorm of the input is a launch of its own,
+which adds the residual too (kernels/fused.py): inside the product every program would repeat it, which was slower at
+every size tried. Sums are float32. Rounded to the dtype of the tensors, where separate operations round: the product
+with its bias; in an MLP gate and up, the activation of the gate, and their product.
 
 Splits share counters of the device, so one stream carries its launches, captured or not.
 
@@ -59,10 +59,9 @@ def _ask(at, begin, end, LINE: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def _finish(
-    acc, up, y_ptr, bias_ptr, residual_ptr, r, n, y_row, residual_row, N, live,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    acc, up, y_ptr, bias_ptr, r, n, y_row, N, live, ACTIVATION: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Sums acc (and up) of outputs n for rows r: bias, gate or residual, and out. r, n and live broadcast to acc."""
+    """Sums acc (and up) of outputs n for rows r: bias, gate, and out. r, n and live broadcast to acc."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
@@ -71,9 +70,6 @@ def _finish(
         if BIAS:
             up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
         out = gate(out.to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype).to(dtype)
-    if RESIDUAL:
-        old = tl.load(residual_ptr + r * residual_row + n, mask=live, other=0.0)
-        out = (out.to(tl.float32) + old.to(tl.float32)).to(dtype)
     tl.store(y_ptr + r * y_row + n, out, mask=live)
 
 
@@ -90,9 +86,8 @@ def _piece(at, start, end, BK: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _one_row(
-    y_ptr, x_ptr, w_ptr, bias_ptr, residual_ptr, w_row, N,
-    K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, x_ptr, w_ptr, bias_ptr, w_row, N, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
     EVEN: tl.constexpr = K % BK == 0
@@ -121,18 +116,15 @@ def _one_row(
             w = _piece(gates, start + BK, K, BK, EVEN)
             if GATED:
                 u = _piece(ups, start + BK, K, BK, EVEN)
-    _finish(
-        tl.sum(acc, 1), tl.sum(up, 1), y_ptr, bias_ptr, residual_ptr, 0, n, 0, 0, N, n < N, ACTIVATION, BIAS, RESIDUAL
-    )
+    _finish(tl.sum(acc, 1), tl.sum(up, 1), y_ptr, bias_ptr, 0, n, 0, N, n < N, ACTIVATION, BIAS)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _few_rows(
-    y_ptr, x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, residual_ptr, part_ptr, arrived_ptr,
-    x_row, w_row, residual_row, R, N, K,
+    y_ptr, x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, part_ptr, arrived_ptr, x_row, w_row, R, N, K,
     RP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
     DESCRIBED: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
     tile = tl.program_id(0)
@@ -173,10 +165,7 @@ def _few_rows(
     live = (n < N)[:, None] & (r < R)[None, :]
     row = r.to(tl.int64)[None, :]
     if SPLITS == 1:
-        _finish(
-            acc, up, y_ptr, bias_ptr, residual_ptr, row, n[:, None], N, residual_row, N, live,
-            ACTIVATION, BIAS, RESIDUAL,
-        )  # fmt: skip
+        _finish(acc, up, y_ptr, bias_ptr, row, n[:, None], N, N, live, ACTIVATION, BIAS)
     else:
         part = part_ptr + row * N + n[:, None]
         step = R * N  # from one part to the next; gates and ups take turns
@@ -195,10 +184,7 @@ def _few_rows(
                 acc += tl.load(part + s * HALVES * step, mask=live, other=0.0, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(part + (s * HALVES + 1) * step, mask=live, other=0.0, cache_modifier=".cg")
-            _finish(
-                acc, up, y_ptr, bias_ptr, residual_ptr, row, n[:, None], N, residual_row, N, live,
-                ACTIVATION, BIAS, RESIDUAL,
-            )  # fmt: skip
+            _finish(acc, up, y_ptr, bias_ptr, row, n[:, None], N, N, live, ACTIVATION, BIAS)
 
 
 class Shape(NamedTuple):
@@ -319,12 +305,11 @@ def linear(
     x: Tensor,  # [R, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [R, N]
     pdl: bool = False,
     shape: Shape | None = None,
 ) -> Tensor:
-    """x times weight transposed, plus bias, plus residual: [R, N] for 1 to MOST_ROWS rows, or TILED_ROWS."""
-    return _launch(x, weight, bias, residual, "", pdl, shape)
+    """x times weight transposed, plus bias: [R, N] for 1 to MOST_ROWS rows, or TILED_ROWS."""
+    return _launch(x, weight, bias, "", pdl, shape)
 
 
 def gated_linear(
@@ -336,18 +321,10 @@ def gated_linear(
     shape: Shape | None = None,
 ) -> Tensor:
     """activation(gate) * up, both products of x with their half of weight: [R, W]."""
-    return _launch(x, weight, bias, None, activation, pdl, shape)
+    return _launch(x, weight, bias, activation, pdl, shape)
 
 
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    pdl: bool,
-    shape: Shape | None,
-) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pdl: bool, shape: Shape | None) -> Tensor:
     rows, inputs = x.shape
     assert 1 <= rows <= MOST_ROWS or rows == TILED_ROWS, f"{rows} rows"
     assert weight.stride(1) == 1, "the numbers of a row lie side by side"
@@ -355,20 +332,15 @@ def _launch(
     shape = shape or choose(problem, room_of(x.device))
     if x.stride(1) != 1:
         x = x.contiguous()
-    if residual is not None and residual.stride(1) != 1:
-        residual = residual.contiguous()
     outputs = problem.outputs
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = ceil_div(outputs, shape.outputs)
     given = {
-        "BN": shape.outputs, "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
-        "RESIDUAL": residual is not None, "PDL": pdl, "num_warps": shape.warps, **option(pdl),
+        "BN": shape.outputs, "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None, "PDL": pdl,
+        "num_warps": shape.warps, **option(pdl),
     }  # fmt: skip
     if rows == 1:
-        _one_row[(tiles,)](
-            y, x, weight, x if bias is None else bias, x if residual is None else residual,
-            weight.stride(0), outputs, K=inputs, **given,
-        )  # fmt: skip
+        _one_row[(tiles,)](y, x, weight, x if bias is None else bias, weight.stride(0), outputs, K=inputs, **given)
         return y
     part, arrived = y, y  # never touched where columns are not split
     if shape.splits > 1:
@@ -383,8 +355,8 @@ def _launch(
         x_tiles = described(x, [problem.rows, shape.inputs])
         w_tiles = described(weight, [shape.outputs, shape.inputs])
     _few_rows[(tiles, shape.splits)](
-        y, x, x_tiles, weight, w_tiles, x if bias is None else bias, x if residual is None else residual, part, arrived,
-        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), rows, outputs, inputs,
+        y, x, x_tiles, weight, w_tiles, x if bias is None else bias, part, arrived,
+        x.stride(0), weight.stride(0), rows, outputs, inputs,
         LINE=_LINE_BYTES // x.itemsize, LINES=_lines(shape, problem),
         RP=problem.rows, EVEN=inputs % shape.inputs == 0, SPLITS=shape.splits, DESCRIBED=tiled,
         num_stages=shape.stages, **given,

@@ -35,12 +35,12 @@ class RMSNorm(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.of_sum(x, None)[0]
 
-    def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(the norm of x + y, x + y); without y, of x alone."""
+    def of_sum(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the norm of x + branch, x + branch); without a branch, of x alone."""
         if self.grid.cols == 1:
-            return ops.add_rms_norm(x, y, self.weight, self.eps)
-        if y is not None:
-            x = ops.add(x, y)
+            return ops.add_rms_norm(x, branch, self.weight, self.eps)
+        if branch is not None:
+            x = ops.add(x, branch)
         wide = x.float()
         squares = self.sum(wide.pow(2).sum(-1, keepdim=True))
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype), x

@@ -21,15 +21,11 @@ _SCALE = 0.1  # of attention scores
 class Kit(Protocol):
     """The operations of a decode step, as one implementation has them. kernels/reference.py says what they compute."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
-    ) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
-    def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor: ...
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def gated(self, gate_up: Tensor) -> Tensor: ...
 
@@ -51,22 +47,16 @@ class Kit(Protocol):
 class Torch:
     """Plain torch, operation by operation."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
-    ) -> Tensor:
-        if norm is not None:
-            x = self.rms_norm(x, *norm)
-        y = F.linear(x, weight)
-        return y if residual is None else y + residual
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        return self.gated(self.linear(x, weight, norm=norm))
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.gated(self.linear(x, weight))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return self.rms_norm(x + residual, weight, EPS)
+    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if branch is not None:
+            x = x + branch
+        return F.rms_norm(x, weight.shape, weight, EPS), x
 
     def gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -109,19 +99,11 @@ class Torch:
 class Native(Torch):
     """What layers call: on a CPU in float32 the native kernels."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
-    ) -> Tensor:
-        if norm is not None:
-            x = self.rms_norm(x, *norm)
-        y = ops.linear(x, weight)
-        return y if residual is None else ops.add(y, residual)
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.linear(x, weight)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return ops.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return self.rms_norm(ops.add(x, residual), weight, EPS)
+    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.add_rms_norm(x, branch, weight, EPS)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         return ops.gated(gate_up, _ACTIVATION)
@@ -160,30 +142,20 @@ class Kernels:
         self._attention: Any = paged_attention.paged_attention
         self._pdl, self._shape = pdl, shape
 
-    def linear(
-        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
-    ) -> Tensor:
-        y: Tensor = self._skinny.linear(self._normed(x, norm), weight, None, residual, self._pdl, self._shape)
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = self._skinny.linear(x, weight, None, self._pdl, self._shape)
         return y
 
-    def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        x = self._normed(x, norm)
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.shape[0] > self._skinny.TILED_ROWS:
             y: Tensor = self._gated_product(x, weight, _ACTIVATION)
         else:
             y = self._skinny.gated_linear(x, weight, _ACTIVATION, None, self._pdl, self._shape)
         return y
 
-    def _normed(self, x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
-        return x if norm is None else self.rms_norm(x, *norm)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y: Tensor = self._fused.add_rms_norm(x, None, weight, eps, self._pdl)[0]
-        return y
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = self._fused.add_rms_norm(x, residual, weight, EPS, self._pdl)[0]
-        return y
+    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        pair: tuple[Tensor, Tensor] = self._fused.add_rms_norm(x, branch, weight, EPS, self._pdl)
+        return pair
 
     def gated(self, gate_up: Tensor) -> Tensor:
         y: Tensor = self._fused.gated(gate_up, _ACTIVATION, self._pdl)
@@ -219,19 +191,14 @@ class Kernels:
 class Reference:
     """What all of them should give."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, norm: tuple[Tensor, float] | None = None
-    ) -> Tensor:
-        return reference.linear(x, weight, None, residual, norm)
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return reference.linear(x, weight)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        return reference.gated_linear(x, weight, _ACTIVATION, None, norm)
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return reference.gated_linear(x, weight, _ACTIVATION)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return reference.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return reference.add_rms_norm(x, residual, weight, EPS)[0]
+    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.add_rms_norm(x, branch, weight, EPS)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         return reference.gated(gate_up, _ACTIVATION)

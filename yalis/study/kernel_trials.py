@@ -20,7 +20,7 @@ from yalis.errors import YalisError
 from yalis.kernels.ops import MANY_ROWS
 from yalis.kernels.room import room_of
 from yalis.perfmodel.floors import ModelDims
-from yalis.study.kernel_kits import EPS, Kit
+from yalis.study.kernel_kits import Kit
 
 if TYPE_CHECKING:
     from yalis.kernels.skinny import Problem
@@ -83,30 +83,20 @@ def list_trials(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype:
 
 
 def _products(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
-    """Every matrix, in a product alone and with what stands around it in the model."""
+    """Every matrix, and gate and up with the gate behind."""
     for name, (outputs, inputs) in matrices(dims).items():
         count = _copies(outputs * inputs * dtype.itemsize, device)
         weights = [_matrix(outputs, inputs, dtype, device) for _ in range(count)]
-        norm = (_numbers(inputs, dtype=dtype, device=device), EPS)
         for rows in plan.rows:
             x = _numbers(rows, inputs, dtype=dtype, device=device)
-            residual = _numbers(rows, outputs, dtype=dtype, device=device)
             shape = f"{name} {outputs}x{inputs}"
-            moved = float(weights[0].nbytes + x.nbytes + residual.nbytes)
+            out = rows * outputs * dtype.itemsize
+            moved = float(weights[0].nbytes + x.nbytes + out)
             flops = 2.0 * rows * outputs * inputs
-            yield Trial("linear", shape, rows, moved, flops, _call("linear"), [(x, w) for w in weights])
+            copies: list[tuple[Any, ...]] = [(x, w) for w in weights]
+            yield Trial("linear", shape, rows, moved, flops, _call("linear"), copies)
             if name == "gate_up":
-                moved -= residual.nbytes / 2
-                around, operation = "norm, linear, gate", _call("gated_linear")
-                copies: list[tuple[Any, ...]] = [(x, w, norm) for w in weights]
-            elif name in ("qkv", "head"):
-                around, operation = "norm, linear", _call("linear")
-                copies = [(x, w, None, norm) for w in weights]
-            else:
-                moved += residual.nbytes
-                around, operation = "linear, add", _call("linear")
-                copies = [(x, w, residual) for w in weights]
-            yield Trial(around, shape, rows, moved, flops, operation, copies)
+                yield Trial("linear, gate", shape, rows, moved - out / 2, flops, _call("gated_linear"), copies)
 
 
 def _many(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
@@ -131,11 +121,10 @@ def _small(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torc
     weight = _numbers(dims.hidden, dtype=dtype, device=device)
     for rows in plan.rows:
         hidden = _inputs(rows, dims.hidden, dtype=dtype, device=device)
-        copies: list[tuple[Any, ...]] = [(x, x.flip(0), weight) for x in hidden]
-        moved = 2.0 * hidden[0].nbytes
-        yield Trial("norm", f"{dims.hidden}", rows, moved, 0.0, _call("rms_norm"), [(x, weight, EPS) for x in hidden])
-        moved = 4.0 * hidden[0].nbytes
-        yield Trial("add, norm", f"{dims.hidden}", rows, moved, 0.0, _call("add_rms_norm"), copies)
+        copies: list[tuple[Any, ...]] = [(x, None, weight) for x in hidden]
+        yield Trial("norm", f"{dims.hidden}", rows, 2.0 * hidden[0].nbytes, 0.0, _norm, copies)
+        copies = [(x, x.flip(0), weight) for x in hidden]
+        yield Trial("add, norm", f"{dims.hidden}", rows, 4.0 * hidden[0].nbytes, 0.0, _norm, copies)
         wide = _inputs(rows, 2 * dims.intermediate, dtype=dtype, device=device)
         moved = 1.5 * wide[0].nbytes
         yield Trial("gate", f"{dims.intermediate}", rows, moved, 0.0, _call("gated"), [(x,) for x in wide])
@@ -222,19 +211,26 @@ def _steps(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torc
     shapes = matrices(dims)
     head = _matrix(*shapes.pop("head"), dtype, device)
     layers = [[_matrix(*shape, dtype, device) for shape in shapes.values()] for _ in range(plan.layers)]
-    norm = (_numbers(dims.hidden, dtype=dtype, device=device), EPS)
+    norm = _numbers(dims.hidden, dtype=dtype, device=device)
 
     def step(kit: Kit, x: Tensor) -> Tensor:
+        branch = None
         for qkv, out, gate_up, down in layers:
-            x = kit.linear(kit.linear(x, qkv, None, norm)[:, :width], out, x)
-            x = kit.linear(kit.gated_linear(x, gate_up, norm), down, x)
-        return kit.linear(x, head, None, norm)
+            normed, x = kit.add_rms_norm(x, branch, norm)
+            branch = kit.linear(kit.linear(normed, qkv)[:, :width], out)
+            normed, x = kit.add_rms_norm(x, branch, norm)
+            branch = kit.linear(kit.gated_linear(normed, gate_up), down)
+        return kit.linear(kit.add_rms_norm(x, branch, norm)[0], head)
 
     numbers = head.numel() + sum(matrix.numel() for layer in layers for matrix in layer)
     for rows in plan.rows:
         x = _numbers(rows, dims.hidden, dtype=dtype, device=device)
         shape, moved = f"{plan.layers} layers, no attention", float(dtype.itemsize * numbers)
         yield Trial("step", shape, rows, moved, 2.0 * rows * numbers, step, [(x,)], math.sqrt(4 * plan.layers))
+
+
+def _norm(kit: Kit, x: Tensor, branch: Tensor | None, weight: Tensor) -> Tensor:
+    return kit.add_rms_norm(x, branch, weight)[0]
 
 
 def _call(name: str) -> Callable[..., Tensor]:
