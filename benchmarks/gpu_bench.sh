@@ -57,7 +57,7 @@ for name in $steps; do
     step startup-cold bash -c startup
     step startup-warm bash -c startup
     ;;
-  profile) LINES_SHOWN=80 step profile "$python" benchmarks/profile_step.py --batch 1,16,64 --model "$shapes/llama-3.1-8b.json" --json "$folder/profile.json" ;;
+  profile) LINES_SHOWN=80 step profile "$python" benchmarks/profile_step.py --batch 1,16,64,96,128,256 --model "$shapes/llama-3.1-8b.json" --json "$folder/profile.json" ;;
   shapes)
     for shape in llama-3.2-1b qwen3-4b qwen2.5-32b; do latency "shapes-$shape" $shape $(workloads 129 1x128 16x128); done
     ;;

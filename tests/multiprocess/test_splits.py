@@ -107,13 +107,13 @@ def run(models: Models, ranks: int, chosen: list[tuple[str, dict[str, Any]]], ou
 
 
 def cover(ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """Every split with two to five models; over all numbers of ranks, every model with splits of several kinds."""
-    stride = {4: 5, 8: 8}.get(ranks, 4)
+    """Every split with one to three models; over all numbers of ranks, every model with two splits at least."""
+    stride = 10 if ranks == 8 else 6
     return [
         (case.name, split)
         for place, split in enumerate(SPLITS[ranks])
         for number, case in enumerate(WIDE)
-        if (number + place + ranks) % stride == 0
+        if (number + place + 4 * ranks) % stride == 0
     ]
 
 
