@@ -39,8 +39,9 @@ class Digests:
         Sampler.sample = watched  # type: ignore[method-assign]
 
     def _see(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(module, Block) and not (output.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.hidden.update(output.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        if isinstance(module, Block) and not (output[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            for part in output:
+                self.hidden.update(part.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
     def take(self) -> dict[str, Any]:
         found = {"hidden": self.hidden.hexdigest(), "tokens": self.tokens.hexdigest(), "steps": self.steps}
