@@ -54,7 +54,8 @@ def launch(ranks: int, trials: list[Trial], out: Path, variables: dict[str, str]
     command += [str(Path(__file__).with_name("run_trials.py")), str(plan), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(variables or {})}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line for line in done.stderr.splitlines() if line.startswith("yalis:")]
+    assert done.returncode == 0, "\n".join([*said, done.stderr[-3000:]])
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
