@@ -103,7 +103,7 @@ def main() -> None:
         "one row": compiled(skinny._one_row, one, 8, 1),
         "few rows": compiled(skinny._few_rows, few, 4, 3),
         "128 rows": compiled(skinny._few_rows, tiled, 4, 3, tiles),
-        "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "RESIDUAL": True, "PDL": True}, 16, 1),
+        "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "BRANCH": True, "PDL": True}, 16, 1),
         "rope": compiled(fused._rope_write, heads, 4, 3),
         "decode": compiled(paged_attention._decode, decode, 2, 3),
         "decode whole blocks": compiled(paged_attention._decode, whole, 2, 3, keys),

@@ -106,7 +106,7 @@ def test_split_products_give_the_same_bits_every_time(pdl: bool) -> None:
 
 
 def test_a_chain_of_dependent_launches_equals_one_that_waits() -> None:
-    """Norms, products, gates and residuals, each reading what the one before wrote, in memory that is used again."""
+    """Norms, products and gates, each reading what the one before wrote, in memory that is used again."""
     dtype, hidden, width = torch.bfloat16, 1024, 3072
     norm = (draw(hidden, dtype=dtype), 1e-5)
     layers = [
@@ -142,9 +142,9 @@ def test_a_chain_of_dependent_launches_equals_one_that_waits() -> None:
 @pytest.mark.parametrize("cols", [64, 576, 4096, 5120, 8192])
 def test_add_rms_norm(dtype: torch.dtype, cols: int) -> None:
     for rows in (1, 33, 300):
-        x, residual = draw(rows, cols, dtype=dtype), draw(rows, cols, dtype=dtype)
+        x, branch = draw(rows, cols, dtype=dtype), draw(rows, cols, dtype=dtype)
         for weight in (draw(cols, dtype=dtype), draw(cols, dtype=torch.float32)):
-            for other in (None, residual):
+            for other in (None, branch):
                 normed, summed = fused.add_rms_norm(x, other, weight, 1e-5, pdl=True)
                 expected, expected_sum = reference.add_rms_norm(x, other, weight, 1e-5)
                 assert error(normed, expected) < TOLERANCE[dtype]
@@ -248,7 +248,8 @@ def test_ops_round_as_their_references(dtype: torch.dtype, rows: int) -> None:
         x = draw(rows, hidden, dtype=dtype)
         found = ops.gated_linear(x, layer.up, activation)
         assert error(found, reference.gated_linear(x, layer.up, activation)) < 2 * ROUNDING[dtype]
-    for branch, gain in ((None, layer.norm), (x.flip(1), layer.norm), (x.flip(1), layer.norm.float())):
+    wide = draw(hidden, dtype=torch.float32)
+    for branch, gain in ((None, layer.norm), (x.flip(1), layer.norm), (x.flip(1), wide)):
         pairs = zip(ops.add_rms_norm(x, branch, gain, eps), reference.add_rms_norm(x, branch, gain, eps), strict=True)
         assert all(error(*pair) < ROUNDING[dtype] for pair in pairs)
     qkv = draw(rows, layer.heads + 2 * layer.kv_heads, layer.dim, dtype=dtype)

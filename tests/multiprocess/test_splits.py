@@ -108,9 +108,13 @@ def run(models: Models, ranks: int, chosen: list[tuple[str, dict[str, Any]]], ou
 
 
 def cover(ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """Every split with one to three models; over all numbers of ranks, every model with two splits at least."""
+    """Every split with one to three models; over all numbers of ranks, every model with two splits at least.
+
+    And norms of what a branch gives, where hidden states are split.
+    """
     stride = 10 if ranks == 8 else 6
-    return [
+    more = [("gemma2", {"tp": "2x2"})] if ranks == 4 else []
+    return more + [
         (case.name, split)
         for place, split in enumerate(SPLITS[ranks])
         for number, case in enumerate(WIDE)

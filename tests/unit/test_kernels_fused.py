@@ -31,9 +31,9 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (3, 100), (5, 1030)])
 @pytest.mark.parametrize("wide_weight", [False, True])
 def test_add_rms_norm(dtype: torch.dtype, rows: int, cols: int, wide_weight: bool) -> None:
-    x, residual = torch.randn(rows, cols + 3).to(dtype)[:, 3:], torch.randn(cols, rows).to(dtype).T
+    x, branch = torch.randn(rows, cols + 3).to(dtype)[:, 3:], torch.randn(cols, rows).to(dtype).T
     weight = torch.randn(cols, dtype=torch.float32 if wide_weight else dtype)
-    for other in (residual, None):
+    for other in (branch, None):
         normed, summed = fused.add_rms_norm(x, other, weight, 1e-5)
         expected, expected_sum = reference.add_rms_norm(x, other, weight, 1e-5)
         assert close(normed, expected)

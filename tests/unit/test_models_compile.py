@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ def _nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make_model(case: Case, grid: Grid | None = None) -> Decoder:
+def make_model(case: Case, grid: Grid | None = None, layers: int = 2) -> Decoder:
+    case = replace(case, options={**case.options, "num_hidden_layers": layers})
     spec = read_spec(case.build(0).config.to_dict())
     model = Decoder(spec, grid or Grid(), Stage(), 256, torch.float32, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
@@ -65,7 +67,7 @@ def make_batch(lengths: tuple[int, ...], cached: int) -> ForwardBatch:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
-    eager, compiled = make_model(case), make_model(case)
+    eager, compiled = make_model(case, layers=5), make_model(case, layers=5)
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -107,7 +109,7 @@ def test_engine_after_engine() -> None:
     """torch keeps a few graphs for a piece of code and gives up beyond; those of other engines do not count."""
     case = next(case for case in CASES if case.name == "gemma2")  # two kinds of layers
     for _ in range(4):
-        model = make_model(case)
+        model = make_model(case, layers=5)
         compile_blocks(model, backend="eager")
         dim, kv_heads = model.spec.head_dim, model.spec.num_kv_heads
         needs = AttentionNeeds(model.spec.num_heads, kv_heads, dim, torch.float32, torch.device("cpu"), BLOCK_SIZE)

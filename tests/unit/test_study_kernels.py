@@ -68,6 +68,14 @@ class Unwritten(Native):
         return out
 
 
+class WrongSum(Native):
+    def add_rms_norm(
+        self, x: torch.Tensor, branch: torch.Tensor | None, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, _ = super().add_rms_norm(x, branch, weight)
+        return normed, x
+
+
 class Off(Native):
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return super().argmax(logits) + 1
@@ -82,6 +90,10 @@ def test_a_wrong_kernel_gets_no_time(
     assert rows["gate"]["us"] is None
     assert rows["linear, gate"]["status"] == "wrong: off by nan"
     assert rows["linear"]["status"] == "ok"
+    monkeypatch.setattr(kernels, "our_kits", lambda device: [("", WrongSum())])
+    rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
+    assert rows["norm"]["status"] == "ok"
+    assert rows["add, norm"]["status"].startswith("wrong: off by")
     monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Off())])
     rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
     assert rows["argmax"]["status"] == "wrong: off by 1.0e+00"

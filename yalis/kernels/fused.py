@@ -54,16 +54,16 @@ def gate(g, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _add_rms_norm(
-    y_ptr, sum_ptr, x_ptr, residual_ptr, weight_ptr, x_row, residual_row, eps,
-    C: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, sum_ptr, x_ptr, branch_ptr, weight_ptr, x_row, branch_row, eps,
+    C: tl.constexpr, BC: tl.constexpr, BRANCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
     here = c < C
     x = tl.load(x_ptr + row * x_row + c, mask=here, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        x += tl.load(residual_ptr + row * residual_row + c, mask=here, other=0.0).to(tl.float32)
+    if BRANCH:
+        x += tl.load(branch_ptr + row * branch_row + c, mask=here, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * C + c, rounded, mask=here)
         x = rounded.to(tl.float32)
@@ -74,24 +74,24 @@ def _add_rms_norm(
 
 def add_rms_norm(
     x: Tensor,  # [R, C]
-    residual: Tensor | None,  # [R, C]
+    branch: Tensor | None,  # [R, C]
     weight: Tensor,  # [C], of any floating dtype
     eps: float,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(the norm of x + residual, x + residual), the second rounded before the first is taken of it."""
+    """(the norm of x + branch, x + branch), the second rounded before the first is taken of it."""
     rows, cols = x.shape
     x = dense(x)
     y = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
-    if residual is None:
+    if branch is None:
         summed, other = x, x
     else:
-        summed, other = torch.empty_like(y), dense(residual)
+        summed, other = torch.empty_like(y), dense(branch)
     if rows:
         block = power_of_two(cols)
         _add_rms_norm[(rows,)](
             y, summed, x, other, weight, x.stride(0), other.stride(0), eps,
-            C=cols, BC=block, RESIDUAL=residual is not None, PDL=pdl, num_warps=min(16, max(1, block // 256)),
+            C=cols, BC=block, BRANCH=branch is not None, PDL=pdl, num_warps=min(16, max(1, block // 256)),
             **option(pdl),
         )  # fmt: skip
     return y, summed

@@ -166,10 +166,10 @@ def take(table: Tensor, rows: Tensor) -> Tensor:
     return y
 
 
+# A compiler would take what follows of the sum before it is rounded.
+@opaque("(Tensor x, Tensor y) -> Tensor", lambda x, *_: x.shape)
 def add(x: Tensor, y: Tensor) -> Tensor:
     """x + y, of one shape."""
-    if torch.compiler.is_compiling():
-        return x + y
     lib = _native(x)
     if lib is None or x.shape[0] > MOST_ROWS or not (x.is_contiguous() and y.is_contiguous()):
         return x + y

@@ -46,9 +46,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the norm of x + residual, x + residual)."""
-    summed = x if residual is None else x + residual
+def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(the norm of x + branch, x + branch)."""
+    summed = x if branch is None else x + branch
     return rms_norm(summed, weight, eps), summed
 
 

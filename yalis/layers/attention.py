@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         step: StepAttention,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Of these rows, if not of all."""
+        """What x, normed, attends to; of these rows, if not of all."""
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], H + 2 * K, self.head_dim)
         q_norm, k_norm = (None if head is None else head.weight for head in (self.q_norm, self.k_norm))

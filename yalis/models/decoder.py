@@ -63,12 +63,16 @@ class Block(nn.Module):
         step: StepAttention,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`rows` [R] int64: the tokens anyone asks for, if not all. Others leave keys and values, and no more."""
+        """From hidden states x and what the block before has to add to them (the first: nothing), to the same of this.
+
+        `rows` [R] int64: the tokens anyone asks for, if not all. Others leave keys and values, and no more.
+        """
         normed, x = self.attention_norm.of_sum(x, branch)
         branch = self.attention(normed, rope, cache, step, rows)
         if self.attention_out_norm is not None:
             branch = self.attention_out_norm(branch)
         normed, x = self.mlp_norm.of_sum(x if rows is None else ops.take(x, rows), branch)
+        del branch  # its memory is the MLP's
         branch = self.mlp(normed)
         if self.mlp_out_norm is not None:
             branch = self.mlp_out_norm(branch)
