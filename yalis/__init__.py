@@ -12,6 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from yalis import env
 from yalis.version import __version__
 
 if TYPE_CHECKING:
@@ -36,4 +37,5 @@ __all__ = [*_HOME, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'yalis' has no attribute {name!r}")
+    env.share_cores()  # before torch comes
     return getattr(import_module(_HOME[name]), name)

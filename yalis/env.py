@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from yalis.errors import YalisError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+# Turns of a waiting thread, some ten microseconds: as long as what lies between two products of a step.
+_SPINS = 3000
 
 
 def cache_dir() -> Path:
@@ -37,6 +40,16 @@ def rank() -> int:
 def variables() -> dict[str, str]:
     """All variables, as a copy: what launchers set, and what a child process is given."""
     return dict(os.environ)
+
+
+def share_cores() -> None:
+    """Threads that wait for each other give their core away soon, unless the user has said when.
+
+    torch's OpenMP reads it when it is loaded. Left to itself, a thread whose partner another process keeps from its
+    core spins until its own time is over, for every one of the hundreds of products of a step.
+    """
+    if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
 
 
 def triton_interpreted() -> bool:

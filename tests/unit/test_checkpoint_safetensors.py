@@ -164,7 +164,14 @@ def test_a_type_that_is_not_supported(stored: torch.dtype, tmp_path: Path) -> No
 
 
 def test_folders_that_lack_something(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"architectures": ["FooForCausalLM"]}')
+    with pytest.raises(
+        YalisError, match="architecture 'FooForCausalLM', which is not supported"
+    ):  # and no weights help
+        SafetensorsCheckpoint(tmp_path)
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"), 8)
+    config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(YalisError, match=r"no \.safetensors file; .*--load random"):
         SafetensorsCheckpoint(tmp_path)
     (tmp_path / "config.json").write_text("{nonsense")

@@ -7,7 +7,7 @@ import torch
 
 from yalis.config import EngineConfig
 from yalis.engine import lack
-from yalis.engine.lack import Lack, telling_lack, weights_do_not_fit, what_fits
+from yalis.engine.lack import Lack, cache_does_not_fit, telling_lack, weights_do_not_fit, what_fits
 from yalis.errors import YalisFailure
 
 GIB = 2**30
@@ -58,6 +58,19 @@ def test_what_nobody_tells_has_no_number() -> None:
             "a smaller --kv-blocks",
         ]
     assert str(Lack(None, None)) == "an unknown amount free"
+
+
+def test_a_cache_is_told_in_the_words_it_was_asked_for() -> None:
+    short = Lack(3 * GIB, 2 * GIB)
+    told = cache_does_not_fit(short, EngineConfig("m", kv_blocks=3072), 3072, 2**20, CPU)
+    assert told.startswith("a KV cache of 3072 blocks does not fit the memory of cpu: 3.0 GiB needed, 2.0 GiB free;")
+    assert told.endswith("; give --kv-blocks 2048 at most")
+    told = cache_does_not_fit(short, EngineConfig("m", kv_memory=99.5), 3072, 2**20, CPU)
+    assert "3072 blocks (--kv-memory 99.5) does not fit" in told
+    assert told.endswith("; give --kv-memory 2.0 at most")
+    assert cache_does_not_fit(Lack(None, None), EngineConfig("m", kv_memory=9), 9, 9, CPU).endswith(
+        "give a smaller --kv-memory"
+    )
 
 
 def test_weights_say_how_many_gpus_would_do() -> None:

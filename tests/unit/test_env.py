@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,26 @@ def test_a_place_that_the_user_chose_stays(tmp_path: Path, monkeypatch: pytest.M
     env.keep_compiled()
     assert env.variables()["TRITON_CACHE_DIR"] == str(tmp_path / "theirs")
     assert env.variables()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "ours" / "inductor")
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "spins"),
+    [
+        ({}, "yalis", "'3000'"),
+        ({"GOMP_SPINCOUNT": "77"}, "yalis", "'77'"),
+        ({"OMP_WAIT_POLICY": "passive"}, "yalis", "'0'"),
+        ({}, "torch", None),
+    ],
+    ids=str,
+)
+def test_threads_that_wait_leave_their_core_to_others(given: dict[str, str], before: str, spins: str | None) -> None:
+    """As torch's OpenMP says itself, once it is loaded."""
+    kept = {name: value for name, value in env.variables().items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {before}; from yalis import LLM"],
+        env={**kept, **given, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    said = [line.rpartition("=")[2].strip() for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+    if not said:
+        pytest.skip("torch's OpenMP is not GNU's")
+    assert (said[0] == spins) if spins else said[0] not in ("'3000'", "'0'"), said

@@ -20,6 +20,7 @@ from torch import Tensor
 from yalis.checkpoint.base import Checkpoint, LazyTensor
 from yalis.checkpoint.mapped import MappedFile, row_chunks
 from yalis.errors import YalisError
+from yalis.spec import read_spec
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -61,7 +62,13 @@ class SafetensorsCheckpoint(Checkpoint):
         self.label = label or str(folder)
         self.config = read_config(folder / "config.json")
         self._entries: dict[str, _Entry] = {}
-        self._files = [MappedFile(path) for path in _weight_files(folder)]
+        paths = _weight_files(folder)
+        if not paths:
+            read_spec(self.config, self.label)  # or it says why nobody should look for the weights
+            raise YalisError(
+                f"{folder} has a config.json but no .safetensors file; give a folder with weights, or --load random"
+            )
+        self._files = [MappedFile(path) for path in paths]
         for file in self._files:
             self._entries.update(_read_header(file))
 
@@ -107,12 +114,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.exists():
-        found = sorted(folder.glob("*.safetensors"))
-        if not found:
-            raise YalisError(
-                f"{folder} has a config.json but no .safetensors file; give a folder with weights, or --load random"
-            )
-        return found
+        return sorted(folder.glob("*.safetensors"))
     weight_map = _read_json(index, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise YalisError(f"{index} has no weight_map; fetch the model's {INDEX} again")

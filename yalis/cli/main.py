@@ -74,6 +74,7 @@ def _answer(given: list[str]) -> int:
                 'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
             )
         show_logs()
+        env.share_cores()  # before torch comes
         status = _run(args)
         sys.stdout.flush()
         return status

@@ -122,12 +122,16 @@ def weights_do_not_fit(
     )
 
 
-def cache_does_not_fit(lack: Lack, blocks: int, block_bytes: int, device: torch.device) -> str:
+def cache_does_not_fit(lack: Lack, config: EngineConfig, blocks: int, block_bytes: int, device: torch.device) -> str:
     needed = blocks * block_bytes
-    most = lack.room // block_bytes if lack.room is not None and lack.room < needed else None
+    room = lack.room if lack.room is not None and lack.room < needed else None
+    if config.kv_memory is not None:
+        asked, way = f" (--kv-memory {config.kv_memory:g})", _at_most("--kv-memory", room and room / 2**30)
+    else:
+        asked, way = "", _at_most("--kv-blocks", room and room // block_bytes)
     return (
-        f"a KV cache of {blocks} blocks does not fit the memory of {device}: {spell_bytes(needed)} needed, "
-        f"{_spell(lack.room)} free; give {_at_most('--kv-blocks', most)}"
+        f"a KV cache of {blocks} blocks{asked} does not fit the memory of {device}: {spell_bytes(needed)} needed, "
+        f"{_spell(lack.room)} free; give {way}"
     )
 
 

@@ -86,6 +86,7 @@ class Runner:
         device computed since is not to be believed."""
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where Triton launches and graphs are captured
+        if device.type == "cuda" or config.compile:
             env.keep_compiled()
         self.check = check
         self.config, self.spec, self.eos = config, spec, eos
@@ -170,7 +171,7 @@ class Runner:
         block_bytes = KVPool.block_bytes(*shape, self.dtype)
         blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs, taken))
         layers, block_size, kv_heads, head_dim = shape
-        say = partial(cache_does_not_fit, blocks=blocks, block_bytes=block_bytes, device=self.device)
+        say = partial(cache_does_not_fit, config=config, blocks=blocks, block_bytes=block_bytes, device=self.device)
         with telling_lack(self.device, say, needed=blocks * block_bytes):
             pool = KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
         self._block_bytes = block_bytes
