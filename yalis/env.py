@@ -10,7 +10,7 @@ from yalis.errors import YalisError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Turns of a waiting thread, some ten microseconds: as long as what lies between two products of a step.
-_SPINS = 3000
+_SPINS = "3000"
 
 
 def cache_dir() -> Path:
@@ -49,7 +49,12 @@ def share_cores() -> None:
     core spins until its own time is over, for every one of the hundreds of products of a step.
     """
     if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
-        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
+        os.environ["GOMP_SPINCOUNT"] = _SPINS
+
+
+def without_shared_cores(variables: dict[str, str]) -> dict[str, str]:
+    """For programs that are measured beside us: they wait as they do for their users."""
+    return {name: value for name, value in variables.items() if (name, value) != ("GOMP_SPINCOUNT", _SPINS)}
 
 
 def triton_interpreted() -> bool:

@@ -62,3 +62,8 @@ def test_threads_that_wait_leave_their_core_to_others(given: dict[str, str], bef
     if not said:
         pytest.skip("torch's OpenMP is not GNU's")
     assert (said[0] == spins) if spins else said[0] not in ("'3000'", "'0'"), said
+
+
+def test_peers_wait_as_their_users_have_it() -> None:
+    assert env.without_shared_cores({"GOMP_SPINCOUNT": "3000", "A": "3000"}) == {"A": "3000"}
+    assert env.without_shared_cores({"GOMP_SPINCOUNT": "77"}) == {"GOMP_SPINCOUNT": "77"}

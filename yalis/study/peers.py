@@ -119,7 +119,7 @@ class PeerProcess:
         self._gone = ""  # why it can be asked no more
         home, self._chatter = Path(self._folder.name), Path(self._folder.name, "chatter")
         (home / "yalis").symlink_to(Path(yalis.__file__).parent)  # this package alone, not what is installed beside it
-        variables = plain_environment()
+        variables = env.without_shared_cores(plain_environment())
         path = os.pathsep.join(filter(None, [str(home), variables.get("PYTHONPATH")]))
         self._socket, theirs = socket.socketpair()
         with theirs, self._chatter.open("wb") as chatter:
