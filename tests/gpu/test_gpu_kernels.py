@@ -20,6 +20,8 @@ import triton
 
 from yalis.kernels import fused, gated_product, ops, reference, skinny
 from yalis.kernels.dependent import dependent_launches, wanted
+from yalis.kernels.numbers import power_of_two
+from yalis.kernels.room import Room, room_of
 from yalis.kernels.skinny import Problem, Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -70,13 +72,40 @@ def test_products(dtype: torch.dtype, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_launch_of_the_search_is_right(rows: int, gated: bool) -> None:
-    problem = Problem(rows, 4096, 4096, 2, gated)
-    weight = draw(8192 if gated else 4096, 4096, dtype=torch.bfloat16) / 64
+    problem = Problem(rows, 6144, 4096, 2, gated)
+    weight = draw(2 * 6144 if gated else 6144, 4096, dtype=torch.bfloat16) / 64
     x = draw(rows, 4096, dtype=torch.bfloat16)
     expected = reference.gated_linear(x, weight, "silu") if gated else reference.linear(x, weight)
-    for shape in random.Random(rows).sample(list(skinny.candidates(problem)), 8):
+    for shape in random.Random(rows).sample(list(skinny.candidates(problem, room_of(x.device))), 8):
         found = skinny.gated_linear(x, weight, "silu", shape=shape) if gated else skinny.linear(x, weight, shape=shape)
         assert error(found, expected) < 2 * TOLERANCE[torch.bfloat16], shape
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [Problem(16, 6144, 4096, 2), Problem(16, 14336, 4096, 2, True), Problem(32, 14336, 4096, 2, True),
+     Problem(16, 5120, 27648, 2), Problem(64, 9728, 2560, 2, True), Problem(16, 3584, 18944, 2)],
+    ids=str,
+)  # fmt: skip
+def test_a_program_that_owns_a_part_of_its_tile_gives_the_bits_of_whole_tiles(problem: Problem) -> None:
+    """As matrices of real models are launched on a large GPU; with all rows there, and with the last missing."""
+    shape = skinny.choose(problem, Room(132, 227 << 10, True))
+    whole = shape._replace(outputs=power_of_two(shape.outputs))
+    assert shape != whole
+    if skinny.shared_bytes(problem, whole) > room_of(torch.device("cuda")).shared:
+        pytest.skip("made for more shared memory than this GPU has")
+    weight = draw(problem.outputs * (2 if problem.gated else 1), problem.inputs, dtype=torch.bfloat16)
+    weight /= problem.inputs**0.5
+    for rows in (problem.rows, problem.rows - 1):
+        x = draw(rows, problem.inputs, dtype=torch.bfloat16)
+        if problem.gated:
+            found, expected = (skinny.gated_linear(x, weight, "silu", pdl=True, shape=one) for one in (shape, whole))
+            plain = reference.gated_linear(x, weight, "silu")
+        else:
+            found, expected = (skinny.linear(x, weight, pdl=True, shape=one) for one in (shape, whole))
+            plain = reference.linear(x, weight)
+        assert torch.equal(found, expected)
+        assert error(found, plain) < 2 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("pdl", [False, True])

@@ -6,12 +6,14 @@ The interpreter computes no bfloat16 products; tests/gpu has those.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -96,7 +98,11 @@ def test_gated_linear(activation: str, rows: int, dtype: torch.dtype) -> None:
     check(skinny.gated_linear(x, weight, activation), reference.gated_linear(x, weight, activation))
 
 
-SHAPES = {1: [Shape(1, 64, 4), Shape(4, 32, 2), Shape(2, 256, 4)], 7: [Shape(16, 16, 4, 3, s) for s in (1, 2, 3, 8)]}
+SHAPES = {
+    1: [Shape(1, 64, 4), Shape(4, 32, 2), Shape(2, 256, 4)],
+    7: [Shape(16, 16, 4, 3, s) for s in (1, 2, 3, 8)]
+    + [Shape(owned, 32, 4, 3, s) for owned in (9, 24) for s in (1, 2)],
+}
 
 
 @pytest.mark.parametrize(("rows", "shape"), [(rows, shape) for rows in SHAPES for shape in SHAPES[rows]], ids=str)
@@ -130,13 +136,27 @@ def test_launches_fit_their_device(itemsize: int, rows: int, gated: bool) -> Non
     for outputs, inputs in ((14336, 4096), *MATRICES):
         problem = skinny.Problem(rows, outputs, inputs, itemsize, gated)
         launches = [(room, skinny.choose(problem, room)) for room in ROOMS]
-        for room, shape in [*launches, *((hopper, shape) for shape in skinny.candidates(problem))]:
-            assert all(size & (size - 1) == 0 for size in shape[:3]), shape
+        for room, shape in [*launches, *((hopper, shape) for shape in skinny.candidates(problem, hopper))]:
+            assert all(size & (size - 1) == 0 for size in shape[1 if 1 < rows < 128 else 0 : 3]), shape
+            assert rows == 1 or shape.outputs % 8 == 0, shape
             assert skinny.shared_bytes(problem, shape) <= room.shared, (room, shape)
             if rows == 1:
                 # Each thread loads 16 bytes at a time at most, and its sums stay in registers.
                 assert shape.outputs * (2 if gated else 1) * shape.inputs <= 64 * 32 * shape.warps, shape
             assert shape.splits == 1 or -(-outputs // shape.outputs) <= 4096, shape
+
+
+@pytest.mark.parametrize("outputs", [64, 128])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_programs_of_few_rounds_are_shared_out_evenly(outputs: int, splits: int) -> None:
+    """A program owns what its tile has, or fewer and more than half, and there are no more rounds for it."""
+    for room, total in product(ROOMS, (64, 1000, 5120, 6144, 9728, 14336, 27648, 128256)):
+        even = skinny.evenly(skinny.Problem(16, total, 4096, 2), outputs, splits, room)
+        rounds = [-(-total // size) * splits / room.processors for size in (outputs, even)]
+        assert outputs // 2 < even <= outputs
+        assert math.ceil(rounds[1]) == math.ceil(rounds[0])
+        assert rounds[1] >= rounds[0]
+    assert skinny.evenly(skinny.Problem(16, 14336, 4096, 2, True), 128, 1, ROOMS[0]) == 112
 
 
 def test_launches_found_by_search_are_used_where_they_fit() -> None:

@@ -4,7 +4,8 @@ One row is a sum of products: a program takes a few rows of the matrix, wide pie
 Several rows go through the tensor cores, the matrix on the left, so that the few rows are the short side. Where a
 matrix has too few rows to keep the whole device reading, its columns are split: each program leaves its part in
 scratch, and the last to arrive adds the parts up in their order, so a result never depends on who came first.
-Descriptors bring the tiles of 128 rows, the most that a program has registers for.
+Tiles are powers of two, but a program may own fewer outputs than its tile has, so that all processors have as much to
+read: it never loads the others. Descriptors bring the tiles of 128 rows, the most that a program has registers for.
 
 What stands behind the product joins it: the bias, the gate of an MLP. An RMSNorm of the input is a launch of its own,
 which adds the residual too (kernels/fused.py): inside the product every program would repeat it, which was slower at
@@ -16,7 +17,8 @@ Splits share counters of the device, so one stream carries its launches, capture
 A dependent launch (`pdl`, see kernels/dependent.py) asks for its first weights before it waits for its input: with one
 row it loads them, with several it brings them into the L2 cache.
 
-Names: R rows of x · N outputs · K inputs · BN, BK outputs and inputs a program takes at a time · RP rows, filled up.
+Names: R rows of x · N outputs · K inputs · OWN outputs of a program, BN filled up · BK inputs it takes at a time ·
+RP rows, filled up.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -74,14 +76,20 @@ def _finish(
 
 
 @triton.jit
-def _piece(at, start, end, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Numbers start..start + BK of these matrix rows, 0 from `end` on; EVEN: none lies there."""
+def _piece(at, own, start, end, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Numbers start..start + BK of these matrix rows, 0 from `end` on and in rows that are not its own.
+
+    EVEN: none lies from `end` on. own: None, if all are.
+    """
     k = start + tl.arange(0, BK)
     at = at[:, None] + k[None, :]
-    if EVEN:
+    if EVEN and own is None:
         return tl.load(at, eviction_policy="evict_first")
     else:
-        return tl.load(at, mask=(k < end)[None, :], other=0.0, eviction_policy="evict_first")
+        inside = ((k < end) | EVEN)[None, :]
+        if own is not None:
+            inside = inside & own[:, None]
+        return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -99,8 +107,8 @@ def _one_row(
     if PDL:
         gdc_launch_dependents()
     # The first weights are on their way while the launch before ends.
-    w = _piece(gates, 0, K, BK, EVEN)
-    u = _piece(ups, 0, K, BK, EVEN) if GATED else w
+    w = _piece(gates, None, 0, K, BK, EVEN)
+    u = _piece(ups, None, 0, K, BK, EVEN) if GATED else w
     if PDL:
         gdc_wait()
 
@@ -113,16 +121,16 @@ def _one_row(
         if GATED:
             up += u.to(tl.float32) * x
         if start + BK < K:
-            w = _piece(gates, start + BK, K, BK, EVEN)
+            w = _piece(gates, None, start + BK, K, BK, EVEN)
             if GATED:
-                u = _piece(ups, start + BK, K, BK, EVEN)
+                u = _piece(ups, None, start + BK, K, BK, EVEN)
     _finish(tl.sum(acc, 1), tl.sum(up, 1), y_ptr, bias_ptr, 0, n, 0, N, n < N, ACTIVATION, BIAS)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _few_rows(
     y_ptr, x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, part_ptr, arrived_ptr, x_row, w_row, R, N, K,
-    RP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    RP: tl.constexpr, OWN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
     DESCRIBED: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +139,8 @@ def _few_rows(
     split = tl.program_id(1)
     r = tl.arange(0, RP)
     k = tl.arange(0, BK)
-    n = tile * BN + tl.arange(0, BN)
+    n = tile * OWN + tl.arange(0, BN)
+    own = tl.arange(0, BN) < OWN if OWN < BN else None
     row = tl.minimum(n, N - 1).to(tl.int64)  # past the end, the last once more
     share = tl.cdiv(tl.cdiv(K, BK), SPLITS) * BK
     begin = split * share
@@ -156,13 +165,15 @@ def _few_rows(
         else:
             inside = ((start + k < K) | EVEN)[None, :]
             x = tl.load(x_at + start, mask=some & inside, other=0.0)
-            w = _piece(gates, start, K, BK, EVEN)
+            w = _piece(gates, own, start, K, BK, EVEN)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         if GATED:
-            w = w_tiles.load([N + tile * BN, start]) if DESCRIBED else _piece(ups, start, K, BK, EVEN)
+            w = w_tiles.load([N + tile * BN, start]) if DESCRIBED else _piece(ups, own, start, K, BK, EVEN)
             up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
 
     live = (n < N)[:, None] & (r < R)[None, :]
+    if own is not None:
+        live = live & own[:, None]
     row = r.to(tl.int64)[None, :]
     if SPLITS == 1:
         _finish(acc, up, y_ptr, bias_ptr, row, n[:, None], N, N, live, ACTIVATION, BIAS)
@@ -190,7 +201,7 @@ def _few_rows(
 class Shape(NamedTuple):
     """How a product is launched."""
 
-    outputs: int  # a program computes
+    outputs: int  # a program computes; with one row a power of two
     inputs: int  # it takes at a time
     warps: int
     stages: int = 1  # of loads in flight, with several rows
@@ -221,14 +232,14 @@ TUNED: dict[Problem, Shape] = {
     Problem(1, 14336, 4096, 2, True): Shape(1, 2048, 8),
     Problem(1, 4096, 14336, 2): Shape(4, 1024, 4),
     Problem(1, 128256, 4096, 2): Shape(1, 2048, 4),
-    Problem(16, 6144, 4096, 2): Shape(64, 256, 4, 3, 1),
+    Problem(16, 6144, 4096, 2): Shape(48, 256, 4, 4, 1),
     Problem(16, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
-    Problem(16, 14336, 4096, 2, True): Shape(128, 128, 4, 3, 1),
+    Problem(16, 14336, 4096, 2, True): Shape(112, 128, 4, 3, 1),
     Problem(16, 4096, 14336, 2): Shape(64, 256, 4, 3, 2),
     Problem(16, 128256, 4096, 2): Shape(128, 128, 4, 3, 1),
-    Problem(32, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
+    Problem(32, 6144, 4096, 2): Shape(48, 128, 4, 5, 1),
     Problem(32, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
-    Problem(32, 14336, 4096, 2, True): Shape(64, 128, 4, 5, 1),
+    Problem(32, 14336, 4096, 2, True): Shape(56, 128, 4, 5, 1),
     Problem(32, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
     Problem(32, 128256, 4096, 2): Shape(64, 128, 4, 3, 1),
     Problem(64, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
@@ -255,7 +266,7 @@ def shared_bytes(problem: Problem, shape: Shape) -> int:
     """Of shared memory, that the loads of several rows in flight take at most."""
     if problem.rows == 1:
         return 0
-    weights = shape.outputs * (2 if problem.gated else 1)
+    weights = power_of_two(shape.outputs) * (2 if problem.gated else 1)
     return shape.stages * shape.inputs * (weights + problem.rows) * problem.itemsize
 
 
@@ -272,17 +283,31 @@ def _guess(problem: Problem, room: Room) -> Shape:
     else:
         outputs, inputs = 64, 64 if problem.gated and problem.rows > 32 else 128
         stages = 5 if problem.rows <= MOST_ROWS else 4
-    tiles = -(-problem.outputs // outputs)
-    chunks = -(-problem.inputs // inputs)
+    tiles = ceil_div(problem.outputs, outputs)
     # A program for each processor, but a part is worth a few chunks at least.
-    splits = max(1, min(room.processors // tiles, chunks // 4, 8))
+    splits = max(1, min(room.processors // tiles, ceil_div(problem.inputs, inputs) // 4, 8))
+    if problem.itemsize == 2 and problem.rows <= MOST_ROWS:
+        even = evenly(problem, outputs, splits, room)
+        deep = Shape(even, 256, 4, 4, splits)
+        if problem.rows > 16 or (problem.gated and 4 * even >= 3 * outputs):
+            outputs = even
+        elif not problem.gated and problem.inputs >= 1024 * splits and shared_bytes(problem, deep) <= room.shared:
+            return deep
     shape = Shape(outputs, inputs, 4, stages, splits)
     while shared_bytes(problem, shape) > room.shared and shape.stages > 2:
         shape = shape._replace(stages=shape.stages - 1)
     return shape
 
 
-def candidates(problem: Problem) -> Iterator[Shape]:
+def evenly(problem: Problem, outputs: int, splits: int, room: Room) -> int:
+    """What a program computes if every processor is to have as many programs: more than half of `outputs`, or all."""
+    rounds = ceil_div(ceil_div(problem.outputs, outputs) * splits, room.processors)
+    tiles = rounds * room.processors // splits
+    even = 8 * ceil_div(problem.outputs, 8 * tiles)
+    return even if outputs // 2 < even < outputs else outputs
+
+
+def candidates(problem: Problem, room: Room) -> Iterator[Shape]:
     """Launches worth trying, for a search."""
     wide = 16 // problem.itemsize
     if problem.rows == 1:
@@ -291,14 +316,17 @@ def candidates(problem: Problem) -> Iterator[Shape]:
             if problem.inputs % inputs == 0 and outputs * loads <= 4:
                 yield Shape(outputs, inputs, warps)
         return
-    depths = (3, 5) if problem.rows <= MOST_ROWS else (3, 4, 8)
-    for outputs, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), depths, (1, 2, 4, 8)):
-        tiles = -(-problem.outputs // outputs) * splits
-        shape = Shape(outputs, inputs, 2 if outputs == 16 else 4, stages, splits)
-        if tiles >= 90 and (splits == 1 or tiles <= 1200) and 24_000 <= shared_bytes(problem, shape) <= 205_000:
-            yield shape
-            if outputs == 128:
-                yield shape._replace(warps=8)
+    tiled = problem.rows > MOST_ROWS  # by descriptors, which bring whole tiles
+    depths = (3, 4, 8) if tiled else (3, 4, 5)
+    for tile, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), depths, (1, 2, 4, 8)):
+        for outputs in {tile} if tiled else {tile, evenly(problem, tile, splits, room)}:
+            programs = ceil_div(problem.outputs, outputs) * splits
+            if programs < 90 or (splits > 1 and programs > 1200):
+                continue
+            for warps in {16: (2,), 128: (4, 8)}.get(tile, (4,)):
+                shape = Shape(outputs, inputs, warps, stages, splits)
+                if 24_000 <= shared_bytes(problem, shape) <= 210_000:
+                    yield shape
 
 
 def linear(
@@ -336,8 +364,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pdl
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = ceil_div(outputs, shape.outputs)
     given = {
-        "BN": shape.outputs, "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None, "PDL": pdl,
-        "num_warps": shape.warps, **option(pdl),
+        "BN": power_of_two(shape.outputs), "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
+        "PDL": pdl, "num_warps": shape.warps, **option(pdl),
     }  # fmt: skip
     if rows == 1:
         _one_row[(tiles,)](y, x, weight, x if bias is None else bias, weight.stride(0), outputs, K=inputs, **given)
@@ -352,13 +380,14 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pdl
     x_tiles, w_tiles = x, weight
     tiled = rows == TILED_ROWS
     if tiled:
+        assert given["BN"] == shape.outputs, "descriptors bring whole tiles"
         x_tiles = described(x, [problem.rows, shape.inputs])
         w_tiles = described(weight, [shape.outputs, shape.inputs])
     _few_rows[(tiles, shape.splits)](
         y, x, x_tiles, weight, w_tiles, x if bias is None else bias, part, arrived,
         x.stride(0), weight.stride(0), rows, outputs, inputs,
         LINE=_LINE_BYTES // x.itemsize, LINES=_lines(shape, problem),
-        RP=problem.rows, EVEN=inputs % shape.inputs == 0, SPLITS=shape.splits, DESCRIBED=tiled,
+        RP=problem.rows, OWN=shape.outputs, EVEN=inputs % shape.inputs == 0, SPLITS=shape.splits, DESCRIBED=tiled,
         num_stages=shape.stages, **given,
     )  # fmt: skip
     return y
@@ -380,7 +409,7 @@ def tileable(x: Tensor, weight: Tensor) -> bool:
 def _lines(shape: Shape, problem: Problem) -> int:
     """Cache lines of each matrix row to ask for early: a power of two."""
     held = power_of_two(-(-problem.inputs * problem.itemsize // (shape.splits * _LINE_BYTES)))
-    return max(1, min(held, _LINES // (shape.outputs * (2 if problem.gated else 1))))
+    return max(1, min(held, _LINES // (power_of_two(shape.outputs) * (2 if problem.gated else 1))))
 
 
 @cache
