@@ -156,9 +156,9 @@ def compile_blocks(model: Decoder, **options: Any) -> None:
     """Let torch.compile, with these options, have a model's blocks: one graph for all that are alike and any tokens.
 
     (And another for a single token: torch takes a dimension of one for a fact. And both for the first, which has
-    nothing to add.) Graphs are kept with the code they
-    were made of, a few of them at most, so every model has code of its own. A last layer that goes on with some tokens
-    only runs as it is: it would need graphs of its own, and is one of many.
+    nothing to add.) Graphs are kept with the code they were made of, a few of them at most, so every model has code of
+    its own. A last layer that goes on with some tokens only runs as it is: it would need graphs of its own, and is one
+    of many.
     """
     shared = Block.forward
     own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__, shared.__defaults__)

@@ -289,6 +289,7 @@ def _guess(problem: Problem, room: Room) -> Shape:
     if problem.itemsize == 2 and problem.rows <= MOST_ROWS:
         even = evenly(problem, outputs, splits, room)
         deep = Shape(even, 256, 4, 4, splits)
+        # With up to 16 rows narrow tiles lost more than processors won, unless they look further ahead.
         if problem.rows > 16 or (problem.gated and 4 * even >= 3 * outputs):
             outputs = even
         elif not problem.gated and problem.inputs >= 1024 * splits and shared_bytes(problem, deep) <= room.shared:
