@@ -87,8 +87,8 @@ def _widths(text: str) -> list[str]:
 def main() -> None:
     flags = {"ACTIVATION": "silu", "BIAS": False, "PDL": True}
     one = {"K": 4096, "BN": 1, "BK": 2048, **flags}
-    tile = {"OWN": 56, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2}
-    few = {"RP": 16, **tile, "DESCRIBED": False, "LINE": 64, "LINES": 4, **flags}
+    part = {"OWN": 56, "BN": 64, "BK": 64, "EVEN": True, "SPLITS": 2}
+    few = {"RP": 16, **part, "DESCRIBED": False, "LINE": 64, "LINES": 4, **flags}
     tiled = {**few, "RP": 128, "OWN": 64, "DESCRIBED": True}
     tiles = {"x_tiles": "128,64", "w_tiles": "64,64"}
     tile = {"G": 4, "D": 128, "DP": 128, "M": 16, "N": 32, "GP": 4, "CHUNK": 8}

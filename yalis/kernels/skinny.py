@@ -5,7 +5,7 @@ Several rows go through the tensor cores, the matrix on the left, so that the fe
 matrix has too few rows to keep the whole device reading, its columns are split: each program leaves its part in
 scratch, and the last to arrive adds the parts up in their order, so a result never depends on who came first.
 Tiles are powers of two, but a program may own fewer outputs than its tile has, so that all processors have as much to
-read: it never loads the others. Descriptors bring the tiles of 128 rows, the most that a program has registers for.
+read; it does not load the others. Descriptors bring the tiles of 128 rows, the most that a program has registers for.
 
 What stands behind the product joins it: the bias, the gate of an MLP. An RMSNorm of the input is a launch of its own,
 which adds the residual too (kernels/fused.py): inside the product every program would repeat it, which was slower at
@@ -51,7 +51,10 @@ _LINE_BYTES = 128
 
 @triton.jit
 def _ask(at, begin, end, LINE: tl.constexpr, LINES: tl.constexpr):
-    """Bring the first lines of these matrix rows, numbers begin..end of each, into the L2 cache."""
+    """Bring the first lines of these matrix rows, numbers begin..end of each, into the L2 cache.
+
+    Of all rows of a tile: those it does not own are its neighbour's, who asks for them too.
+    """
     k = tl.minimum(begin + tl.arange(0, LINES) * LINE, tl.maximum(end - 1, 0))
     at = (at[:, None] + k[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
@@ -201,7 +204,7 @@ def _few_rows(
 class Shape(NamedTuple):
     """How a product is launched."""
 
-    outputs: int  # a program computes; with one row a power of two
+    outputs: int  # a program computes; with 1 and 128 rows a power of two
     inputs: int  # it takes at a time
     warps: int
     stages: int = 1  # of loads in flight, with several rows
@@ -259,7 +262,12 @@ TUNED: dict[Problem, Shape] = {
 def choose(problem: Problem, room: Room) -> Shape:
     """The launch found by search, else one that should do; always one that the device has room for."""
     tuned = TUNED.get(problem)
-    return tuned if tuned and shared_bytes(problem, tuned) <= room.shared else _guess(problem, room)
+    if tuned is None or shared_bytes(problem, tuned) > room.shared:
+        return _guess(problem, room)
+    tile = power_of_two(tuned.outputs)
+    if tuned.outputs == tile:
+        return tuned
+    return tuned._replace(outputs=evenly(problem.outputs, tile, tuned.splits, room))  # as it was where it was found
 
 
 def shared_bytes(problem: Problem, shape: Shape) -> int:
@@ -287,9 +295,9 @@ def _guess(problem: Problem, room: Room) -> Shape:
     # A program for each processor, but a part is worth a few chunks at least.
     splits = max(1, min(room.processors // tiles, ceil_div(problem.inputs, inputs) // 4, 8))
     if problem.itemsize == 2 and problem.rows <= MOST_ROWS:
-        even = evenly(problem, outputs, splits, room)
+        even = evenly(problem.outputs, outputs, splits, room)
+        # With up to 16 rows it pays to look further ahead; narrow tiles that do not lost more than processors won.
         deep = Shape(even, 256, 4, 4, splits)
-        # With up to 16 rows narrow tiles lost more than processors won, unless they look further ahead.
         if problem.rows > 16 or (problem.gated and 4 * even >= 3 * outputs):
             outputs = even
         elif not problem.gated and problem.inputs >= 1024 * splits and shared_bytes(problem, deep) <= room.shared:
@@ -300,12 +308,14 @@ def _guess(problem: Problem, room: Room) -> Shape:
     return shape
 
 
-def evenly(problem: Problem, outputs: int, splits: int, room: Room) -> int:
-    """What a program computes if every processor is to have as many programs: more than half of `outputs`, or all."""
-    rounds = ceil_div(ceil_div(problem.outputs, outputs) * splits, room.processors)
-    tiles = rounds * room.processors // splits
-    even = 8 * ceil_div(problem.outputs, 8 * tiles)
-    return even if outputs // 2 < even < outputs else outputs
+def evenly(outputs: int, tile: int, splits: int, room: Room) -> int:
+    """What a program owns if processors share `outputs` evenly, in as many rounds as whole tiles take.
+
+    More than half of a tile, or all of it; in eights, since every number is a kernel of its own.
+    """
+    rounds = ceil_div(ceil_div(outputs, tile) * splits, room.processors)
+    even = 8 * ceil_div(outputs, 8 * (rounds * room.processors // splits))
+    return even if tile // 2 < even < tile else tile
 
 
 def candidates(problem: Problem, room: Room) -> Iterator[Shape]:
@@ -319,14 +329,15 @@ def candidates(problem: Problem, room: Room) -> Iterator[Shape]:
         return
     tiled = problem.rows > MOST_ROWS  # by descriptors, which bring whole tiles
     depths = (3, 4, 8) if tiled else (3, 4, 5)
+    most = min(210_000, room.shared - 2048)  # a kernel has some of its own
     for tile, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), depths, (1, 2, 4, 8)):
-        for outputs in {tile} if tiled else {tile, evenly(problem, tile, splits, room)}:
+        for outputs in {tile} if tiled else {tile, evenly(problem.outputs, tile, splits, room)}:
             programs = ceil_div(problem.outputs, outputs) * splits
             if programs < 90 or (splits > 1 and programs > 1200):
                 continue
             for warps in {16: (2,), 128: (4, 8)}.get(tile, (4,)):
                 shape = Shape(outputs, inputs, warps, stages, splits)
-                if 24_000 <= shared_bytes(problem, shape) <= 210_000:
+                if 24_000 <= shared_bytes(problem, shape) <= most:
                     yield shape
 
 
