@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class YalisError(Exception):
     """Something the user can mend: what was wrong, what is accepted, what to type.
@@ -13,9 +15,13 @@ class YalisError(Exception):
 
 
 class YalisFailure(YalisError):
-    """The request was fine and the world was not: a full disk, a file that vanished."""
+    """The request was fine and the world was not: a full disk, a file that vanished.
+
+    `done` is what there is of the work, where there is something.
+    """
 
     exit_code = 1
+    done: Any = None
 
 
 class NotHeard(YalisFailure):

@@ -118,6 +118,26 @@ def test_a_measurement_that_is_not_done_writes_nothing(model: str, tmp_path: Pat
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_that_falls_into_the_import_of_torch_is_not_lost(tmp_path: Path, how: signal.Signals) -> None:
+    """There C code drops the exception, as this module does."""
+    lines = ["import signal", "try:", f"    signal.raise_signal({int(how)})", "except BaseException:", "    pass"]
+    (tmp_path / "torch.py").write_text("\n".join([*lines, "came = True"]))
+    script = """
+import time
+from yalis.cli.signals import sigterm_as_ctrl_c
+with sigterm_as_ctrl_c():
+    try:
+        import torch
+        time.sleep(30)
+    except KeyboardInterrupt:
+        print("stopped", torch.came)
+"""
+    found = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
+    done = subprocess.run([sys.executable, "-c", script], env=found, capture_output=True, text=True, timeout=20)
+    assert done.stdout == "stopped True\n", done.stderr
+
+
 def test_a_report_that_is_not_done_leaves_the_page_before_it(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
     page, aside = tmp_path / "page.html", tmp_path / "aside"

@@ -151,12 +151,14 @@ def test_commands_in_a_pipe(
     model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--system", "s", "--model", model, "--max-tokens", "6", "--ignore-eos", *SMALL]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/reset\nHello\n /exit\nnever\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/reset\n/help\nHello\n /exit\nnever\n"))
     assert main(["chat", *flags]) == 0
-    assert capsys.readouterr().out == f"{expected['said'][0]}\n" * 2
+    said = capsys.readouterr()
+    assert said.out == f"{expected['said'][0]}\n" * 2
+    assert "/reset forgets the conversation, /exit leaves" in said.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("/dance\n"))
     assert main(["chat", *flags]) == 2
-    assert "unknown command '/dance'; accepted: /reset, /exit" in capsys.readouterr().err
+    assert "unknown command '/dance'; accepted: /reset, /exit, /help" in capsys.readouterr().err
 
 
 def test_a_conversation_that_outgrows_the_context(
@@ -219,7 +221,7 @@ def test_chat_on_a_terminal(model: str) -> None:
         terminal.type(b"\x03")  # nothing to stop
         terminal.wait_for(b"> ")
         terminal.type(b"/dance\n")
-        terminal.wait_for(b"unknown command '/dance'; accepted: /reset, /exit")
+        terminal.wait_for(b"unknown command '/dance'; accepted: /reset, /exit, /help")
         terminal.wait_for(b"> ")
         terminal.type(b"/reset\n")
         terminal.wait_for(b"> ")

@@ -19,7 +19,7 @@ from tests.tiny_chat import save_tiny_chat
 from yalis.cli.main import main
 from yalis.engine.llm import LLM
 from yalis.engine.offline import WINDOW, JobProgress, OfflineJob
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 from yalis.types import SamplingParams
 
 ENGINE = {"max_num_seqs": 4, "kv_blocks": 64, "threads": 1}
@@ -320,6 +320,26 @@ def test_one_result_is_not_several(tmp_path: Path, model: str, capsys: pytest.Ca
     assert capsys.readouterr().err.startswith(f"{told}; 1 was there before\n{why}")
     assert _batch(save(source, []), target, model) == 0
     assert f"{target} also holds 1 result that the input does not ask for" in capsys.readouterr().err
+
+
+def test_a_failure_on_the_way_says_how_to_go_on(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = save(tmp_path / "in", requests(8)), tmp_path / "out"
+    poll = LLM.poll
+
+    def fail_later(self: LLM) -> Any:
+        if target.stat().st_size:
+            raise YalisFailure("rank 1 died while running")
+        return poll(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "poll", fail_later)
+        assert _batch(source, target, model) == 1
+    told = f"error: rank 1 died while running; {target} holds {len(answers(target))} of 8 results; run the same command"
+    assert told in capsys.readouterr().err
+    assert _batch(source, target, model) == 0
+    assert len(answers(target)) == 8
 
 
 def test_ctrl_c_while_the_input_is_read(

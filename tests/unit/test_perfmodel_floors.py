@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefill_floor_s, prefill_flops
+from yalis.perfmodel.floors import ModelDims, decode_work, floor_s, prefill_work
 
 LLAMA_8B = ModelDims(
     hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, tied=False
@@ -22,7 +22,7 @@ H200_READ, H200_FLOPS = 4.65e12, 790e12
 
 def decode_ms(batch: int, context: float) -> float:
     work = decode_work(LLAMA_8B, [context] * batch)
-    return 1e3 * decode_floor_s(work.bytes, work.flops, H200_READ, H200_FLOPS)
+    return 1e3 * floor_s(work.bytes, work.flops, H200_READ, H200_FLOPS)
 
 
 def test_parameter_counts_are_the_published_ones() -> None:
@@ -38,13 +38,18 @@ def test_decode_floors_of_llama_8b_on_an_h200(batch: int, context: float, millis
     assert decode_ms(batch, context) == pytest.approx(milliseconds, rel=0.005)
 
 
-def test_prefill_floor_of_llama_8b_on_an_h200() -> None:
-    seconds = prefill_floor_s(prefill_flops(LLAMA_8B, [2480] * 16), H200_FLOPS)
-    assert seconds == pytest.approx(0.74, rel=0.01)
+def prefill_s(lengths: list[int]) -> float:
+    work = prefill_work(LLAMA_8B, lengths)
+    return floor_s(work.bytes, work.flops, H200_READ, H200_FLOPS)
+
+
+def test_prefill_floors_of_llama_8b_on_an_h200() -> None:
+    assert prefill_s([2480] * 16) == pytest.approx(0.74, rel=0.01)
+    assert prefill_s([16]) == pytest.approx(1e-3 * decode_ms(1, 0), rel=1e-4)  # short prompts wait for the weights
 
 
 def test_floor_of_a_whole_job() -> None:
-    prefill = prefill_floor_s(prefill_flops(LLAMA_8B, [2480] * 16), H200_FLOPS)
+    prefill = prefill_s([2480] * 16)
     decode = sum(decode_ms(16, 2480 + step) for step in range(2048)) / 1e3
     assert prefill + decode == pytest.approx(10.6, rel=0.005)
 
@@ -53,7 +58,7 @@ def test_smollm2_reads_538_megabytes_a_step() -> None:
     work = decode_work(SMOLLM2, [0])
     assert work.bytes == pytest.approx(538e6, rel=0.001)
     assert work.weight_bytes == SMOLLM2.params * 4  # tied: the table is read once, as lm_head
-    assert 1e3 * decode_floor_s(work.bytes, work.flops, 26.8e9, 1e15) == pytest.approx(20, rel=0.01)
+    assert 1e3 * floor_s(work.bytes, work.flops, 26.8e9, 1e15) == pytest.approx(20, rel=0.01)
 
 
 def test_bytes_and_operations_cross_near_170_rows() -> None:
@@ -74,7 +79,7 @@ def test_an_untied_table_costs_only_the_rows_looked_up() -> None:
 
 def test_prefill_computes_lm_head_for_sampled_rows_only() -> None:
     per_row = 2 * 128256 * 4096
-    assert prefill_flops(LLAMA_8B, [7, 9]) - prefill_flops(LLAMA_8B, [7, 9], sampled_rows=0) == 2 * per_row
+    assert prefill_work(LLAMA_8B, [7, 9]).flops - prefill_work(LLAMA_8B, [7, 9], sampled_rows=0).flops == 2 * per_row
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 40])
@@ -82,7 +87,7 @@ def test_attention_counts_each_visible_pair(window: int | None) -> None:
     dims = dataclasses.replace(SMOLLM2, windows=(window,) * 30)
     pairs = sum(q - k < (window or 99) for q in range(12) for k in range(q + 1))
     without = 2 * dims.matrix_params * 12
-    assert prefill_flops(dims, [12], sampled_rows=0) - without == 4 * 9 * 64 * 30 * pairs
+    assert prefill_work(dims, [12], sampled_rows=0).flops - without == 4 * 9 * 64 * 30 * pairs
     assert decode_work(dims, [12]).kv_bytes == min(12, window or 12) * 2 * 30 * 3 * 64 * 4
 
 

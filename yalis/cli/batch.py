@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.signals import INTERRUPTED
 from yalis.cli.terminal import ProgressLine, counted, duration, speed, tell
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
@@ -73,14 +73,21 @@ def run(args: argparse.Namespace) -> int:
             job.run(make_llm, report=lambda progress: line.show(_status(progress)))
         except KeyboardInterrupt:
             stopped = True
+        except YalisFailure as failure:
+            raise YalisFailure(f"{failure}; {_go_on(job, args.output)}") from failure
         finally:
             line.clear()
     now = job.progress
     if stopped:
-        tell(f"stopped: {args.output} holds {now.done} of {counted(now.total)}; run the same command again to continue")
+        tell(f"stopped: {_go_on(job, args.output)}")
         return INTERRUPTED
     _finish(job, args)
     return 1 if now.total and now.errors == now.total else 0
+
+
+def _go_on(job: OfflineJob, output: Path) -> str:
+    now = job.progress
+    return f"{output} holds {now.done} of {counted(now.total)}; run the same command again to continue"
 
 
 def _identify(config: EngineConfig) -> str:

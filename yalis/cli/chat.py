@@ -73,8 +73,10 @@ class Conversation:
             return False
         if word == "/reset":
             self.reset()
+        elif word == "/help":
+            tell("/reset forgets the conversation, /exit leaves; everything else is said to the model")
         elif word.startswith("/"):
-            raise YalisError(f"unknown command {word!r}; accepted: /reset, /exit")
+            raise YalisError(f"unknown command {word!r}; accepted: /reset, /exit, /help")
         elif word:
             self.answer(line, stoppable)
         return True

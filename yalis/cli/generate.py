@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.terminal import ProgressLine, speed, tell
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 from yalis.types import Completion, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
     except KeyboardInterrupt as interrupt:
         print(flush=True)
         raise Stopped(so_far(tokens, sampling.max_tokens)) from interrupt
+    except YalisFailure:
+        print(flush=True)  # what came until then stays
+        raise
     print()
     tell_where_contexts_ended(llm, filter(None, [whole]), sampling)
     return tokens
@@ -88,7 +91,7 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
 
 def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_json: bool) -> int:
     outputs: list[RequestOutput] = []
-    stopped: Stopped | None = None
+    ended: Stopped | YalisFailure | None = None
     most = len(prompts) * sampling.n * sampling.max_tokens
     with ProgressLine() as line:
         try:
@@ -100,22 +103,25 @@ def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_jso
                         f"{now.finished}/{now.total} prompts · {now.output_tokens} tokens of at most {most}"
                     ),
                 )
-        except Stopped as stop:
-            outputs, stopped = stop.done or [], stop
+        except (Stopped, YalisFailure) as early:
+            outputs, ended = early.done or [], early
     answers = [completion for output in outputs for completion in output.completions]
     tokens = sum(completion.metrics.output_tokens for completion in answers)
     with interrupts_held():
-        for number, output in enumerate(outputs if tokens or stopped is None else (), 1):
+        for number, output in enumerate(outputs if tokens or ended is None else (), 1):
             if as_json:
                 print(json.dumps(_object(output)))
             else:
                 _print_text(number, output, llm.tokenizer is not None, titled=len(prompts) > 1 or sampling.n > 1)
         sys.stdout.flush()
-    if stopped is not None:
+    if ended is not None:
         asked = len(prompts) * sampling.n
         finished = sum(not _cut_short(completion) for completion in answers)
         several = f", {finished} of {asked} answers finished" if tokens and asked > 1 else ""
-        raise Stopped(so_far(tokens, asked * sampling.max_tokens) + several) from stopped
+        told = so_far(tokens, asked * sampling.max_tokens) + several
+        if isinstance(ended, Stopped):
+            raise Stopped(told) from ended
+        raise YalisFailure(f"{ended}; {told}") from ended
     tell_where_contexts_ended(llm, answers, sampling)
     return tokens
 

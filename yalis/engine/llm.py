@@ -23,7 +23,7 @@ from yalis.engine.interrupts import Stopped, interrupts_held
 from yalis.engine.replicas import Replicas
 from yalis.engine.team import Team, agree, agree_on_model, split_of
 from yalis.engine.worker import WORKER, serve_rank
-from yalis.errors import YalisError, first_line
+from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
 from yalis.launch.join import join
 from yalis.parallel.plan import Split
@@ -113,7 +113,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the order of the prompts. Ranks other than the first get none.
 
-        A Ctrl-C becomes Stopped, a KeyboardInterrupt whose `done` has the results with what there is of them.
+        A Ctrl-C becomes Stopped, a KeyboardInterrupt whose `done` has the results with what there is of them; so has
+        a YalisFailure, such as a rank that died.
         """
         if self.rank > 0:
             return []
@@ -128,6 +129,10 @@ class LLM:
             words = f"{len(done)} of {len(ids)} prompts done"
             self._cancel_all(ids)
             raise Stopped(words, [done[id] for id in ids]) from interrupt
+        except YalisFailure as failure:
+            self._cancel_all(ids)
+            failure.done = [done[id] for id in ids]
+            raise
         finally:
             self._cancel_all(ids)
         return [done[id] for id in ids]

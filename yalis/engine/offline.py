@@ -18,7 +18,7 @@ from yalis.engine.interrupts import interrupts_held
 from yalis.engine.offline_input import BadLine, GoodLine, Wanted, parse, read_raw, survey
 from yalis.engine.offline_output import ResultFile, answer
 from yalis.engine.offline_progress import JobProgress, Pace
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 
 if TYPE_CHECKING:
     from yalis.engine.llm import LLM
@@ -111,6 +111,8 @@ class OfflineJob:
                         running[request_id] = line
                         pace.submit(request_id, line.sampling.n * min(line.sampling.max_tokens, llm.max_model_len))
                         continue
+                    except YalisFailure:
+                        raise  # not the line's fault
                     except YalisError as error:
                         line = BadLine(line.number, line.custom_id, str(error), line.digest)
                 tell(line, {"error": {"line": line.number, "message": line.message}})

@@ -103,17 +103,15 @@ class Work:
 def decode_work(dims: ModelDims, contexts: Sequence[float]) -> Work:
     """One token for each sequence, attending to so many tokens (a mean over steps may be fractional)."""
     batch = len(contexts)
-    looked_up = 0 if dims.tied else batch * dims.hidden  # a tied table is already read whole, as lm_head
-    weights = dims.matrix_params + dims.small_params + dims.table_params + looked_up
     attended = sum(min(n, window or n) for n in contexts for window in dims.layer_windows())
     return Work(
-        weight_bytes=weights * dims.weight_bytes,
+        weight_bytes=_weight_bytes(dims, batch),
         kv_bytes=attended * dims.kv_bytes_per_token / dims.layers,
         flops=2 * (dims.matrix_params + dims.table_params) * batch + 4 * dims.heads * dims.head_dim * attended,
     )
 
 
-def prefill_flops(dims: ModelDims, lengths: Sequence[int], sampled_rows: int | None = None) -> float:
+def prefill_work(dims: ModelDims, lengths: Sequence[int], sampled_rows: int | None = None) -> Work:
     """Whole prompts of these lengths, causal attention; lm_head only for the sampled rows (by default one a prompt).
 
     Every layer counts for every token, as published floors count it: what an engine leaves out of its last layer, where
@@ -122,16 +120,22 @@ def prefill_flops(dims: ModelDims, lengths: Sequence[int], sampled_rows: int | N
     rows = len(lengths) if sampled_rows is None else sampled_rows
     pairs = sum(_causal_pairs(n, window) for n in lengths for window in dims.layer_windows())
     matrices = dims.matrix_params * sum(lengths) + dims.table_params * rows
-    return 2 * matrices + 4 * dims.heads * dims.head_dim * pairs
+    return Work(
+        weight_bytes=_weight_bytes(dims, sum(lengths)),
+        kv_bytes=0,  # what a step has just made need not be read
+        flops=2 * matrices + 4 * dims.heads * dims.head_dim * pairs,
+    )
 
 
-def decode_floor_s(bytes_read: float, flops: float, bandwidth: float, flop_rate: float) -> float:
+def floor_s(bytes_read: float, flops: float, bandwidth: float, flop_rate: float) -> float:
     """Seconds: the slower of reading at `bandwidth` bytes/s and computing at `flop_rate` FLOP/s."""
     return max(bytes_read / bandwidth, flops / flop_rate)
 
 
-def prefill_floor_s(flops: float, flop_rate: float) -> float:
-    return flops / flop_rate
+def _weight_bytes(dims: ModelDims, tokens: int) -> float:
+    """All weights once; of the embedding table the tokens' rows, unless it is lm_head too."""
+    looked_up = 0 if dims.tied else tokens * dims.hidden
+    return (dims.matrix_params + dims.small_params + dims.table_params + looked_up) * dims.weight_bytes
 
 
 def _causal_pairs(length: int, window: int | None) -> int:

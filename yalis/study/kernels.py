@@ -20,7 +20,7 @@ from torch import Tensor
 from yalis import result_rows, results
 from yalis.engine.device import resolve_device
 from yalis.errors import YalisFailure
-from yalis.perfmodel.floors import ModelDims, decode_floor_s
+from yalis.perfmodel.floors import ModelDims, floor_s
 from yalis.study import bandwidth
 from yalis.study.kernel_kits import Kernels, Kit, Reference, Torch, our_kits
 from yalis.study.kernel_trials import DTYPES, KernelsPlan, Trial, list_trials, make_product
@@ -63,7 +63,7 @@ def measure(plan: KernelsPlan, command: str, report: Callable[[str], None] = lam
                 rows.append(_row(trial, suffix, timed))
                 work.append((trial.bytes, trial.flops))
     for row, (moved, flops) in zip(rows, work, strict=True):
-        row["floor_us"] = 1e6 * decode_floor_s(moved, flops, rates.read_bytes_per_s, rates.matmul_flops_per_s)
+        row["floor_us"] = 1e6 * floor_s(moved, flops, rates.read_bytes_per_s, rates.matmul_flops_per_s)
         if row["us"] is not None:
             row["share_of_floor"] = row["floor_us"] / row["us"]
     given = {"dims": asdict(dims), "dtype": str(dtype).removeprefix("torch."), **asdict(rates)}

@@ -22,7 +22,7 @@ from yalis.engine.interrupts import Stopped
 from yalis.engine.llm import LLM
 from yalis.engine.team import split_of
 from yalis.errors import YalisError, YalisFailure
-from yalis.perfmodel.floors import ModelDims, decode_floor_s, decode_work, prefill_floor_s, prefill_flops
+from yalis.perfmodel.floors import ModelDims, Work, decode_work, floor_s, prefill_work
 from yalis.spec import read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.spread import spread
@@ -206,11 +206,12 @@ class Floors:
 
 
 def find_floors(dims: ModelDims, case: Workload, rates: bandwidth.DeviceRates) -> Floors:
-    work = decode_work(dims, [case.prompt_len + case.output_len / 2] * case.batch)
-    flops = prefill_flops(dims, [case.prompt_len] * case.batch)
+    def floor(work: Work) -> float:
+        return floor_s(work.bytes, work.flops, rates.read_bytes_per_s, rates.matmul_flops_per_s)
+
     return Floors(
-        prefill=prefill_floor_s(flops, rates.matmul_flops_per_s),
-        decode=decode_floor_s(work.bytes, work.flops, rates.read_bytes_per_s, rates.matmul_flops_per_s),
+        prefill=floor(prefill_work(dims, [case.prompt_len] * case.batch)),
+        decode=floor(decode_work(dims, [case.prompt_len + case.output_len / 2] * case.batch)),
     )
 
 

@@ -26,7 +26,7 @@ from yalis.engine.device import release_memory, resolve_device, resolve_dtype, w
 from yalis.engine.llm import LLM
 from yalis.engine.team import split_of
 from yalis.errors import YalisFailure
-from yalis.perfmodel.floors import ModelDims, decode_work, prefill_flops
+from yalis.perfmodel.floors import ModelDims, decode_work, prefill_work
 from yalis.spec import ModelSpec, read_spec
 from yalis.study import bandwidth, peers
 from yalis.study.jobs import Job, ThroughputPlan, check_length, digest_of, draw_jobs, read_dataset
@@ -287,6 +287,6 @@ def find_floor(
     later = [len(tokens) - 1 for tokens in run.tokens]  # the first token comes with the prompt
     read = split.replicas * steps * work[0].weight_bytes
     read += sum(one.kv_bytes * times for one, times in zip(work, later, strict=True))
-    flops = prefill_flops(dims, [int(prompt)] * len(run.tokens))
+    flops = prefill_work(dims, [int(prompt)] * len(run.tokens)).flops
     flops += sum(one.flops * times for one, times in zip(work, later, strict=True))
     return max(read / rates.read_bytes_per_s, flops / rates.matmul_flops_per_s) / split.size
