@@ -333,6 +333,14 @@ def test_a_failure_on_the_way_says_how_to_go_on(
             raise YalisFailure("rank 1 died while running")
         return poll(self)
 
+    def fail_at_once(self: LLM, **fields: Any) -> None:
+        raise YalisFailure("no room")
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "__init__", fail_at_once)
+        assert _batch(source, target, model) == 1
+    assert capsys.readouterr().err == "yalis: error: no room\n"  # the same command would fail again
     with monkeypatch.context() as patch:
         patch.setattr(LLM, "poll", fail_later)
         assert _batch(source, target, model) == 1

@@ -58,7 +58,7 @@ def _target(text: str) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     config, defaults = engine_config(args), sampling_fields(args)
-    from yalis.engine.offline import OfflineJob
+    from yalis.engine.offline import ModelFailed, OfflineJob
 
     def make_llm() -> LLM:
         from yalis.engine.llm import LLM
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             job.run(make_llm, report=lambda progress: line.show(_status(progress)))
         except KeyboardInterrupt:
             stopped = True
-        except YalisFailure as failure:
+        except ModelFailed as failure:
             raise YalisFailure(f"{failure}; {_go_on(job, args.output)}") from failure
         finally:
             line.clear()

@@ -29,6 +29,10 @@ WINDOW = 4
 LOOK_SECONDS = 0.25
 
 
+class ModelFailed(YalisFailure):
+    """While it answered, such as by a rank that died; the results that were written stay."""
+
+
 class OfflineJob:
     """Opening it checks both files; run() does what is left. A context manager, since it holds a lock."""
 
@@ -88,7 +92,11 @@ class OfflineJob:
 
         def advance(model: LLM) -> None:
             nonlocal looked
-            for request_id, output in model.poll():
+            try:
+                finished = model.poll()
+            except YalisFailure as failure:
+                raise ModelFailed(str(failure)) from failure
+            for request_id, output in finished:
                 fields = {**answer(output), "error": None}
                 tell(running.pop(request_id), fields, fields["output_tokens"])
                 pace.finish(request_id, fields["output_tokens"])
@@ -111,8 +119,8 @@ class OfflineJob:
                         running[request_id] = line
                         pace.submit(request_id, line.sampling.n * min(line.sampling.max_tokens, llm.max_model_len))
                         continue
-                    except YalisFailure:
-                        raise  # not the line's fault
+                    except YalisFailure as failure:
+                        raise ModelFailed(str(failure)) from failure
                     except YalisError as error:
                         line = BadLine(line.number, line.custom_id, str(error), line.digest)
                 tell(line, {"error": {"line": line.number, "message": line.message}})
