@@ -15,7 +15,7 @@ import torch
 
 from yalis import LLM
 from yalis.engine.device import resolve_block_size
-from yalis.study.kernel_times import StepTimes, measure_step
+from yalis.study.kernels.step_times import StepTimes, measure_step
 
 SHAPES = Path(__file__).parent / "shapes"
 

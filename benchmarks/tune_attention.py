@@ -33,7 +33,7 @@ from yalis.kernels.dependent import dependent_launches
 from yalis.kernels.paged_attention import Shape
 from yalis.kernels.room import room_of
 from yalis.study.bandwidth import clock
-from yalis.study.kernels import captured
+from yalis.study.kernels.benchmark import captured
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 PARAMS = AttentionParams(DIM**-0.5)

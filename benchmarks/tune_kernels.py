@@ -15,8 +15,8 @@ import torch
 
 from yalis.kernels.room import room_of
 from yalis.kernels.skinny import Problem, candidates
-from yalis.study.kernel_trials import matrices
-from yalis.study.kernels import LLAMA_8B, build, tune
+from yalis.study.kernels.benchmark import LLAMA_8B, build, tune
+from yalis.study.kernels.cases import matrices
 
 
 def main() -> None:

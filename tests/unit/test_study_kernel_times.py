@@ -8,7 +8,7 @@ from tests.tiny_chat import save_tiny_chat
 from yalis import LLM
 from yalis.errors import YalisError
 from yalis.perfmodel.timeline import Span
-from yalis.study.kernel_times import KernelTime, add_up, measure_step, start_decoding
+from yalis.study.kernels.step_times import KernelTime, add_up, measure_step, start_decoding
 
 
 def test_gaps_and_overlap_are_told_apart():

@@ -10,9 +10,10 @@ import torch
 from yalis.cli.main import main
 from yalis.errors import YalisError
 from yalis.perfmodel.floors import ModelDims
-from yalis.study import bandwidth, kernel_trials, kernels
-from yalis.study.kernel_kits import Kernels, Native
-from yalis.study.kernel_trials import KernelsPlan, list_trials, matrices
+from yalis.study import bandwidth
+from yalis.study.kernels import benchmark, cases
+from yalis.study.kernels.backends import Kernels, Native
+from yalis.study.kernels.cases import KernelsPlan, list_trials, matrices
 
 TINY = ModelDims(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=False)
 CPU = torch.device("cpu")
@@ -20,8 +21,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_trials, "_MOST_COPIES", 3)
-    monkeypatch.setattr(kernels, "_ENOUGH_S", 0.0)
+    monkeypatch.setattr(cases, "_MOST_COPIES", 3)
+    monkeypatch.setattr(benchmark, "_ENOUGH_S", 0.0)
     monkeypatch.setattr(bandwidth, "measure", lambda device, dtype: bandwidth.DeviceRates(1e9, 1e12))
 
 
@@ -32,7 +33,7 @@ def plan(**given: object) -> KernelsPlan:
 
 def test_every_operation_is_right_and_has_its_floor() -> None:
     heard: list[str] = []
-    result = kernels.measure(plan(), "yalis bench kernels", heard.append)
+    result = benchmark.measure(plan(), "yalis bench kernels", heard.append)
     found = {(row["kernel"], row["shape"].split()[0]) for row in result.rows}
     assert {kernel for kernel, _ in found} == {
         "linear", "linear, gate", "norm", "add, norm", "gate", "rope, write", "feed", "take", "argmax",
@@ -84,20 +85,20 @@ class Off(Native):
 def test_a_wrong_kernel_gets_no_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Unwritten())])
-    rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
+    monkeypatch.setattr(benchmark, "our_kits", lambda device: [("", Unwritten())])
+    rows = {row["kernel"]: row for row in benchmark.measure(plan(rows=(1,)), "").rows}
     assert rows["gate"]["status"] == "wrong: off by nan"
     assert rows["gate"]["us"] is None
     assert rows["linear, gate"]["status"] == "wrong: off by nan"
     assert rows["linear"]["status"] == "ok"
-    monkeypatch.setattr(kernels, "our_kits", lambda device: [("", WrongSum())])
-    rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
+    monkeypatch.setattr(benchmark, "our_kits", lambda device: [("", WrongSum())])
+    rows = {row["kernel"]: row for row in benchmark.measure(plan(rows=(1,)), "").rows}
     assert rows["norm"]["status"] == "ok"
     assert rows["add, norm"]["status"].startswith("wrong: off by")
-    monkeypatch.setattr(kernels, "our_kits", lambda device: [("", Off())])
-    rows = {row["kernel"]: row for row in kernels.measure(plan(rows=(1,)), "").rows}
+    monkeypatch.setattr(benchmark, "our_kits", lambda device: [("", Off())])
+    rows = {row["kernel"]: row for row in benchmark.measure(plan(rows=(1,)), "").rows}
     assert rows["argmax"]["status"] == "wrong: off by 1.0e+00"
-    monkeypatch.setitem(kernels.DIMS, "cpu", TINY)
+    monkeypatch.setitem(benchmark.DIMS, "cpu", TINY)
     words = f"bench kernels --device cpu --rows 1 --layers 1 --prompt-len 40 --repeats 1 --out {tmp_path}"
     assert main(words.split()) == 1
     out, err = capsys.readouterr()
@@ -109,7 +110,7 @@ def test_a_wrong_kernel_gets_no_time(
 def test_a_kernel_is_told_by_what_it_is_bound_by(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(kernels.DIMS, "cpu", TINY)
+    monkeypatch.setitem(benchmark.DIMS, "cpu", TINY)
     words = "bench kernels --device cpu --rows 1 --layers 1 --prompts 1 --prompt-len 40 --repeats 1"
     for rates, ceilings, unit in (
         ((1e15, 1e12, "a kernel"), "read 1000.00 TB/s (a kernel), matmul 1.00 TFLOP/s", "FLOP/s"),
@@ -129,14 +130,14 @@ def test_the_triton_kernels_pass_the_same_check() -> None:
     seen = set()
     for trial in list_trials(plan(rows=(3,), context=70), TINY, CPU, torch.float32):
         if trial.kernel not in seen:
-            assert kernels.find_error(trial, Kernels()) < 1e-5, trial.kernel
+            assert benchmark.find_error(trial, Kernels()) < 1e-5, trial.kernel
         seen.add(trial.kernel)
 
 
 def test_a_rate_above_the_measured_one_is_the_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "measure", lambda device, dtype: bandwidth.DeviceRates(1.0, 1e12))
-    monkeypatch.setitem(kernel_trials._SPREAD_BYTES, "cpu", 1)
-    result = kernels.measure(plan(rows=(1,)), "")
+    monkeypatch.setitem(cases._SPREAD_BYTES, "cpu", 1)
+    result = benchmark.measure(plan(rows=(1,)), "")
     assert max(row["share_of_floor"] for row in result.rows) <= 1.0 + 1e-9
     assert result.parameters["read_bytes_per_s"] > 1.0
     assert result.parameters["read_by"].endswith("1 rows")

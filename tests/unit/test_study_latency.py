@@ -18,8 +18,11 @@ from yalis.cli.main import main
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
-from yalis.study import bandwidth, peer_engines, peers
+from yalis.study import bandwidth
 from yalis.study.latency import Floors, LatencyPlan, Ours, _tabulate, _take_turns, fit
+from yalis.study.peers import engines as peer_engines
+from yalis.study.peers.peer import Peer, PeerSetup, Timing
+from yalis.study.peers.process import PEERS, start_peer
 from yalis.study.topology import has_floor, unlike_peers
 from yalis.study.workloads import Workload
 
@@ -29,15 +32,15 @@ class Broken:
 
     name, version = "broken", "1"
 
-    def __init__(self, setup: peers.PeerSetup) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         pass
 
-    def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
+    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
         raise RuntimeError("out of\nluck")
 
 
 class Missing:
-    def __init__(self, setup: peers.PeerSetup) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         import a_package_that_is_not_there  # noqa: F401
 
 
@@ -45,8 +48,8 @@ class Missing:
 def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bandwidth._READ_BYTES, "cpu", 2**22)
     monkeypatch.setitem(bandwidth._MATMUL_SIZE, "cpu", 128)
-    own = {**peers.PEERS._entries, "broken": f"{__name__}:Broken", "missing": f"{__name__}:Missing"}
-    monkeypatch.setattr(peers.PEERS, "_entries", own)
+    own = {**PEERS._entries, "broken": f"{__name__}:Broken", "missing": f"{__name__}:Missing"}
+    monkeypatch.setattr(PEERS, "_entries", own)
 
 
 @pytest.mark.usefixtures("small_measurements")
@@ -86,14 +89,14 @@ class Gives:
     def __init__(self, *counts: int) -> None:
         self._counts = counts
 
-    def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
-        return peers.Timing(1.0, [1.0], 2.0, [[7] * count for count in self._counts])
+    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
+        return Timing(1.0, [1.0], 2.0, [[7] * count for count in self._counts])
 
 
 def test_an_engine_that_gives_too_little_measured_nothing() -> None:
     case, plan = Workload(2, 3, 4), LatencyPlan(warmup=0, repeats=1)
     why = "2 requests for 4 tokens gave {} in {} answers, so nothing was measured"
-    engines: list[tuple[str, peers.Peer | str]] = [("good", Gives(4, 4)), ("short", Gives(4, 3)), ("none", Gives())]
+    engines: list[tuple[str, Peer | str]] = [("good", Gives(4, 4)), ("short", Gives(4, 3)), ("none", Gives())]
     good, *bad = _take_turns(case, plan, engines, 10, lambda text: None)
     assert len(good) == 1
     assert bad == [why.format(7, 2), why.format(0, 0)]
@@ -102,8 +105,8 @@ def test_an_engine_that_gives_too_little_measured_nothing() -> None:
 
 
 def test_a_floor_is_of_the_devices_that_each_engine_has() -> None:
-    engines: list[tuple[str, peers.Peer | str]] = [("yalis", Gives()), ("transformers", Gives())]
-    taken: list[list[peers.Timing] | str] = [[Gives(4).run([], 4)], [Gives(4).run([], 4)]]
+    engines: list[tuple[str, Peer | str]] = [("yalis", Gives()), ("transformers", Gives())]
+    taken: list[list[Timing] | str] = [[Gives(4).run([], 4)], [Gives(4).run([], 4)]]
     case = Workload(1, 3, 4)
     ours, theirs = _tabulate(case, engines, taken, Floors(0.8, 0.4), 2, comparable=True)
     assert (ours["prefill_floor_ms"], ours["floor_ms"], ours["share_of_floor"]) == (400.0, 200.0, 0.2)
@@ -176,7 +179,7 @@ def test_vllm_is_given_a_folder(tmp_path: Path) -> None:
     config.write_text("{}")
     spare = tmp_path / "spare"
     spare.mkdir()
-    setup = peers.PeerSetup(config, True, torch.float32, torch.device("cpu"))
+    setup = PeerSetup(config, True, torch.float32, torch.device("cpu"))
     assert (peer_engines._model_folder(setup, spare) / "config.json").read_text() == "{}"
     assert peer_engines._model_folder(replace(setup, path=spare), tmp_path) == spare
 
@@ -226,5 +229,5 @@ def test_a_batch_that_ran_in_waves_has_no_step_time(tmp_path: Path, engine: dict
 @pytest.mark.usefixtures("small_measurements")
 def test_a_peer_that_lacks_a_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    setup = peers.PeerSetup(tmp_path / "model.gguf", False, torch.float32, torch.device("cpu"))
-    assert peers.start("transformers", setup) == "accelerate is not installed: make peers, or pip install accelerate"
+    setup = PeerSetup(tmp_path / "model.gguf", False, torch.float32, torch.device("cpu"))
+    assert start_peer("transformers", setup) == "accelerate is not installed: make peers, or pip install accelerate"

@@ -15,8 +15,9 @@ import torch
 
 from tests.tiny_chat import save_tiny_chat
 from yalis.errors import YalisFailure
-from yalis.study import peers
-from yalis.study.peer_engines import TransformersPeer
+from yalis.study.peers.engines import TransformersPeer
+from yalis.study.peers.peer import PeerSetup, Timing, explain_failure
+from yalis.study.peers.process import PEERS, PeerProcess, find_python, start_peer
 
 ROOT = Path(__file__).parents[2]
 NOISE, FAIL, CRASH, HANG = range(1, 5)
@@ -27,11 +28,11 @@ class Fickle:
 
     name, version = "fickle", "1"
 
-    def __init__(self, setup: peers.PeerSetup) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         if setup.random_weights:
             import a_package_that_is_not_there  # noqa: F401
 
-    def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
+    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
         what = prompts[0][0]
         if what == NOISE:
             os.write(1, b'{"error": "only noise"}\n')
@@ -46,23 +47,23 @@ class Fickle:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == HANG:
             time.sleep(60)
-        return peers.Timing(0.5, [], 1.0, [[os.getpid(), torch.get_num_threads(), output_len]])
+        return Timing(0.5, [], 1.0, [[os.getpid(), torch.get_num_threads(), output_len]])
 
 
 @pytest.fixture
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_PEERS", sys.prefix)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the peer above
-    monkeypatch.setattr(peers.PEERS, "_entries", {**peers.PEERS._entries, "fickle": f"{__name__}:Fickle"})
+    monkeypatch.setattr(PEERS, "_entries", {**PEERS._entries, "fickle": f"{__name__}:Fickle"})
 
 
-def _setup(path: Path, missing: bool = False) -> peers.PeerSetup:
-    return peers.PeerSetup(path, missing, torch.float32, torch.device("cpu"), 32, 2, 32)
+def _setup(path: Path, missing: bool = False) -> PeerSetup:
+    return PeerSetup(path, missing, torch.float32, torch.device("cpu"), 32, 2, 32)
 
 
-def _started(name: str, setup: peers.PeerSetup) -> peers.PeerProcess:
-    peer = peers.start(name, setup)
-    assert isinstance(peer, peers.PeerProcess), peer
+def _started(name: str, setup: PeerSetup) -> PeerProcess:
+    peer = start_peer(name, setup)
+    assert isinstance(peer, PeerProcess), peer
     return peer
 
 
@@ -131,21 +132,21 @@ def test_a_hang_is_given_up(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_environment")
 def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = peers.start("fickle", _setup(tmp_path, missing=True))
+    said = start_peer("fickle", _setup(tmp_path, missing=True))
     name = "a_package_that_is_not_there"
     assert said == f"{name} is not installed: {sys.prefix}/bin/python3 -m pip install {name}"
     monkeypatch.setenv("YALIS_PEERS", str(tmp_path))
-    said = peers.start("fickle", _setup(tmp_path))
+    said = start_peer("fickle", _setup(tmp_path))
     assert said == (
         f"{tmp_path}/bin/python3 cannot be run (No such file or directory); type make peers, or name another "
         "environment with YALIS_PEERS"
     )
 
 
-def _why(peer: peers.PeerProcess, what: int) -> str:
+def _why(peer: PeerProcess, what: int) -> str:
     with pytest.raises(YalisFailure) as raised:
         peer.run([[what]], 1)
-    return peers.explain(raised.value)
+    return explain_failure(raised.value)
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -153,7 +154,7 @@ def test_a_worker_ends_when_its_starter_is_killed() -> None:
     script = """
 import os, signal
 from tests.unit import test_study_peers as here
-here.peers.PEERS._entries["fickle"] = here.__name__ + ":Fickle"
+here.PEERS._entries["fickle"] = here.__name__ + ":Fickle"
 peer = here._started("fickle", here._setup(here.ROOT))
 print(peer._process.pid, peer._folder.name, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -171,8 +172,8 @@ def test_where_the_environment_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     python = tmp_path / ".peers/bin/python3"
     python.parent.mkdir(parents=True)
     python.touch()
-    assert peers.find_python() == python
+    assert find_python() == python
     monkeypatch.setenv("YALIS_PEERS", "")
-    assert peers.find_python() is None
+    assert find_python() is None
     monkeypatch.setenv("YALIS_PEERS", "~/x")
-    assert peers.find_python() == Path("~/x/bin/python3").expanduser()
+    assert find_python() == Path("~/x/bin/python3").expanduser()

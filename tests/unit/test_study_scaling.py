@@ -19,20 +19,11 @@ from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.results import Result
-from yalis.study.jobs import ThroughputPlan, digest_of, read_dataset
 from yalis.study.plots import draw_scaling
-from yalis.study.scaling import (
-    LOG,
-    ScalingPlan,
-    Setting,
-    command_line,
-    command_words,
-    failed,
-    find_result,
-    gather,
-    list_settings,
-)
-from yalis.study.scaling_jobs import SlurmPlan, write_scripts
+from yalis.study.requests import ThroughputPlan, digest_of, read_dataset
+from yalis.study.scaling.settings import LOG, ScalingPlan, Setting, command_line, command_words, list_settings
+from yalis.study.scaling.slurm import SlurmPlan, write_scripts
+from yalis.study.scaling.summary import failed, find_result, gather
 from yalis.study.workloads import Workload
 
 CONFIG = EngineConfig("m", prefix_reuse=False)

@@ -19,8 +19,8 @@ from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import bandwidth
-from yalis.study.jobs import Job, ThroughputPlan, digest_of, draw_jobs, read_dataset
-from yalis.study.peer_engines import even_steps
+from yalis.study.peers.engines import even_steps
+from yalis.study.requests import Job, ThroughputPlan, digest_of, draw_jobs, read_dataset
 from yalis.study.spread import percentiles
 from yalis.study.throughput import Ours, Run, find_floor
 from yalis.study.workloads import NAMED, Workload, read_workload

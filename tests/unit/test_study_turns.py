@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from yalis.study.turns import Report, take_turns
+from yalis.study.peers.interleaving import Report, take_turns
 
 
 def run(engine: int, work: int, report: Report) -> int:

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     if args.benchmark == "allreduce":
         bench_allreduce.finish(args, result)
     if args.benchmark == "kernels":
-        from yalis.study.kernels import check_right
+        from yalis.study.kernels.benchmark import check_right
 
         check_right(result)
     return 0
@@ -151,8 +151,8 @@ def _pipeline(args: argparse.Namespace, command: str, report: Callable[[str], No
 
 
 def _kernels(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result:
-    from yalis.study.kernel_trials import KernelsPlan
-    from yalis.study.kernels import measure
+    from yalis.study.kernels.benchmark import measure
+    from yalis.study.kernels.cases import KernelsPlan
 
     plan = KernelsPlan(
         rows=args.rows, layers=args.layers, context=args.context, prompts=args.prompts, prompt_len=args.prompt_len,

@@ -20,8 +20,8 @@ from yalis.launch.environment import find_place
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
     from yalis.results import Result
-    from yalis.study.scaling import ScalingPlan, Setting
-    from yalis.study.scaling_jobs import SlurmPlan
+    from yalis.study.scaling.settings import ScalingPlan, Setting
+    from yalis.study.scaling.slurm import SlurmPlan
 
 ABOUT = "one job over numbers of ranks, ways to split the model and all-reduces: speed-up and parallel efficiency"
 _VARIED = ("tp", "pp", "dp", "allreduce")  # what a setting says, and not the engine's flags
@@ -68,8 +68,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from yalis import results
     from yalis.study import plots
-    from yalis.study.scaling import failed, find_result, gather, list_settings
-    from yalis.study.scaling_jobs import SlurmPlan, make_folder
+    from yalis.study.scaling.local_jobs import make_folder
+    from yalis.study.scaling.settings import list_settings
+    from yalis.study.scaling.slurm import SlurmPlan
+    from yalis.study.scaling.summary import failed, find_result, gather
     from yalis.study.throughput import prepare
 
     if find_place().size > 1:
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> ScalingPlan:
-    from yalis.study.scaling import ScalingPlan
+    from yalis.study.scaling.settings import ScalingPlan
 
     names = ("ranks", "schemes", "allreduces", "minutes", "node_ranks")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -113,7 +115,7 @@ def _plan(args: argparse.Namespace) -> ScalingPlan:
 def _write_scripts(
     config: EngineConfig, plan: ScalingPlan, slurm: SlurmPlan, settings: list[Setting], folder: Path
 ) -> int:
-    from yalis.study.scaling_jobs import write_scripts
+    from yalis.study.scaling.slurm import write_scripts
 
     *scripts, submit = write_scripts(config, plan, slurm, settings, folder)
     tell(
@@ -124,8 +126,8 @@ def _write_scripts(
 
 def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting]) -> int:
     """An exit status where it was stopped, else 0."""
-    from yalis.study.scaling import find_result
-    from yalis.study.scaling_jobs import run_missing
+    from yalis.study.scaling.local_jobs import run_missing
+    from yalis.study.scaling.summary import find_result
 
     line = ProgressLine()
     try:

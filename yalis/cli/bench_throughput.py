@@ -15,7 +15,7 @@ from yalis.study.workloads import NAMED, read_workload
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
     from yalis.results import Result
-    from yalis.study.jobs import ThroughputPlan
+    from yalis.study.requests import ThroughputPlan
 
 ABOUT = "tokens a second of a whole job, and how long requests wait for their first token and between tokens"
 
@@ -47,7 +47,7 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def work_plan(args: argparse.Namespace) -> ThroughputPlan:
-    from yalis.study.jobs import ThroughputPlan
+    from yalis.study.requests import ThroughputPlan
 
     if args.workload and args.dataset is not None:
         raise YalisError("both --workload and --dataset say what to run; give one of them")

@@ -24,10 +24,12 @@ from yalis.engine.team import split_of
 from yalis.errors import YalisError, YalisFailure
 from yalis.perfmodel.floors import ModelDims, Work, decode_work, floor_s, prefill_work
 from yalis.spec import read_spec
-from yalis.study import bandwidth, peers
+from yalis.study import bandwidth
+from yalis.study.peers.interleaving import take_turns
+from yalis.study.peers.peer import Peer, PeerSetup, Timing
+from yalis.study.peers.process import PEERS, start_peer
 from yalis.study.spread import spread
 from yalis.study.topology import has_floor, topology_of, unlike_peers
-from yalis.study.turns import take_turns
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import SamplingParams
 
@@ -50,8 +52,8 @@ class LatencyPlan:
         if not self.batch or min(self.batch) < 1:
             raise YalisError("batch needs sizes of at least 1; give for example --batch 1,8")
         for name in self.peer:
-            if name not in peers.PEERS.names():
-                raise YalisError(f"unknown peer {name!r}; accepted: {', '.join(peers.PEERS.names())}")
+            if name not in PEERS.names():
+                raise YalisError(f"unknown peer {name!r}; accepted: {', '.join(PEERS.names())}")
 
         if any(each.output_len < 2 for each in self.workload):
             raise YalisError("a workload of one output token has no decode step; give an output of at least 2 tokens")
@@ -80,7 +82,7 @@ class Ours:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
-    def run(self, prompts: list[list[int]], output_len: int) -> peers.Timing:
+    def run(self, prompts: list[list[int]], output_len: int) -> Timing:
         sampling = SamplingParams(max_tokens=output_len, ignore_eos=True)
         stats = self._llm.stats
         preempted = stats.preemptions
@@ -106,7 +108,7 @@ class Ours:
                 f"a batch of {len(ids)} never decoded all at once, so its step has no time; "
                 "give a larger --kv-memory, --kv-blocks, --max-batch-tokens or --output-len, or a smaller --batch"
             )
-        return peers.Timing(stamps[first], steps, stamps[-1], [done[id] for id in ids], median(host[i] for i in full))
+        return Timing(stamps[first], steps, stamps[-1], [done[id] for id in ids], median(host[i] for i in full))
 
     def _host_seconds(self) -> float:
         """Planning and launching steps; on a CPU planning alone, since the host computes there."""
@@ -133,16 +135,16 @@ def measure(
         _check_length(plan, llm.max_model_len)  # a KV cache the user chose may hold less
         report("measuring the device")
         before = bandwidth.measure(device, dtype)
-        setup = peers.PeerSetup(
+        setup = PeerSetup(
             locate(config.model, config.load == "auto"), config.load == "random", dtype, device,
             plan.longest, max(case.batch for case in plan.cases), config.max_batch_tokens, len(plan.peer),
         )  # fmt: skip
         others = []
         for name in plan.peer:
             report(f"loading {name}")
-            others.append((name, peers.start(name, setup)))
-        engines: list[tuple[str, peers.Peer | str]] = [("yalis", Ours(llm)), *others]
-        taken: list[list[list[peers.Timing] | str]] = []
+            others.append((name, start_peer(name, setup)))
+        engines: list[tuple[str, Peer | str]] = [("yalis", Ours(llm)), *others]
+        taken: list[list[list[Timing] | str]] = []
         rates, interrupt = before, None
         try:
             for case in plan.cases:
@@ -218,17 +220,17 @@ def find_floors(dims: ModelDims, case: Workload, rates: bandwidth.DeviceRates) -
 def _take_turns(
     case: Workload,
     plan: LatencyPlan,
-    engines: list[tuple[str, peers.Peer | str]],
+    engines: list[tuple[str, Peer | str]],
     vocab_size: int,
     report: Callable[[str], None],
-) -> list[list[peers.Timing] | str]:
+) -> list[list[Timing] | str]:
     """The timings of each engine, or why it has none."""
     batches = []
     for turn in range(plan.warmup + plan.repeats):
         noise = random.Random(f"{plan.seed}/{case}/{turn}")
         batches.append([draw_prompt(noise, case.prompt_len, vocab_size) for _ in range(case.batch)])
 
-    def run(engine: peers.Peer, prompts: list[list[int]], _: object) -> peers.Timing:
+    def run(engine: Peer, prompts: list[list[int]], _: object) -> Timing:
         timing = engine.run(prompts, case.output_len)
         _check_answers(case, timing.tokens)
         return timing
@@ -248,8 +250,8 @@ def _check_answers(case: Workload, answers: list[list[int]]) -> None:
 
 def _tabulate(
     case: Workload,
-    engines: list[tuple[str, peers.Peer | str]],
-    taken: list[list[peers.Timing] | str],
+    engines: list[tuple[str, Peer | str]],
+    taken: list[list[Timing] | str],
     floors: Floors | None,
     ranks: int,
     comparable: bool,
@@ -301,12 +303,12 @@ def _tabulate(
     return rows
 
 
-def _host_ms(timings: list[peers.Timing]) -> float | None:
+def _host_ms(timings: list[Timing]) -> float | None:
     known = [timing.host for timing in timings if timing.host is not None]
     return 1e3 * median(known) if known else None
 
 
-def _agreement(ours: list[peers.Timing], theirs: list[peers.Timing]) -> float:
+def _agreement(ours: list[Timing], theirs: list[Timing]) -> float:
     """The share of sequences, over all repeats, whose tokens are the same to the last."""
     pairs = [
         (a, b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine.tokens, other.tokens, strict=True)

@@ -26,8 +26,8 @@ from yalis.kernels.native import now
 from yalis.spec import read_spec
 from yalis.study import bandwidth
 from yalis.study.latency import LatencyPlan, fit
-from yalis.study.scaling import Setting, crowding
-from yalis.study.topology import topology_of
+from yalis.study.scaling.settings import Setting
+from yalis.study.topology import crowding, topology_of
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import SamplingParams
 

@@ -18,9 +18,9 @@ from yalis import results
 from yalis.engine.interrupts import if_stopped, interrupts_held
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import figures
-from yalis.study.jobs import ThroughputPlan
 from yalis.study.report_cards import Card, Given, machines_of, make_sections
 from yalis.study.report_page import make_page, name_machines, plots_of, show_card, show_section
+from yalis.study.requests import ThroughputPlan
 
 _WORK = [one.name for one in fields(ThroughputPlan)]
 

@@ -16,7 +16,7 @@ from yalis.study import figures
 from yalis.study.allreduce import fastest, label
 from yalis.study.plots import model_name
 from yalis.study.profile import PARTS, over_ranks
-from yalis.study.scaling import crowding
+from yalis.study.topology import crowding
 
 Row = dict[str, Any]
 

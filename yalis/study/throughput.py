@@ -28,11 +28,13 @@ from yalis.engine.team import split_of
 from yalis.errors import YalisFailure
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_work
 from yalis.spec import ModelSpec, read_spec
-from yalis.study import bandwidth, peers
-from yalis.study.jobs import Job, ThroughputPlan, check_length, digest_of, draw_jobs, read_dataset
+from yalis.study import bandwidth
+from yalis.study.peers.interleaving import Report, take_turns
+from yalis.study.peers.peer import Peer, PeerSetup
+from yalis.study.peers.process import start_peer
+from yalis.study.requests import Job, ThroughputPlan, check_length, digest_of, draw_jobs, read_dataset
 from yalis.study.spread import percentiles, spread
 from yalis.study.topology import has_floor, topology_of, unlike_peers
-from yalis.study.turns import Report, take_turns
 from yalis.types import RequestOutput
 
 
@@ -108,7 +110,7 @@ class Ours:
 class Theirs:
     """A peer, which takes like requests as one batch."""
 
-    def __init__(self, peer: peers.Peer) -> None:
+    def __init__(self, peer: Peer) -> None:
         self._peer, self.name, self.version = peer, peer.name, peer.version
 
     def run(self, jobs: Sequence[Job], report: Report) -> Run:
@@ -161,7 +163,7 @@ def measure(
         engines: list[tuple[str, Engine | str]] = [("yalis", Ours(llm))]
         for name in plan.peer:
             report(f"loading {name}")
-            peer = peers.start(name, _peer_setup(config, plan, dtype, device))
+            peer = start_peer(name, _peer_setup(config, plan, dtype, device))
             engines.append((name, peer if isinstance(peer, str) else Theirs(peer)))
         turns = [draw_jobs(plan, lines, spec.vocab_size, turn) for turn in range(plan.warmup + plan.repeats)]
         taken = take_turns(engines, turns, plan.warmup, lambda engine, jobs, tell: engine.run(jobs, tell), report)
@@ -200,11 +202,9 @@ def _leave_room(config: EngineConfig, plan: ThroughputPlan) -> EngineConfig:
     return replace(config, kv_blocks=max(blocks, -(-(config.max_model_len or 0) // size)))
 
 
-def _peer_setup(
-    config: EngineConfig, plan: ThroughputPlan, dtype: torch.dtype, device: torch.device
-) -> peers.PeerSetup:
+def _peer_setup(config: EngineConfig, plan: ThroughputPlan, dtype: torch.dtype, device: torch.device) -> PeerSetup:
     (work,) = plan.workloads
-    return peers.PeerSetup(
+    return PeerSetup(
         path=locate(config.model, config.load == "auto"),
         random_weights=config.load == "random",
         dtype=dtype,

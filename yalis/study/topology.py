@@ -29,3 +29,15 @@ def unlike_peers(config: EngineConfig, names: Sequence[str]) -> list[str]:
     """What must be told beside a ratio: peers take one device, whatever ours take."""
     ranks = split_of(config).size
     return [f"yalis ran on {ranks} ranks and {', '.join(names)} on one device"] if names and ranks > 1 else []
+
+
+def crowding(result: results.Result) -> str:
+    """How ranks share what each should have for itself; empty where they do not."""
+    topology = result.topology or results.topology([0])
+    most = max(topology["ranks_per_host"])
+    if result.devices[0]["type"] == "cpu":
+        cores = result.host["cores"]
+        # Slurm gives every rank cores of its own, and the first sees only those.
+        return f"{most} ranks on {cores} cores" if most > cores and topology.get("launcher") != "srun" else ""
+    shared = min(most, result.parameters["engine"]["ranks_per_gpu"])
+    return f"{shared} ranks on a GPU" if shared > 1 else ""

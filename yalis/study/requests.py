@@ -11,7 +11,7 @@ from pathlib import Path
 
 from yalis.engine.offline_input import BadLine, parse, read_raw
 from yalis.errors import YalisError
-from yalis.study.peers import PEERS
+from yalis.study.peers.process import PEERS
 from yalis.study.workloads import Workload, draw_prompt
 from yalis.types import Prompt, SamplingParams
 

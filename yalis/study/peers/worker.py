@@ -1,4 +1,4 @@
-"""A peer in the peers' own Python: `python -m yalis.study.peer_worker SOCKET FOLDER`, started by `peers`.
+"""A peer in the peers' own Python: `python -m yalis.study.peers.worker SOCKET FOLDER`, started by `process`.
 
 A message is a line of JSON on the inherited socket, so whatever the peer prints goes elsewhere. The first request says
 which peer and its setup, every other one is a run; each is answered once, a failure with {"error": a sentence}.
@@ -21,7 +21,7 @@ from threading import Thread
 from typing import Any
 
 from yalis.registry import Registry
-from yalis.study.peers import Peer, PeerSetup, explain
+from yalis.study.peers.peer import Peer, PeerSetup, explain_failure
 
 _GRACE_S = 10.0  # to end by itself once nobody listens
 
@@ -40,7 +40,7 @@ def main() -> None:
             else:
                 reply = asdict(peer.run(**request))
         except Exception as error:
-            reply = {"error": explain(error, f"{sys.executable} -m pip")}
+            reply = {"error": explain_failure(error, f"{sys.executable} -m pip")}
         channel.sendall(json.dumps(reply).encode() + b"\n")
     _clear()
 

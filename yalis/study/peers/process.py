@@ -1,7 +1,7 @@
 """Other engines, measured in the same run on the same tokens, so that a ratio compares like with like.
 
 Where the peers have an environment of their own (`make peers`), each runs in a process of that Python, behind
-`peer_worker`; else in ours. The worker imports this file too, so nothing here needs more than torch.
+`worker`; else in ours. The worker imports this file too, so nothing here needs more than torch.
 """
 
 from __future__ import annotations
@@ -16,62 +16,28 @@ import subprocess
 import tempfile
 import time
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import yalis
 from yalis import env
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisFailure
 from yalis.launch.local import plain_environment
 from yalis.registry import Registry
-
-if TYPE_CHECKING:
-    import torch
+from yalis.study.peers.peer import Peer, PeerSetup, Timing, explain_failure
 
 HOME = ".peers"  # what `make peers` makes
 _GRACE_S = 15.0  # for a worker to end by itself
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One greedy run of a batch: when each token of the whole batch was there, in seconds from the start."""
-
-    first_token: float
-    steps: list[float]  # seconds of each decode step after the first token
-    total: float
-    tokens: list[list[int]]  # [batch][output_len]
-    host: float | None = None  # seconds of the host's own work for a decode step, where they are known
-
-
-@dataclass(frozen=True)
-class PeerSetup:
-    """What a peer must match to be compared."""
-
-    path: Path  # a folder, or a .gguf file
-    random_weights: bool
-    dtype: torch.dtype
-    device: torch.device
-    longest: int = 2048  # tokens of a sequence
-    batch: int = 64  # sequences at a time
-    max_batch_tokens: int = 2048  # tokens of a step
-    peers: int = 1  # that share what memory we leave
-
-
-class Peer(Protocol):
-    name: str
-    version: str
-
-    def run(self, prompts: list[list[int]], output_len: int) -> Timing: ...
-
-
 PEERS: Registry[type[Peer]] = Registry(
     "peer",
-    {"transformers": "yalis.study.peer_engines:TransformersPeer", "vllm": "yalis.study.peer_engines:VllmPeer"},
+    {"transformers": "yalis.study.peers.engines:TransformersPeer", "vllm": "yalis.study.peers.engines:VllmPeer"},
 )
 
 
-def start(name: str, setup: PeerSetup) -> Peer | str:
+def start_peer(name: str, setup: PeerSetup) -> Peer | str:
     """The peer, ready; or why it cannot run here, which is a line in the table and not the end of the benchmark."""
     peer: Any = PEERS.load(name)
     try:
@@ -79,19 +45,7 @@ def start(name: str, setup: PeerSetup) -> Peer | str:
         ready: Peer = peer(setup) if python is None else PeerProcess(python, name, peer, setup)
         return ready
     except Exception as error:
-        return explain(error)
-
-
-def explain(error: Exception, pip: str | None = None) -> str:
-    """Why a peer has no numbers; it may fail in ways of its own. `pip`: of an environment that peers have already."""
-    if isinstance(error, YalisError):
-        return str(error)
-    if isinstance(error, ImportError):
-        if error.name is None:
-            return f"not installed ({error})"
-        its_own = "make peers, or " if pip is None else ""
-        return f"{error.name} is not installed: {its_own}{pip or 'pip'} install {error.name}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return explain_failure(error)
 
 
 def find_python() -> Path | None:
@@ -125,7 +79,7 @@ class PeerProcess:
         with theirs, self._chatter.open("wb") as chatter:
             try:
                 self._process = subprocess.Popen(
-                    [python.absolute(), "-m", "yalis.study.peer_worker", str(theirs.fileno()), home],
+                    [python.absolute(), "-m", "yalis.study.peers.worker", str(theirs.fileno()), home],
                     env={**variables, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "TMPDIR": str(home)},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ from yalis.errors import YalisError
 from yalis.kernels.ops import MANY_ROWS
 from yalis.kernels.room import room_of
 from yalis.perfmodel.floors import ModelDims
-from yalis.study.kernel_kits import Kit
+from yalis.study.kernels.backends import Kit
 
 if TYPE_CHECKING:
     from yalis.kernels.skinny import Problem

@@ -22,8 +22,8 @@ from yalis.engine.device import resolve_device
 from yalis.errors import YalisFailure
 from yalis.perfmodel.floors import ModelDims, floor_s
 from yalis.study import bandwidth
-from yalis.study.kernel_kits import Kernels, Kit, Reference, Torch, our_kits
-from yalis.study.kernel_trials import DTYPES, KernelsPlan, Trial, list_trials, make_product
+from yalis.study.kernels.backends import Kernels, Kit, Reference, Torch, our_kits
+from yalis.study.kernels.cases import DTYPES, KernelsPlan, Trial, list_trials, make_product
 from yalis.study.spread import spread
 
 if TYPE_CHECKING:

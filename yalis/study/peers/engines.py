@@ -17,7 +17,7 @@ import torch
 
 from yalis import env
 from yalis.study.bandwidth import synchronize
-from yalis.study.peers import PeerSetup, Timing
+from yalis.study.peers.peer import PeerSetup, Timing
 
 
 class TransformersPeer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from yalis.study import peers
+from yalis.study.peers.peer import explain_failure
 
 Engine = TypeVar("Engine")
 Work = TypeVar("Work")
@@ -39,7 +39,7 @@ def take_turns(
             except Exception as error:
                 if index == 0:
                     raise
-                taken[index] = peers.explain(error)
+                taken[index] = explain_failure(error)
                 continue
             if counts:
                 kept.append(found)
