@@ -89,10 +89,10 @@ class Sim:
 
     def launch(self) -> StepPlan | None:
         oldest = next((r for r in self.requests.values() if r.finish_reason is None), None)
-        ran = oldest is not None and oldest.slot is not None
+        ran = oldest is not None and oldest.request_slot is not None
         switches = self.scheduler.counters.rope_switches
         plan = self.scheduler.schedule()
-        if oldest is not None and ran and oldest.slot is None:
+        if oldest is not None and ran and oldest.request_slot is None:
             assert self.scheduler.counters.rope_switches > switches, "the oldest was preempted"
         if plan is not None:
             self.plans.append(plan)
@@ -140,7 +140,7 @@ class Sim:
         assert plan.sequences
         assert plan.num_tokens <= config.max_batch_tokens
         assert len(plan.sequences) <= config.max_num_seqs
-        assert len({s.slot for s in plan.sequences}) == len(plan.sequences)
+        assert len({s.request_slot for s in plan.sequences}) == len(plan.sequences)
         ids = [s.request_id for s in plan.sequences]
         assert ids == sorted(set(ids)), "not in order of arrival"
         flying = [s for other, _ in self.launched for s in other.sequences]
@@ -149,9 +149,11 @@ class Sim:
             request, truth = self.requests[step.request_id], self.truth[step.request_id]
             end = step.start + step.count
             assert request.finish_reason is None, "an ended request was scheduled"
-            assert 0 <= step.slot < config.max_num_seqs
-            assert not any(s.slot == step.slot and s.request_id != step.request_id for s in flying), "slot still in use"
-            tokens = tuple(self.fed[step.slot] if token == FED else token for token in step.tokens)
+            assert 0 <= step.request_slot < config.max_num_seqs
+            assert not any(s.request_slot == step.request_slot and s.request_id != step.request_id for s in flying), (
+                "slot still in use"
+            )
+            tokens = tuple(self.fed[step.request_slot] if token == FED else token for token in step.tokens)
             assert tokens == tuple(truth[step.start : end]), "other tokens than its own"
             assert step.count >= 1
             assert end <= len(truth)
@@ -181,7 +183,7 @@ class Sim:
             self.read(step.request_id, step.blocks, states[step.request_id], step.long_rope)
             if step.samples:
                 token = sample(states[step.request_id][-1], step.params.seed)
-                self.fed[step.slot] = tokens_out[step.request_id] = token
+                self.fed[step.request_slot] = tokens_out[step.request_id] = token
                 self.truth[step.request_id].append(token)
         return StepOutput(plan.number, tokens_out)
 

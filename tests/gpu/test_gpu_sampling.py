@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import run_ranks
 from yalis.comm.base import Communicator, SingleRank
-from yalis.parallel.plan import share
+from yalis.parallel.plan import shard
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.noise import uniform
 from yalis.sampling.sampled import Sampled
@@ -64,7 +64,7 @@ def test_ranks_with_a_share_each_find_the_tokens_of_one(ranks: int) -> None:
     logits = torch.randn(54, vocab, generator=torch.Generator().manual_seed(2)).mul_(2).cuda()
 
     def sample(rank: int, everyone: Communicator) -> Sampled:
-        part = share(vocab, ranks, rank)
+        part = shard(vocab, ranks, rank)
         batch = SamplingBatch.build(rows, part, vocab, "cuda")
         return Sampler(part, vocab, everyone, "cuda").sample(logits[:, part.start : part.stop], batch)
 

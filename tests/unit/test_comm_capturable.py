@@ -42,5 +42,5 @@ def test_rows_sum_and_columns_gather_too(under: bool) -> None:
 def test_every_group_counts() -> None:
     whole = Grid(2, 2, 0, 0, *(group(True) for _ in range(3)))
     assert whole.capturable
-    for name in ("over_rows", "over_cols", "everyone"):
+    for name in ("row_group", "col_group", "tp_group"):
         assert not replace(whole, **{name: group(False)}).capturable

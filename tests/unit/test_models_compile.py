@@ -127,9 +127,9 @@ def test_ranks_sum_within_compiled_blocks(split: Split) -> None:
 
     def run(rank: int, comm: Memory) -> None:
         alone = SingleRank()
-        over_rows, over_cols = (comm, alone) if split.rows == 2 else (alone, comm)
-        place = split.place(rank)
-        grid = Grid(split.rows, split.cols, place.row, place.col, over_rows, over_cols, comm)
+        row_group, col_group = (comm, alone) if split.rows == 2 else (alone, comm)
+        coords = split.coords(rank)
+        grid = Grid(split.rows, split.cols, coords.row, coords.col, row_group, col_group, comm)
         eager, compiled = make_model(case, grid), make_model(case, grid)
         compile_blocks(compiled, backend="aot_eager")
         attention = eager.layers[0].attention

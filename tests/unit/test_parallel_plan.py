@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yalis.errors import YalisError
-from yalis.parallel.plan import Grid, Place, Split, share
+from yalis.parallel.plan import Grid, RankCoords, Split, shard
 from yalis.spec import ModelSpec, read_spec
 
 degrees = st.integers(1, 6)
@@ -18,30 +18,30 @@ splits = st.builds(Split, degrees, degrees, degrees, st.integers(1, 3))
 
 @given(splits)
 def test_every_rank_has_one_place(split: Split) -> None:
-    places = [split.place(rank) for rank in range(split.size)]
+    places = [split.coords(rank) for rank in range(split.size)]
     cells = [
-        Place(replica, stage, row, col)
+        RankCoords(replica, stage, row, col)
         for replica in range(split.replicas)
         for stage in range(split.stages)
         for row in range(split.rows)
         for col in range(split.cols)
     ]
     assert places == cells  # columns count first, then rows, stages and replicas
-    assert [split.rank(place) for place in places] == list(range(split.size))
+    assert [split.rank(coords) for coords in places] == list(range(split.size))
 
 
 @given(splits)
 def test_drivers_and_reporters(split: Split) -> None:
     assert split.driver(0) == 0
     for replica in range(split.replicas):
-        driver, reporter = split.place(split.driver(replica)), split.place(split.reporter(replica))
-        assert driver == Place(replica, 0, 0, 0)
-        assert reporter == Place(replica, split.stages - 1, 0, 0)
+        driver, reporter = split.coords(split.driver(replica)), split.coords(split.reporter(replica))
+        assert driver == RankCoords(replica, 0, 0, 0)
+        assert reporter == RankCoords(replica, split.stages - 1, 0, 0)
 
 
 @given(st.integers(0, 500), st.integers(1, 40))
 def test_shares_cover_exactly_and_evenly(total: int, parts: int) -> None:
-    shares = [share(total, parts, index) for index in range(parts)]
+    shares = [shard(total, parts, index) for index in range(parts)]
     assert [item for part in shares for item in part] == list(range(total))
     sizes = [len(part) for part in shares]
     assert sizes == sorted(sizes, reverse=True)
@@ -96,8 +96,8 @@ def is_possible(split: Split, spec: ModelSpec) -> bool:
         (spec.vocab_size, split.per_stage),
         (spec.num_layers, split.stages),
     ]
-    widths = {len(share(spec.hidden_size, split.cols, col)) for col in range(split.cols)}
-    return len(widths) == 1 and 0 not in widths and all(share(size, parts, parts - 1) for size, parts in shares)
+    widths = {len(shard(spec.hidden_size, split.cols, col)) for col in range(split.cols)}
+    return len(widths) == 1 and 0 not in widths and all(shard(size, parts, parts - 1) for size, parts in shares)
 
 
 @given(models(), st.builds(Split, st.integers(1, 12), st.integers(1, 8), st.integers(1, 8), st.integers(1, 3)))

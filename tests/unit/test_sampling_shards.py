@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.ranks import Memory, run_ranks
 from yalis.comm.base import Communicator, SingleRank
-from yalis.parallel.plan import share
+from yalis.parallel.plan import shard
 from yalis.sampling import batch as batch_room
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.drawing import Drawing
@@ -34,7 +34,7 @@ def split(logits: Tensor, rows: list[SamplingRow], ranks: int) -> tuple[list[Sam
     vocab = logits.shape[1]
 
     def sample(rank: int, everyone: Memory) -> tuple[Sampled, list[tuple[str, int]]]:
-        part = share(vocab, ranks, rank)
+        part = shard(vocab, ranks, rank)
         batch = SamplingBatch.build(rows, part, vocab, "cpu")
         mine = logits[:, part.start : part.stop]  # a view with gaps between its rows, as a model may hand out
         return Sampler(part, vocab, everyone, "cpu").sample(mine, batch), everyone.calls
@@ -117,7 +117,7 @@ def test_any_rows_over_any_ranks(kinds: list[str], ranks: int, extra: int, level
     gone = {
         "none": [],
         "many": list(range(0, vocab, 2)),
-        "a whole share": list(share(vocab, ranks, seed % ranks)),
+        "a whole share": list(shard(vocab, ranks, seed % ranks)),
         "all but one": [t for t in range(vocab) if t != seed % vocab],
     }[holes]
     rows = [row(kind, i, vocab, tuple(gone) if seed % 2 else ()) for i, kind in enumerate(kinds)]
@@ -129,7 +129,7 @@ def test_any_rows_over_any_ranks(kinds: list[str], ranks: int, extra: int, level
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_the_lowest_of_equals_wins_across_ranks(ranks: int) -> None:
     vocab = 101
-    starts = [share(vocab, ranks, rank).start for rank in range(ranks)]
+    starts = [shard(vocab, ranks, rank).start for rank in range(ranks)]
     logits = torch.zeros(4, vocab)
     logits[1, [start + 1 for start in starts[1:]]] = 5.0
     logits[2, [start - 1 for start in starts[1:]] + starts[1:]] = 5.0
@@ -241,7 +241,7 @@ def test_filters_keep_the_same_set(
     logits[:, seed % vocab :: 5] = -math.inf
     rows = [SamplingRow(p, seed, i) for i, p in enumerate(params)]
     expected = noisy_scores(logits, rows, range(vocab), SingleRank())
-    found = run_ranks(ranks, lambda rank, comm: noisy_scores(logits, rows, share(vocab, ranks, rank), comm))
+    found = run_ranks(ranks, lambda rank, comm: noisy_scores(logits, rows, shard(vocab, ranks, rank), comm))
     assert torch.equal(torch.cat(found, 1), expected)
 
 

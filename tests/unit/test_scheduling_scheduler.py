@@ -57,7 +57,7 @@ def test_running_requests_go_first_and_new_ones_join() -> None:
     second = sim.add([4, 5], max_tokens=8, ignore_eos=True)
     sim.commit()
     assert counts(sim.launch()) == {0: 1, 1: 2}
-    assert (first.slot, second.slot) == (0, 1)
+    assert (first.request_slot, second.request_slot) == (0, 1)
     assert (sim.scheduler.num_running, sim.scheduler.num_waiting) == (2, 0)
     sim.drain()
 
@@ -91,7 +91,7 @@ def test_no_more_sequences_than_slots_and_slots_come_back() -> None:
     sim.commit()
     plan = sim.launch()
     assert counts(plan) == {2: 1, 3: 1}
-    assert {step.slot for step in plan.sequences} == {0, 1}  # type: ignore[union-attr]
+    assert {step.request_slot for step in plan.sequences} == {0, 1}  # type: ignore[union-attr]
     sim.drain()
 
 
@@ -202,7 +202,7 @@ def test_blocks_and_slot_stay_until_the_last_plan_lands() -> None:
     scheduler.add(request(1, 5))
     [word] = answer(scheduler, first, r0=EOS)
     assert word.finish_reason == "stop"
-    assert item.slot == 0
+    assert item.request_slot == 0
     assert scheduler.blocks.in_use == 2
     assert scheduler.schedule() is None  # the only slot is still in use
     assert answer(scheduler, second, r0=55) == []

@@ -47,7 +47,7 @@ class Wired(Sim):
         arrived = self.decoder.decode(sent(self.encoder.encode(plan)))
         assert arrived == plan
         for step in plan.sequences:
-            self.owners.setdefault(step.slot, set()).add(step.request_id)
+            self.owners.setdefault(step.request_slot, set()).add(step.request_id)
         output = super().run(arrived)
         assert decode_output(sent(encode_output(output))) == output
         return output

@@ -139,7 +139,7 @@ def _rank_json(one: Holding) -> dict[str, Any]:
     spans = {name: getattr(memory, name) for name in ("layers", "heads", "kv_heads", "width", "vocabulary")}
     return {
         "rank": one.ranks[0],
-        **asdict(memory.place),
+        **asdict(memory.coords),
         **{name: [span.start, span.stop] for name, span in spans.items()},
         "weight_bytes": memory.weight_bytes,
         "weights": [_part_json(part) for part in memory.weights],

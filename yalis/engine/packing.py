@@ -151,7 +151,7 @@ class Packer:
     def pack(self, steps: Sequence[SequenceStep], logit_rows: Sequence[int] | None = None) -> PackedStep:
         """`logit_rows`: other rows than the last of each sequence that samples."""
         counts = [step.count for step in steps]
-        slots = np.array([step.slot for step in steps], dtype=np.int64)
+        slots = np.array([step.request_slot for step in steps], dtype=np.int64)
         first = np.array([step.start for step in steps], dtype=np.int64)
         tables = self._gather(steps, slots)
         starts = np.zeros(len(steps) + 1, dtype=np.int64)
@@ -184,12 +184,12 @@ class Packer:
 
     def _gather(self, steps: Sequence[SequenceStep], slots: Integers) -> Integers:
         for step in steps:
-            known = self._known[step.slot]
+            known = self._known[step.request_slot]
             if step.blocks is not known:
-                row = self._tables[step.slot]
+                row = self._tables[step.request_slot]
                 row[: len(step.blocks)] = step.blocks
                 row[len(step.blocks) : len(known)] = 0
-                self._known[step.slot] = step.blocks
+                self._known[step.request_slot] = step.blocks
         return self._tables[slots, : max(len(step.blocks) for step in steps)]
 
 

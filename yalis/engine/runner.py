@@ -27,7 +27,7 @@ from yalis.log import get_logger
 from yalis.models.decoder import Decoder
 from yalis.parallel.memory import rank_memory
 from yalis.parallel.pipeline import Stage
-from yalis.parallel.plan import Grid, Place, Split
+from yalis.parallel.plan import Grid, RankCoords, Split
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.sampled import Sampled
 from yalis.sampling.sampler import Sampler
@@ -94,7 +94,7 @@ class Runner:
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
         self.times = StageTimes()
-        groups = (self.grid.over_rows, self.grid.over_cols, self.grid.everyone, self.stage.line)
+        groups = (self.grid.row_group, self.grid.col_group, self.grid.tp_group, self.stage.pp_group)
         self.watch = StepWatch(device, groups)
         self.caches: list[LayerCache] = []
         self._block_bytes = 0  # of the KV cache, once it has its memory
@@ -114,7 +114,7 @@ class Runner:
             if config.compile:
                 compile_blocks(self.model)
             self.vocabulary = grid.vocabulary(spec.vocab_size)
-            self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.everyone, device)
+            self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.tp_group, device)
             # A row for each slot, and one for what fills up a recorded step.
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
             self.packer = Packer(config.max_num_seqs, most_blocks, self.block_size, self.model.rotary.length)
@@ -150,7 +150,7 @@ class Runner:
             return DecodeGraphs(forward, self.last_tokens)
         if on_cpu:
             return Tapes(forward, self.last_tokens, most_blocks)
-        alone = self.grid.everyone.size == 1
+        alone = self.grid.tp_group.size == 1
         chooses = alone and self.stage.last
         # Between stages other streams carry something too.
         dependent = alone and self.stage.count == 1
@@ -186,7 +186,7 @@ class Runner:
         """Bytes of the model that this rank is to hold."""
         grid, stage = self.grid, self.stage
         split = Split(grid.rows, grid.cols, stage.count)
-        rank = split.rank(Place(0, stage.index, grid.row, grid.col))
+        rank = split.rank(RankCoords(0, stage.index, grid.row, grid.col))
         return rank_memory(self.spec, split, rank, self.dtype.itemsize, self.block_size).weight_bytes
 
     def _step_too_large(self, lack: Lack, tokens: int, sequences: int) -> str:
@@ -259,7 +259,7 @@ class Runner:
         if self.stage.last:
             pending = self._sample(plan, done)
         else:
-            self.stage.pass_on(done.out.clone())  # a replay's result is overwritten by the next
+            self.stage.send(done.out.clone())  # a replay's result is overwritten by the next
         self.times.busy += time.perf_counter() - begin - (arrived - ready)
         self.times.waiting += arrived - ready
         return pending
@@ -290,7 +290,7 @@ class Runner:
 def _rehearsed(slot: int, tokens: int, block_size: int) -> SequenceStep:
     """A prompt that nobody asked for."""
     return SequenceStep(
-        request_id=-1, slot=slot, start=0, tokens=(0,) * tokens, blocks=tuple(range(-(-tokens // block_size))),
+        request_id=-1, request_slot=slot, start=0, tokens=(0,) * tokens, blocks=tuple(range(-(-tokens // block_size))),
         samples=True, output_len=0, long_rope=False, params=SamplingParams(), history=None,
     )  # fmt: skip
 

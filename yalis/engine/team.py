@@ -92,7 +92,7 @@ class Team:
     ) -> None:
         """Every rank of the world does this at the same time."""
         self.world, self.split = world, split_of(config)
-        place = self.split.place(world.rank)
+        coords = self.split.coords(world.rank)
         device = rank_device(config, world)
         share_threads(config, world, device)
         self._comm: CommBackend | None = None
@@ -105,7 +105,7 @@ class Team:
             grid = Grid.open(self.split, world.rank, self._comm)
             stage = Stage.open(self.split, world.rank, self._comm)
         world.phase = "loading the model"
-        driver = self.split.driver(place.replica)
+        driver = self.split.driver(coords.replica)
         ranks = range(driver, driver + self.split.per_replica)
 
         def settle(blocks: int) -> int:
@@ -123,7 +123,7 @@ class Team:
         self._bytes_read = checkpoint.bytes_read
         self.is_driver = world.rank == driver
         self._links = world.links(driver) if world.size > 1 else {}
-        self._reporter = self.split.reporter(place.replica)
+        self._reporter = self.split.reporter(coords.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
         world.phase = "running" if world.rank else "idle"  # rank 0 runs while its user calls
 

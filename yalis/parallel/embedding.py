@@ -27,13 +27,13 @@ class VocabEmbedding(ParallelLayer):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[T] ids to [T, hidden / c]."""
-        if self.grid.everyone.size == 1:
+        if self.grid.tp_group.size == 1:
             return ops.take(self.weight.data, token_ids)
         local = token_ids - self.part.start
         mine = (local >= 0) & (local < len(self.part))
         rows = ops.take(self.weight.data, local.clamp(0, len(self.part) - 1)) * mine.unsqueeze(-1)
         columns = self.grid.hidden(self.hidden)
-        return self.grid.everyone.all_reduce(rows)[:, columns.start : columns.stop].contiguous()
+        return self.grid.tp_group.all_reduce(rows)[:, columns.start : columns.stop].contiguous()
 
 
 class LMHead(ParallelLayer):
@@ -55,5 +55,5 @@ class LMHead(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[R, hidden / c] to [R, vocabulary share]."""
-        y: Tensor = self.weight(self.grid.over_cols.all_gather(x) if self.grid.cols > 1 else x)
+        y: Tensor = self.weight(self.grid.col_group.all_gather(x) if self.grid.cols > 1 else x)
         return y

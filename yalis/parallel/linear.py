@@ -68,7 +68,7 @@ def up_linear(
     grid: Grid, pieces: Sequence[Piece], hidden: int, bias: bool, dtype: torch.dtype, device: torch.device
 ) -> GridLinear:
     """From the hidden size, split over the columns, to heads or MLP width, split over the rows."""
-    return GridLinear(pieces, hidden, grid.hidden(hidden), bias, grid.over_cols, dtype, device)
+    return GridLinear(pieces, hidden, grid.hidden(hidden), bias, grid.col_group, dtype, device)
 
 
 def down_linear(
@@ -83,4 +83,4 @@ def down_linear(
 ) -> GridLinear:
     """From heads or MLP width, split over the rows, back to the hidden size, split over the columns."""
     piece = Piece(name, hidden, grid.hidden(hidden))
-    return GridLinear([piece], total_in, kept_in, bias, grid.over_rows, dtype, device)
+    return GridLinear([piece], total_in, kept_in, bias, grid.row_group, dtype, device)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from yalis.parallel.plan import Grid, Place, Split, share
+from yalis.parallel.plan import Grid, RankCoords, Split, shard
 from yalis.spec import ModelSpec
 
 _FLOAT32 = 4
@@ -34,7 +34,7 @@ class Part:
 class RankMemory:
     """What one rank holds once it has loaded; activations come on top."""
 
-    place: Place
+    coords: RankCoords
     layers: range
     heads: range
     kv_heads: range
@@ -65,11 +65,11 @@ def rank_memory(
     spec: ModelSpec, split: Split, rank: int, itemsize: int, block_size: int, max_len: int | None = None
 ) -> RankMemory:
     """What `rank` holds in a dtype of `itemsize` bytes; the rotary table has a row for each of `max_len` positions."""
-    place = split.place(rank)
-    grid = Grid(split.rows, split.cols, place.row, place.col)
+    coords = split.coords(rank)
+    grid = Grid(split.rows, split.cols, coords.row, coords.col)
     heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
-    layers = share(spec.num_layers, split.stages, place.stage)
-    shares = _Shares(spec, split, place, grid, itemsize, len(layers))
+    layers = shard(spec.num_layers, split.stages, coords.stage)
+    shares = _Shares(spec, split, coords, grid, itemsize, len(layers))
     tables = 2 if spec.rope.switch_at else 1
     rows = tables * (max_len or spec.max_position)
     # A row has a head's cosines and sines, each once per rotated dimension.
@@ -78,7 +78,7 @@ def rank_memory(
         split.per_replica,
     )  # fmt: skip
     return RankMemory(
-        place, layers, heads, kv_heads,
+        coords, layers, heads, kv_heads,
         width=grid.width(spec.intermediate_size),
         vocabulary=grid.vocabulary(spec.vocab_size),
         block_size=block_size,
@@ -96,8 +96,10 @@ def whole_memory(spec: ModelSpec, itemsize: int, block_size: int, max_len: int |
 class _Shares:
     """The rules of the split, for the layers of one rank's stage."""
 
-    def __init__(self, spec: ModelSpec, split: Split, place: Place, grid: Grid, itemsize: int, layers: int) -> None:
-        self.spec, self.split, self.place, self.grid = spec, split, place, grid
+    def __init__(
+        self, spec: ModelSpec, split: Split, coords: RankCoords, grid: Grid, itemsize: int, layers: int
+    ) -> None:
+        self.spec, self.split, self.coords, self.grid = spec, split, coords, grid
         self.itemsize, self.layers = itemsize, layers
         self.hidden = len(grid.hidden(spec.hidden_size))
         self.width = len(grid.width(spec.intermediate_size))
@@ -128,7 +130,7 @@ class _Shares:
 
     def _tables(self) -> Iterator[Part]:
         """The embedding on the first stage, lm_head on the last; tied they are one matrix where they meet."""
-        first, last = self.place.stage == 0, self.place.stage == self.split.stages - 1
+        first, last = self.coords.stage == 0, self.coords.stage == self.split.stages - 1
         size = len(self.grid.vocabulary(self.spec.vocab_size)) * self.spec.hidden_size * self.itemsize
         held = "vocabulary " + _split(self.split, "rows", "columns")
         apart = self.spec.tie_embeddings and self.split.stages > 1
@@ -141,7 +143,7 @@ class _Shares:
     def _biases(self) -> Iterator[Part]:
         """A bias joins one partial sum only: the first column's going up, the first row's going down."""
         spec = self.spec
-        if self.place.col == 0:
+        if self.coords.col == 0:
             held = _split(self.split, "rows") + _only(self.split.cols, "column")
             if spec.qkv_bias:
                 yield self._layered("query biases", self.queries, held)
@@ -150,7 +152,7 @@ class _Shares:
                     yield self._layered(_shared("key/value biases", rows), elements, _read_by(held, rows), rows)
             if spec.mlp_bias:
                 yield self._layered("gate and up biases", 2 * self.width, held)
-        if self.place.row == 0:
+        if self.coords.row == 0:
             held = _split(self.split, "columns") + _only(self.split.rows, "row")
             if spec.out_bias:
                 yield self._layered("output biases", self.hidden, held)
@@ -159,7 +161,7 @@ class _Shares:
 
     def _norms(self) -> Iterator[Part]:
         spec, split = self.spec, self.split
-        count = self.layers * (4 if spec.sandwich_norms else 2) + (self.place.stage == split.stages - 1)
+        count = self.layers * (4 if spec.sandwich_norms else 2) + (self.coords.stage == split.stages - 1)
         # 1 + weight, as Gemma has it, is kept in fp32.
         size = count * self.hidden * (_FLOAT32 if spec.norm_offset else self.itemsize)
         yield Part("norms", size, _repeated(_split(split, "columns"), split.rows, "rows"), split.rows)

@@ -20,7 +20,7 @@ class RMSNorm(ParallelLayer):
         super().__init__()
         self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
         self.part = grid.hidden(size)
-        self.sum = GroupSum(grid.over_cols)
+        self.sum = GroupSum(grid.col_group)
         # offset + weight does not fit a 16-bit float
         kept = torch.float32 if offset else dtype
         self.weight = nn.Parameter(torch.empty(len(self.part), dtype=kept, device=device), requires_grad=False)

@@ -1,30 +1,30 @@
-"""A rank's stage of the pipeline: its layers, and the ranks before and behind it."""
+"""Pipeline parallelism: the layers of a rank's stage, and sending hidden states from stage to stage."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from yalis.comm.base import CommBackend, Communicator, SingleRank
-from yalis.parallel.plan import Place, Split, share
+from yalis.parallel.plan import Split, shard
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Contiguous layers. Hidden states arrive from the stage before, laid out as they leave: split over the columns."""
+    """A contiguous range of layers. Hidden states are split over the grid's columns on entry and on exit."""
 
     index: int = 0
     count: int = 1
-    line: Communicator = field(default_factory=SingleRank)  # ranks of the same cell, one per stage
+    pp_group: Communicator = field(default_factory=SingleRank)  # one rank per stage, at the same row and column
 
     @classmethod
     def open(cls, split: Split, rank: int, comm: CommBackend) -> Stage:
-        """The stage of `rank`, its line made: every rank of the world calls this."""
-        place = split.place(rank)
-        line = [split.rank(Place(place.replica, stage, place.row, place.col)) for stage in range(split.stages)]
-        return cls(place.stage, split.stages, comm.group(f"replica{place.replica}.line{line[0]}", line))
+        """Create the pipeline group of `rank` and return its stage. Collective: every rank of the world calls this."""
+        coords = split.coords(rank)
+        ranks = [split.rank(replace(coords, stage=stage)) for stage in range(split.stages)]
+        return cls(coords.stage, split.stages, comm.group(f"replica{coords.replica}.pipeline{ranks[0]}", ranks))
 
     @property
     def first(self) -> bool:
@@ -35,12 +35,16 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, total: int) -> range:
-        return share(total, self.count, self.index)
+        """Return this stage's layers out of `total`."""
+        return shard(total, self.count, self.index)
 
     @torch.inference_mode()
     def receive(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """What the stage before gives; None on the first."""
-        return None if self.first else self.line.recv(torch.empty(shape, dtype=dtype, device=device), self.index - 1)
+        """Receive hidden states from the previous stage; returns None on the first stage."""
+        if self.first:
+            return None
+        return self.pp_group.recv(torch.empty(shape, dtype=dtype, device=device), self.index - 1)
 
-    def pass_on(self, hidden: Tensor) -> None:
-        self.line.send(hidden, self.index + 1)
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the next stage."""
+        self.pp_group.send(hidden, self.index + 1)

@@ -1,4 +1,4 @@
-"""How a model is split: degrees, shares, and a rank's place in the grid of its tensor-parallel group."""
+"""How a model is split over ranks: parallel degrees, shards, and a rank's coordinates and process groups."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from yalis.errors import YalisError
 from yalis.spec import ModelSpec
 
 
-def share(total: int, parts: int, index: int) -> range:
-    """The index-th of `parts` contiguous shares of range(total), as even as possible, larger ones first."""
+def shard(total: int, parts: int, index: int) -> range:
+    """Return the index-th of `parts` contiguous shards of range(total), as even as possible, larger ones first."""
     base, extra = divmod(total, parts)
     start = index * base + min(index, extra)
     return range(start, start + base + (index < extra))
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands: which replica, which stage of its pipeline, which cell of that stage's grid."""
+class RankCoords:
+    """A rank's replica, pipeline stage, and row and column in the tensor-parallel grid of that stage."""
 
     replica: int = 0
     stage: int = 0
@@ -29,7 +29,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Split:
-    """The degrees. Ranks count columns first, then rows, stages and replicas: a tensor-parallel group is contiguous."""
+    """The parallel degrees. The column varies fastest with the rank, then the row, stage and replica.
+
+    So the ranks of a tensor-parallel group are contiguous.
+    """
 
     rows: int = 1
     cols: int = 1
@@ -46,47 +49,48 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The world size."""
         return self.per_replica * self.replicas
 
-    def place(self, rank: int) -> Place:
+    def coords(self, rank: int) -> RankCoords:
+        """Return the coordinates of a rank; `rank()` is the inverse."""
         rest, col = divmod(rank, self.cols)
         rest, row = divmod(rest, self.rows)
         replica, stage = divmod(rest, self.stages)
-        return Place(replica, stage, row, col)
+        return RankCoords(replica, stage, row, col)
 
-    def rank(self, place: Place) -> int:
-        return ((place.replica * self.stages + place.stage) * self.rows + place.row) * self.cols + place.col
+    def rank(self, coords: RankCoords) -> int:
+        return ((coords.replica * self.stages + coords.stage) * self.rows + coords.row) * self.cols + coords.col
 
     def driver(self, replica: int) -> int:
-        """The rank that plans a replica's steps: the first of its first stage."""
-        return self.rank(Place(replica))
+        """Return the rank that schedules a replica's steps: the first rank of its first stage."""
+        return self.rank(RankCoords(replica))
 
     def reporter(self, replica: int) -> int:
-        """The rank that knows the sampled tokens first: the first of its last stage."""
-        return self.rank(Place(replica, self.stages - 1))
+        """Return the rank that reports a replica's sampled tokens: the first rank of its last stage."""
+        return self.rank(RankCoords(replica, self.stages - 1))
 
     def __str__(self) -> str:
         grid = f"tp {self.rows}" if self.cols == 1 else f"tp {self.rows}x{self.cols}"
         return f"{grid} x pp {self.stages} x dp {self.replicas}"
 
     def check(self, spec: ModelSpec, label: str) -> None:
-        """Refuse a split that leaves a rank with nothing, before any weight is read."""
-        most = min(spec.num_heads, spec.intermediate_size)
-        if self.rows > most:
+        """Raise an error if a rank would get an empty shard. Called before any weight is read."""
+        max_rows = min(spec.num_heads, spec.intermediate_size)
+        if self.rows > max_rows:
             raise YalisError(
-                f"tp {self.rows}x{self.cols} leaves ranks without a share: {label} has {spec.num_heads} heads and an "
-                f"MLP width of {spec.intermediate_size}; give 1 to {most} rows"
+                f"tp {self.rows}x{self.cols} leaves ranks without a shard: {label} has {spec.num_heads} heads and an "
+                f"MLP width of {spec.intermediate_size}; give 1 to {max_rows} rows"
             )
         if spec.hidden_size % self.cols:
-            fitting = [cols for cols in range(1, spec.hidden_size + 1) if spec.hidden_size % cols == 0]
+            divisors = [cols for cols in range(1, spec.hidden_size + 1) if spec.hidden_size % cols == 0]
             raise YalisError(
                 f"tp {self.rows}x{self.cols} cannot split the hidden size {spec.hidden_size} of {label} evenly over "
-                f"{self.cols} columns; columns that divide it: {_listed(fitting)}"
+                f"{self.cols} columns; columns that divide it: {_listed(divisors)}"
             )
         if self.per_stage > spec.vocab_size:
             raise YalisError(
-                f"tp {self.rows}x{self.cols} leaves ranks without a share of the {spec.vocab_size} tokens of {label}; "
+                f"tp {self.rows}x{self.cols} leaves ranks without a shard of the {spec.vocab_size} tokens of {label}; "
                 f"give a grid of at most {spec.vocab_size} ranks"
             )
         if self.stages > spec.num_layers:
@@ -96,62 +100,63 @@ class Split:
             )
 
 
-def _listed(numbers: Sequence[int], most: int = 12) -> str:
-    return ", ".join(map(str, numbers[:most])) + (", ..." if len(numbers) > most else "")
+def _listed(numbers: Sequence[int], limit: int = 12) -> str:
+    return ", ".join(map(str, numbers[:limit])) + (", ..." if len(numbers) > limit else "")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A rank's place in the r x c grid of a tensor-parallel group, and the groups it speaks to.
+    """A rank's coordinates in the r x c grid of its tensor-parallel group, and its process groups.
 
-    Heads and MLP width are split over the r rows; the hidden size is split over the c columns.
+    Heads and MLP width are split over the r rows, the hidden size over the c columns, the vocabulary over all r * c
+    ranks. A group is named after the coordinate that varies in it, so `row_group.rank == row`.
     """
 
     rows: int = 1
     cols: int = 1
     row: int = 0
     col: int = 0
-    over_rows: Communicator = field(default_factory=SingleRank)  # ranks of this column, one per row
-    over_cols: Communicator = field(default_factory=SingleRank)  # ranks of this row, one per column
-    everyone: Communicator = field(default_factory=SingleRank)  # all r * c ranks
+    row_group: Communicator = field(default_factory=SingleRank)  # one rank per row, all in this column
+    col_group: Communicator = field(default_factory=SingleRank)  # one rank per column, all in this row
+    tp_group: Communicator = field(default_factory=SingleRank)  # all r * c ranks
 
     @classmethod
     def open(cls, split: Split, rank: int, comm: CommBackend) -> Grid:
-        """The grid of `rank`, its groups made: every rank of the world calls this."""
-        place = split.place(rank)
-        first = rank - place.row * split.cols - place.col
-        name = f"replica{place.replica}.stage{place.stage}"
-        everyone = comm.group(name, range(first, first + split.per_stage))
-        # With one column the ranks of a column are everyone, with one row those of a row.
-        over_rows = over_cols = everyone
+        """Create the process groups of `rank` and return its grid. Collective: every rank of the world calls this."""
+        coords = split.coords(rank)
+        first = rank - coords.row * split.cols - coords.col
+        name = f"replica{coords.replica}.stage{coords.stage}"
+        tp_group = comm.group(name, range(first, first + split.per_stage))
+        # With one column row_group is the whole group, with one row col_group is.
+        row_group = col_group = tp_group
         if split.cols > 1:
-            column = range(first + place.col, first + split.per_stage, split.cols)
-            over_rows = comm.group(f"{name}.column{place.col}", column)
+            column = range(first + coords.col, first + split.per_stage, split.cols)
+            row_group = comm.group(f"{name}.column{coords.col}", column)
         if split.rows > 1:
-            start = first + place.row * split.cols
-            over_cols = comm.group(f"{name}.row{place.row}", range(start, start + split.cols))
-        return cls(split.rows, split.cols, place.row, place.col, over_rows, over_cols, everyone)
+            start = first + coords.row * split.cols
+            col_group = comm.group(f"{name}.row{coords.row}", range(start, start + split.cols))
+        return cls(split.rows, split.cols, coords.row, coords.col, row_group, col_group, tp_group)
 
     @property
     def capturable(self) -> bool:
-        """Whether a step's collectives may be recorded and replayed."""
-        sums = all(group.capturable for group in (self.over_rows, self.over_cols, self.everyone))
-        return sums and (self.cols == 1 or self.over_cols.gather_capturable)
+        """Whether the collectives of a step can be captured in a CUDA graph."""
+        all_reduces = all(group.capturable for group in (self.row_group, self.col_group, self.tp_group))
+        return all_reduces and (self.cols == 1 or self.col_group.gather_capturable)
 
     def hidden(self, size: int) -> range:
-        """This rank's part of the hidden size."""
-        return share(size, self.cols, self.col)
+        """Return this rank's shard of the hidden size."""
+        return shard(size, self.cols, self.col)
 
     def width(self, size: int) -> range:
-        """This rank's part of the MLP width."""
-        return share(size, self.rows, self.row)
+        """Return this rank's shard of the MLP width (intermediate size)."""
+        return shard(size, self.rows, self.row)
 
     def vocabulary(self, size: int) -> range:
-        """This rank's part of the vocabulary, which is split over all ranks."""
-        return share(size, self.rows * self.cols, self.row * self.cols + self.col)
+        """Return this rank's shard of the vocabulary, which is split over all ranks of the grid."""
+        return shard(size, self.rows * self.cols, self.row * self.cols + self.col)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[range, range]:
-        """This rank's query heads, and every key/value head they read."""
-        queries = share(num_heads, self.rows, self.row)
+        """Return this rank's query heads and the key/value heads they read. Ranks may share a key/value head."""
+        queries = shard(num_heads, self.rows, self.row)
         group = num_heads // num_kv_heads
         return queries, range(queries.start // group, (queries.stop - 1) // group + 1)

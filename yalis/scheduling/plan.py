@@ -13,7 +13,7 @@ class SequenceStep:
     """One request's part in a step: `count` tokens from position `start` on, whatever phase it is in."""
 
     request_id: int
-    slot: int  # a small number this request alone holds while it runs: rows of per-sequence device buffers
+    request_slot: int  # a small number this request alone holds while it runs: rows of per-sequence device buffers
     start: int
     tokens: tuple[int, ...]  # ids to compute; FED where the id is the one last sampled, known only on the device
     blocks: tuple[int, ...]  # KV blocks covering positions 0 .. start + count - 1

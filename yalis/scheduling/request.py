@@ -27,7 +27,7 @@ class Request:
     arrival: int = field(default=-1, init=False)
     limit: int = field(default=0, init=False)  # the length at which it ends
     admissions: int = field(default=0, init=False)
-    slot: int | None = field(default=None, init=False)  # None while it waits
+    request_slot: int | None = field(default=None, init=False)  # None while it waits
     planned: int = field(default=0, init=False)  # positions computed by the plans made so far
     pending: int = field(default=0, init=False)  # tokens sampled by plans that are not committed
     outstanding: int = field(default=0, init=False)  # plans not committed that mention this request

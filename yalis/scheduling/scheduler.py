@@ -76,7 +76,9 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # everything that holds or will hold something
         self._waiting: deque[Request] = deque()  # by arrival, as is _running
         self._running: list[Request] = []
-        self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first, so that few rows are in use
+        self._free_request_slots = list(
+            range(config.max_num_seqs)
+        )  # a heap: low slots first, so that few rows are in use
         self._in_flight: deque[_InFlight] = deque()
         self._filling: Counter[bytes] = Counter()  # names of blocks that plans in flight will complete
         self._arrivals = 0
@@ -90,10 +92,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def num_outstanding(self) -> int:
-        return len(self._in_flight)
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +149,7 @@ class Scheduler:
             if portion.full:
                 break
             if not portion.admits(self._left(request)):
-                self._admitting &= request.slot is not None  # nobody starts before those that came earlier
+                self._admitting &= request.request_slot is not None  # nobody starts before those that came earlier
             elif self._ready(request):
                 step = self._step(request, portion.room, filling)
                 portion.take(step.count, step.samples)
@@ -196,8 +194,8 @@ class Scheduler:
         self.blocks.check()
         if Counter(b for request in self._requests.values() for b in request.blocks) != self.blocks.references():
             raise RuntimeError("the blocks in use are not those that requests hold")
-        slots = [request.slot for request in self._requests.values() if request.slot is not None]
-        if sorted(slots + self._free_slots) != list(range(self.config.max_num_seqs)):
+        slots = [request.request_slot for request in self._requests.values() if request.request_slot is not None]
+        if sorted(slots + self._free_request_slots) != list(range(self.config.max_num_seqs)):
             raise RuntimeError("a slot is held twice, or lost")
         for queue in (list(self._waiting), self._running):
             if queue != sorted(queue, key=_by_arrival):
@@ -208,8 +206,8 @@ class Scheduler:
     def _turns(self) -> list[Request]:
         """Who may move, by arrival: all that run, and as many that wait as there are slots for."""
         turns = list(self._running)
-        if self._free_slots and self._waiting:
-            turns.extend(islice(self._waiting, len(self._free_slots)))
+        if self._free_request_slots and self._waiting:
+            turns.extend(islice(self._waiting, len(self._free_request_slots)))
             turns.sort(key=_by_arrival)
         return turns
 
@@ -218,7 +216,7 @@ class Scheduler:
         if not config.spread:
             return Portion(config.max_batch_tokens, len(turns))
         ready = [self._left(request) for request in self._running if not request.pending]
-        ready += self._startable(request for request in turns if request.slot is None)
+        ready += self._startable(request for request in turns if request.request_slot is None)
         flying = []
         for flown in self._in_flight:
             steps = zip(flown.plan.sequences, flown.requests, strict=True)
@@ -246,11 +244,11 @@ class Scheduler:
 
     def _left(self, request: Request) -> int:
         """Tokens the request has yet to compute; all of them while it waits."""
-        return request.length - (0 if request.slot is None else request.planned)
+        return request.length - (0 if request.request_slot is None else request.planned)
 
     def _ready(self, request: Request) -> bool:
         """Whether the request, whose turn it is, has tokens to compute and the blocks to hold them."""
-        if request.slot is None:
+        if request.request_slot is None:
             return self._admit(request)
         length = request.length
         if length >= request.limit or request in self._held:
@@ -290,7 +288,7 @@ class Scheduler:
             return False
         self.blocks.share(shared)
         request.blocks = (*shared, *self.blocks.allocate(fresh))
-        request.slot = heapq.heappop(self._free_slots)
+        request.request_slot = heapq.heappop(self._free_request_slots)
         request.planned = len(shared) * block_size
         request.registered = len(shared)
         if request.admissions == 0:
@@ -331,7 +329,7 @@ class Scheduler:
                     return True
         # Plans in flight still use the blocks: leave out as many of the youngest as are needed, until they land.
         for other in younger:
-            if missing > 0 and other.slot is not None:
+            if missing > 0 and other.request_slot is not None:
                 self._held.add(other)
                 missing -= len(other.blocks)
         return False
@@ -355,11 +353,11 @@ class Scheduler:
         if not samples:
             self.counters.chunked_prefills += 1
         covering = -(-end // block_size)
-        assert request.slot is not None
+        assert request.request_slot is not None
         params = request.params
         step = SequenceStep(
             request_id=request.id,
-            slot=request.slot,
+            request_slot=request.request_slot,
             start=start,
             tokens=tokens,
             blocks=request.blocks if covering == len(request.blocks) else request.blocks[:covering],
@@ -398,7 +396,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        if request.slot is None:
+        if request.request_slot is None:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
@@ -411,11 +409,11 @@ class Scheduler:
         self._release(request)
 
     def _release(self, request: Request) -> None:
-        if request.slot is not None:
+        if request.request_slot is not None:
             self.blocks.free(request.blocks)
             request.blocks = ()
-            heapq.heappush(self._free_slots, request.slot)
-            request.slot = None
+            heapq.heappush(self._free_request_slots, request.request_slot)
+            request.request_slot = None
 
 
 def _by_arrival(request: Request) -> int:

@@ -36,10 +36,10 @@ class PlanEncoder:
         return [plan.number, [self._encode(step) for step in plan.sequences]]
 
     def _encode(self, step: SequenceStep) -> Any:
-        known = self._known.get(step.slot)
+        known = self._known.get(step.request_slot)
         params = history = None
         if known is None or known.request_id != step.request_id:
-            known = self._known[step.slot] = _Known(step.request_id, step.params)
+            known = self._known[step.request_slot] = _Known(step.request_id, step.params)
             params = encode_params(step.params)
         kept = len(known.blocks) if step.blocks[: len(known.blocks)] == known.blocks else 0
         if step.history is not None:
@@ -48,8 +48,8 @@ class PlanEncoder:
         fresh = step.blocks[kept:]
         known.blocks, known.history = step.blocks, step.history
         return [
-            step.request_id, step.slot, step.start, step.tokens, kept, fresh, int(step.samples), step.output_len,
-            int(step.long_rope), params, history,
+            step.request_id, step.request_slot, step.start, step.tokens, kept, fresh, int(step.samples),
+            step.output_len, int(step.long_rope), params, history,
         ]  # fmt: skip
 
 
@@ -62,12 +62,12 @@ class PlanDecoder:
         return StepPlan(number, tuple(self._decode(*step) for step in steps))
 
     def _decode(
-        self, request_id: int, slot: int, start: int, tokens: list[int], kept: int, fresh: list[int], samples: int,
-        output_len: int, long_rope: int, params: Any, history: Any,
+        self, request_id: int, request_slot: int, start: int, tokens: list[int], kept: int, fresh: list[int],
+        samples: int, output_len: int, long_rope: int, params: Any, history: Any,
     ) -> SequenceStep:  # fmt: skip
         if params is not None:
-            self._known[slot] = _Known(request_id, decode_params(params))
-        known = self._known[slot]
+            self._known[request_slot] = _Known(request_id, decode_params(params))
+        known = self._known[request_slot]
         if fresh or kept < len(known.blocks):  # else the same object says that nothing changed
             known.blocks = (*known.blocks[:kept], *fresh)
         if history is None:
@@ -77,7 +77,7 @@ class PlanDecoder:
         elif known.history is not None:
             known.history = (known.history[0], (*known.history[1], *history[0]))
         return SequenceStep(
-            request_id, slot, start, tuple(tokens), known.blocks, bool(samples), output_len, bool(long_rope),
+            request_id, request_slot, start, tuple(tokens), known.blocks, bool(samples), output_len, bool(long_rope),
             known.params, known.history,
         )  # fmt: skip
 
