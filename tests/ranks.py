@@ -61,12 +61,6 @@ class Memory(Communicator):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return torch.cat(self._everyones("all_gather", x), dim)
 
-    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        if x.shape[dim] % self.size:
-            raise ValueError(f"{x.shape[dim]} along dimension {dim} does not divide over {self.size} ranks")
-        width = x.shape[dim] // self.size
-        return self._sum("reduce_scatter", x).narrow(dim, self.rank * width, width).contiguous()
-
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return x.copy_(self._everyones(f"broadcast from {source}", x)[source])
 

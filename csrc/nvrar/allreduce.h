@@ -1,16 +1,16 @@
 // NVRAR: an all-reduce over nodes of several ranks, in one kernel.
 //
-// Inside each node the message is cut into pieces, and an owner sums each (inside.h). Between nodes, owners of the same
-// piece sum theirs by recursive doubling (between.h). Then each owner gives its piece to its node. Nodes that have more
+// Inside each node the message is cut into pieces, and an owner sums each (intra_node.h). Between nodes, owners of the same
+// piece sum theirs by recursive doubling (inter_node.h). Then each owner gives its piece to its node. Nodes that have more
 // ranks than the smallest have ranks that own nothing; they contribute and receive.
 //
 // Nothing is acknowledged. A rank that has finished operation k - 1 has the contribution of every rank to it, so every
 // rank has left operation k - 2, and its buffers are free for operation k: two parities are enough. The first piece is
 // never empty, so this holds for any message of at least one element.
 #pragma once
-#include "between.h"
+#include "inter_node.h"
 #include "epilogue.h"
-#include "inside.h"
+#include "intra_node.h"
 
 namespace nvrar {
 

@@ -7,8 +7,8 @@
 
 #include "allreduce.h"
 #include "baselines.h"
-#include "gpu_wire.cuh"
-#include "plan.h"
+#include "gpu_transport.cuh"
+#include "group_setup.h"
 
 using namespace nvrar;
 

@@ -1,6 +1,6 @@
 // One operation in the making: its number, how its work is cut, and how it waits.
 //
-// Everything here and in the phases is written against a Wire: what a thread of a block can do. gpu_wire.cuh is the
+// Everything here and in the phases is written against a Wire: what a thread of a block can do. gpu_transport.cuh is the
 // real one; a test has another, whose puts arrive late and out of order. A Wire has
 //   thread() threads() block() blocks() sync()        its place, and the barrier of its block
 //   load_line(from), store_line(to, line)             two words, neither of them torn; own or a peer's memory
@@ -12,7 +12,7 @@
 //   sum(value), rsqrt(value)                          a sum over the threads of the block
 //   now(), pause(), stopped(...), report(...)         for waits: the clock; whether to end; why it ended
 #pragma once
-#include "unit.h"
+#include "pack.h"
 
 namespace nvrar {
 

@@ -19,10 +19,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from yalis.comm.allreduce_op import AllReduceOp
 from yalis.comm.base import CommBackend
-from yalis.comm.choose import open_backend
-from yalis.comm.group_sum import GroupSum
-from yalis.comm.nvrar.group import LONGEST, Launch, NvrarGroup
+from yalis.comm.nvrar.group import MAX_MESSAGE_BYTES, Launch, NvrarGroup
+from yalis.comm.selection import open_backend
 from yalis.comm.topology import Topology
 from yalis.errors import first_line
 from yalis.launch.join import join
@@ -81,7 +81,7 @@ class Storm:
         start = draw.randrange(POOL - count)
         protocol = draw.choice(("ll", "signal"))
         how = Launch(protocol, draw.choice((1, 2, 4, 8, 16)), draw.choice((128, 2048, 8192, 65536)))
-        how = Launch(how.protocol, min(how.blocks, group._session.most_blocks), how.chunk)
+        how = Launch(how.protocol, min(how.blocks, group._session.max_blocks), how.chunk)
         pools, key = self.pools[which], (dtype, whole)
         x = pools.mine[key][start : start + count]
         out = torch.full((count + 1,), float("nan"), dtype=dtype, device=self.device)[draw.randrange(2) :][:count]
@@ -208,7 +208,7 @@ def compiled(
     world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
 ) -> object:
     """torch.compile keeps the operation as one node, and gives what eager gives."""
-    total = GroupSum(groups[0][0])
+    total = AllReduceOp(groups[0][0])
     names: list[str] = []
 
     def keep(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -232,7 +232,7 @@ def long(
 ) -> object:
     """More than is nvrar's elsewhere, in a graph, which could not hold what NCCL does between ranks of one GPU."""
     group = groups[0][0]
-    x = torch.ones(LONGEST // 2 + 4097, dtype=torch.bfloat16, device=device) * (world.rank + 1)
+    x = torch.ones(MAX_MESSAGE_BYTES // 2 + 4097, dtype=torch.bfloat16, device=device) * (world.rank + 1)
     out = torch.zeros_like(x)
     group.all_reduce(x, out)
     torch.cuda.synchronize(device)

@@ -15,22 +15,22 @@ BROKEN = """
 import sys
 from yalis.cli.main import main
 from yalis.comm.base import BACKENDS
-from yalis.comm.over_torch import OverTorch, OverTorchBackend
+from yalis.comm.custom_allreduce import CustomAllReduceGroup, CustomAllReduceBackend
 
-class Group(OverTorch):
+class Group(CustomAllReduceGroup):
     def all_reduce(self, x, out=None):
-        total = self.under.all_reduce(x, out)
+        total = self.torch_group.all_reduce(x, out)
         if self.rank == 1:
             total.view(-1)[-1] *= self.factor
         return total
 
-class Lazy(OverTorch):
+class Lazy(CustomAllReduceGroup):
     def all_reduce(self, x, out=None):
         return x if out is None else out
 
-class Backend(OverTorchBackend):
-    def over(self, under, name, ranks):
-        group = (Lazy if self.name == "lazy" else Group)(under)
+class Backend(CustomAllReduceBackend):
+    def wrap_group(self, torch_group, name, ranks):
+        group = (Lazy if self.name == "lazy" else Group)(torch_group)
         group.factor = {"rank": 2, "bits": 1 + 2**-23}.get(self.name)
         return group
 
@@ -46,23 +46,23 @@ CHOOSY = """
 import sys
 from yalis.cli.main import main
 from yalis.comm.base import BACKENDS
-from yalis.comm.over_torch import OverTorch, OverTorchBackend
+from yalis.comm.custom_allreduce import CustomAllReduceGroup, CustomAllReduceBackend
 
-class Group(OverTorch):
+class Group(CustomAllReduceGroup):
     def all_reduce_with(self, x, out, times):
         assert times in (1, 2)
-        return self.under.all_reduce(x, out)
+        return self.torch_group.all_reduce(x, out)
 
     def all_reduce(self, x, out=None):
         raise AssertionError
 
-class choosy(OverTorchBackend):
+class choosy(CustomAllReduceBackend):
     @staticmethod
-    def options_to_try(size):
+    def candidate_options(size):
         return [{"times": 1}, {"times": 2}]
 
-    def over(self, under, name, ranks):
-        return Group(under)
+    def wrap_group(self, torch_group, name, ranks):
+        return Group(torch_group)
 
 BACKENDS._entries["choosy"] = "__main__:choosy"
 sys.exit(main(ARGUMENTS))
@@ -117,7 +117,7 @@ def test_tuning_tries_the_options_and_keeps_the_times(nursery: Nursery, tmp_path
     ended = nursery.run([str(script)], ranks=2)
     assert ended.statuses == [0, 0], ended.errors
     rows = json.loads(ended.outputs[0])["rows"]
-    tried = HierarchicalBackend.options_to_try(12)
+    tried = HierarchicalBackend.candidate_options(12)
     assert [(row["backend"], row["options"]) for row in rows if row["bytes"] == 12] == [
         ("choosy", {"times": 1}),
         ("choosy", {"times": 2}),

@@ -20,7 +20,7 @@
 
 #include "allreduce.h"
 #include "baselines.h"
-#include "plan.h"
+#include "group_setup.h"
 
 namespace {
 

@@ -14,17 +14,17 @@ from tests.ranks import Memory, run_ranks
 from yalis.comm import tuning
 from yalis.comm.auto import AutoBackend, AutoGroup
 from yalis.comm.hierarchical import HierarchicalBackend, HierarchicalGroup
-from yalis.comm.neighbours import LIMIT
+from yalis.comm.shared_memory import LIMIT
 from yalis.comm.topology import Topology
 from yalis.comm.torch_dist import GlooGroup
-from yalis.comm.tuning import Choice, Table, Timing, Tuned
+from yalis.comm.tuning import Choice, ShapeTimings, Timing, TuningTable
 from yalis.errors import YalisError
 from yalis.launch.world import Member, World
 
 CPU = torch.device("cpu")
 NODES = ((0, 1), (2, 3))
 HALVING = Choice("hierarchical", {"between": "halving", "chunk": 4096})
-TUNED = Tuned(
+TUNED = ShapeTimings(
     (
         Timing(1 << 10, Choice("torch"), 100.0),
         Timing(1 << 10, Choice("hierarchical", {"between": "doubling", "chunk": 1024}), 120.0),
@@ -68,34 +68,34 @@ def test_the_best_of_the_nearest_size() -> None:
     assert [TUNED.best(size, both) for size in ((1 << 13) + 1, 1 << 16, 1 << 30)] == [HALVING] * 3
     assert TUNED.best(1 << 16, "torch") == Choice("torch")
     assert TUNED.best(1 << 10, {"nvrar"}) is None
-    assert Tuned().best(1 << 10, both) is None
+    assert ShapeTimings().best(1 << 10, both) is None
     assert TUNED.backends == both
-    assert Tuned(TUNED.timings[2:]).backends == {"hierarchical"}
+    assert ShapeTimings(TUNED.timings[2:]).backends == {"hierarchical"}
     assert str(HALVING) == "hierarchical between=halving chunk=4096"
 
 
 def test_shapes_have_names() -> None:
     assert tuning.shape_of([[0, 1], [2, 3], [4, 5]]) == "3x2"
     assert tuning.shape_of([[0, 1], [2, 3], [4]]) == "2+2+1"
-    assert Table({"2x2": TUNED}).of(NODES) is TUNED
-    assert Table({"2x2": TUNED}).of([[0], [1], [2], [3]]) == Tuned()
+    assert TuningTable({"2x2": TUNED}).for_nodes(NODES) is TUNED
+    assert TuningTable({"2x2": TUNED}).for_nodes([[0], [1], [2], [3]]) == ShapeTimings()
 
 
 def test_a_table_comes_back_as_it_was_saved(cache: Path) -> None:
-    assert tuning.load(CPU) == Table()
+    assert tuning.load(CPU) == TuningTable()
     path = tuning.save(CPU, NODES, TUNED.timings, "yalis bench allreduce --tune")
     tuning.save(CPU, [[0], [1]], TUNED.timings[:1], "yalis bench allreduce --tune")
     assert path == cache / "cpu-2x2.json"
-    assert tuning.load(CPU) == Table({"2x2": TUNED, "2x1": Tuned(TUNED.timings[:1])})
+    assert tuning.load(CPU) == TuningTable({"2x2": TUNED, "2x1": ShapeTimings(TUNED.timings[:1])})
     tuning.save(CPU, NODES, TUNED.timings[1:], "again")
-    assert tuning.load(CPU).of(NODES) == Tuned(TUNED.timings[1:])
+    assert tuning.load(CPU).for_nodes(NODES) == ShapeTimings(TUNED.timings[1:])
     assert [file.name for file in sorted(cache.iterdir())] == ["cpu-2x1.json", "cpu-2x2.json"]
 
 
 def test_tables_of_other_versions_are_left_alone(cache: Path) -> None:
     path = tuning.save(CPU, NODES, TUNED.timings, "")
     path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
-    assert tuning.load(CPU) == Table()
+    assert tuning.load(CPU) == TuningTable()
 
 
 @pytest.mark.parametrize("held", ["", "[]", "{}", '{"schema": "yalis-tuning", "schema_version": 1, "device": "cpu"}'])
@@ -117,7 +117,7 @@ def test_every_rank_has_the_table_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> 
     loads: list[torch.device] = []
     load = tuning.load
     monkeypatch.setattr(tuning, "load", lambda device: loads.append(device) or load(device))
-    assert in_worlds(3, lambda world: tuning.agree(world, CPU)) == [Table({"2x2": TUNED})] * 3
+    assert in_worlds(3, lambda world: tuning.load_on_all_ranks(world, CPU)) == [TuningTable({"2x2": TUNED})] * 3
     assert loads == [CPU]
 
 
@@ -140,7 +140,7 @@ def test_auto_without_a_table_is_hierarchical_between_cpus() -> None:
 
 def test_auto_follows_the_table() -> None:
     def rank(world: World) -> None:
-        backend = AutoBackend(world, CPU, Topology((0, 0, 1, 1)), Table({"2x2": TUNED}))
+        backend = AutoBackend(world, CPU, Topology((0, 0, 1, 1)), TuningTable({"2x2": TUNED}))
         group = backend.group("all", range(4))
         assert isinstance(group, AutoGroup)
         assert [group.pick(size) for size in (0, 1 << 13, 1 << 14, 1 << 30)] == ["torch"] * 2 + ["hierarchical"] * 2
@@ -168,7 +168,7 @@ def test_auto_goes_without_what_one_rank_lacks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_hierarchical_asks_the_table_how() -> None:
     def rank(world: World) -> None:
-        backend = HierarchicalBackend(world, CPU, Topology((0, 1, 0, 1)), Table({"2x2": TUNED}))
+        backend = HierarchicalBackend(world, CPU, Topology((0, 1, 0, 1)), TuningTable({"2x2": TUNED}))
         group = backend.group("all", [3, 2, 1, 0])
         assert isinstance(group, HierarchicalGroup)
         assert group._options(1 << 10) == ("doubling", 1024)

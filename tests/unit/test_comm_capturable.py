@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.ranks import Board, Memory
 from yalis.comm.base import SingleRank
-from yalis.comm.over_torch import OverTorch
+from yalis.comm.custom_allreduce import CustomAllReduceGroup
 from yalis.parallel.plan import Grid
 
 
@@ -19,7 +19,7 @@ def group(capturable: bool) -> Memory:
     return made
 
 
-class Sums(OverTorch):
+class Sums(CustomAllReduceGroup):
     """As nvrar: sums that a graph may hold, over a group of which it may hold nothing else."""
 
     def __init__(self, under: Memory) -> None:
@@ -27,7 +27,7 @@ class Sums(OverTorch):
         self.capturable = True
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.under.all_reduce(x, out)
+        return self.torch_group.all_reduce(x, out)
 
 
 @pytest.mark.parametrize("under", [True, False])

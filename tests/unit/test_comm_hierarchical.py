@@ -20,8 +20,8 @@ from torch import Tensor
 from tests.ranks import Memory, run_ranks
 from yalis.comm import hierarchical
 from yalis.comm.hierarchical import HierarchicalBackend, Summing, options
-from yalis.comm.neighbours import Neighbours
-from yalis.comm.schedule import BETWEEN, MOST_LANES, Nodes, cut
+from yalis.comm.schedule import INTER_NODE, MAX_CHUNKS, Nodes, cut
+from yalis.comm.shared_memory import SharedWindows
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError
@@ -147,7 +147,7 @@ def reduce(
     return [total for total, _ in results], [transport for _, transport in results]
 
 
-def share_memory(nodes: Nodes, size: int) -> dict[int, Neighbours]:
+def share_memory(nodes: Nodes, size: int) -> dict[int, SharedWindows]:
     """Windows of `size` bytes, and connections within each node."""
     found = {}
     for node in nodes:
@@ -159,7 +159,7 @@ def share_memory(nodes: Nodes, size: int) -> dict[int, Neighbours]:
             for end in sockets[rank].values():
                 end.settimeout(30)  # not for ever, should another rank fail
             others = {peer: window for peer, window in windows.items() if peer != rank}
-            found[rank] = Neighbours(windows[rank], others, sockets[rank])
+            found[rank] = SharedWindows(windows[rank], others, sockets[rank])
     return found
 
 
@@ -184,7 +184,7 @@ def roundings(nodes: Nodes, between: str) -> int:
     nodes=shapes(),
     elements=st.sampled_from([0, 1, 2, 7, 64, 129]) | st.integers(0, 500),
     dtype=st.sampled_from(DTYPES),
-    between=st.sampled_from(sorted(BETWEEN)),
+    between=st.sampled_from(sorted(INTER_NODE)),
     chunk=st.sampled_from([1, 50, 200, 1 << 20]),
     how=st.fixed_dictionaries(
         {
@@ -239,7 +239,7 @@ def test_messages_and_bytes_are_those_of_the_algorithm(count: int, each: int, la
     # Divides into lanes, pieces, parts and halves.
     piece = 4 * lanes * count * power
     inputs = [torch.ones(piece // 4 * each)] * (count * each)
-    for between in BETWEEN:
+    for between in INTER_NODE:
         _, transports = reduce(ranks, inputs, between, piece // lanes)
         for rank, transport in enumerate(transports):
             node = rank // each
@@ -273,7 +273,7 @@ def test_many_small_chunks_become_few_lanes() -> None:
     inputs = [torch.arange(4000.0) + rank for rank in range(4)]
     totals, transports = reduce(((0, 1), (2, 3)), inputs, "doubling", 4, near=True, times=3)
     assert all(torch.equal(total, 4 * torch.arange(4000.0) + 6) for total in totals)
-    assert sum(what == "send" for what, _, _ in transports[0].log) == 5 * MOST_LANES
+    assert sum(what == "send" for what, _, _ in transports[0].log) == 5 * MAX_CHUNKS
 
 
 def test_a_neighbour_that_is_gone() -> None:
@@ -301,7 +301,7 @@ def test_a_chunk_goes_on_while_the_next_one_arrives() -> None:
 
 
 def test_receives_are_posted_before_anything_is_sent() -> None:
-    for between in BETWEEN:
+    for between in INTER_NODE:
         _, transports = reduce(((0, 1), (2, 3), (4, 5)), [torch.ones(20)] * 6, between, 16)
         for transport in transports:
             log = [what for what, _, _ in transport.log]
@@ -379,7 +379,7 @@ def test_options_come_from_the_table_or_from_the_size() -> None:
 
 def test_what_is_offered_for_tuning_can_be_chosen() -> None:
     for size, count in ((1 << 10, 3), (1 << 20, 6), (1 << 24, 9)):
-        offered = HierarchicalBackend.options_to_try(size)
+        offered = HierarchicalBackend.candidate_options(size)
         chosen = {options(Choice("hierarchical", each), size, 4, early=True) for each in offered}
         assert len(chosen) == len(offered) == count
         assert options(None, size, 4, early=True) in chosen

@@ -21,7 +21,6 @@ def test_collectives_in_memory() -> None:
         assert torch.equal(x, out)
         gathered = comm.all_gather(torch.tensor([[rank], [rank + 10]]), dim=-1)
         assert gathered.tolist() == [[0, 1, 2], [10, 11, 12]]
-        assert comm.reduce_scatter(torch.arange(6).view(3, 2) + rank, dim=0).tolist() == [[6 * rank + 3, 6 * rank + 6]]
         assert comm.broadcast(torch.tensor([rank]), source=2).item() == 2
         comm.send(torch.tensor([rank]), (rank + 1) % 3)
         assert comm.recv(torch.tensor([-1]), (rank - 1) % 3).item() == (rank - 1) % 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from yalis.comm.nvrar import build
-from yalis.comm.nvrar.group import NvrarBackend, Session, launch_for, launches_to_try
+from yalis.comm.nvrar.group import NvrarBackend, Session, candidate_launches, choose_launch
 from yalis.comm.nvrar.library import _SIGNATURES, PHASES, Library, Status, int32s
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
@@ -69,21 +69,22 @@ def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_launches() -> None:
-    small = launch_for(None, 1, 2, 8)
+    small = choose_launch(None, 1, 2, 8)
     assert (small.protocol, small.blocks, small.chunk) == ("ll", 1, 1)
-    assert launch_for(None, 128 << 10, 2, 64).blocks == 8
-    shared, alone = launch_for(None, 1 << 20, 1, 8), launch_for(None, 1 << 20, 1, 66)
+    assert choose_launch(None, 128 << 10, 2, 64).blocks == 8
+    shared, alone = choose_launch(None, 1 << 20, 1, 8), choose_launch(None, 1 << 20, 1, 66)
     assert (shared.protocol, shared.blocks, alone.blocks) == ("signal", 8, 32)
     assert shared.chunk == alone.chunk  # ranks with different limits still cut alike
-    tuned = launch_for(Choice("nvrar", {"protocol": "signal", "blocks": 4, "chunk": 4096}), 1 << 10, 2, 8)
+    tuned = choose_launch(Choice("nvrar", {"protocol": "signal", "blocks": 4, "chunk": 4096}), 1 << 10, 2, 8)
     assert (tuned.protocol, tuned.blocks, tuned.chunk) == ("signal", 4, 4096)
     for wrong in ({"protocol": "fast"}, {"blocks": 0}, {"chunk": "many"}):
         with pytest.raises(YalisError, match="--tune again"):
-            launch_for(Choice("nvrar", wrong), 1 << 10, 2, 8)
+            choose_launch(Choice("nvrar", wrong), 1 << 10, 2, 8)
     for size in (1 << 10, 32 << 10, 128 << 10, 1 << 20, 16 << 20):
         for owners in (1, 2, 8):
             launches = [
-                launch_for(Choice("nvrar", options), size, owners, 8) for options in launches_to_try(size, owners, 8)
+                choose_launch(Choice("nvrar", options), size, owners, 8)
+                for options in candidate_launches(size, owners, 8)
             ]
             assert launches
             assert len(set(launches)) == len(launches), f"{size} bytes of {owners}: one of them twice"

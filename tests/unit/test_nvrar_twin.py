@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "csrc" / "nvrar"
 TWIN = Path(__file__).with_name("nvrar_twin.cpp")
-REDUCE, BETWEEN, GATHER = 1, 2, 3
+REDUCE, INTER_NODE, GATHER = 1, 2, 3
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -86,7 +86,7 @@ def test_absent_rank_is_reported(twin: Path) -> None:
         lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
         assert [line[0] for line in lines] == [1, 1, 1, 0, 1]
         phases = {rank: (line[2], line[4]) for rank, line in enumerate(lines) if rank != 3}
-        assert phases == {0: (BETWEEN, 2), 1: (GATHER, 0), 2: (REDUCE, 3), 4: (BETWEEN, 0)}
+        assert phases == {0: (INTER_NODE, 2), 1: (GATHER, 0), 2: (REDUCE, 3), 4: (INTER_NODE, 0)}
         assert {line[5] for line in lines if line[0]} == {41}
 
 
@@ -160,9 +160,9 @@ def test_broken_protocol_is_caught(twin: Path, name: str, tmp_path: Path) -> Non
 
 def test_no_peer_pointer_between_nodes() -> None:
     """On one GPU a pointer into another rank's memory passes every test; on a network there is none."""
-    text = re.sub(r"//.*", "", (SOURCES / "between.h").read_text())
+    text = re.sub(r"//.*", "", (SOURCES / "inter_node.h").read_text())
     assert "Protocol::put" in text
     for forbidden in ("nvshmem_ptr", "peer", "announce"):
         assert forbidden not in text
-    wire = (SOURCES / "gpu_wire.cuh").read_text()
+    wire = (SOURCES / "gpu_transport.cuh").read_text()
     assert "nvshmem_ptr" not in wire

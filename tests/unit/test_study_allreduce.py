@@ -215,6 +215,6 @@ def test_tuning_is_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path, best = allreduce.save_table(make_result(rows, sizes=[8192, 1 << 20]))
     assert path.parent.parent == tmp_path
     assert best == [(8192, Choice("torch")), (1 << 20, Choice("hierarchical", fast))]
-    tuned = tuning.load(torch.device("cpu")).of([[0, 1], [2, 3]])
+    tuned = tuning.load(torch.device("cpu")).for_nodes([[0, 1], [2, 3]])
     assert tuned.best(2 << 20, ["torch", "hierarchical"]) == Choice("hierarchical", fast)
     assert tuned.best(2 << 20, "torch") == Choice("torch")

@@ -8,15 +8,15 @@ from functools import lru_cache
 from torch import Tensor
 
 from yalis.comm.base import BACKENDS, CommBackend, Communicator
-from yalis.comm.choose import refusal
-from yalis.comm.over_torch import OverTorch, OverTorchBackend
+from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
+from yalis.comm.selection import unusable_on_any_rank
 from yalis.comm.torch_dist import TorchGroup
 from yalis.log import get_logger
 
 log = get_logger(__name__)
 
 
-class AutoGroup(OverTorch):
+class AutoGroup(CustomAllReduceGroup):
     """Hands each all-reduce to one of several groups of the same ranks."""
 
     def __init__(self, under: TorchGroup, groups: dict[str, Communicator], pick: Callable[[int], str]) -> None:
@@ -28,17 +28,17 @@ class AutoGroup(OverTorch):
         return self.groups[self.pick(x.nbytes)].all_reduce(x, out)
 
 
-class AutoBackend(OverTorchBackend):
+class AutoBackend(CustomAllReduceBackend):
     name = "auto"
 
     def _start(self) -> None:
         self._others: dict[str, CommBackend] = {}
         for name in self._wanted():
             backend = BACKENDS.load(name)
-            if (reason := refusal(name, self.world, self.device)) is not None:
+            if (reason := unusable_on_any_rank(name, self.world, self.device)) is not None:
                 log.info("auto goes without %s: %s", name, reason)
-            elif issubclass(backend, OverTorchBackend):
-                self._others[name] = backend(self.world, self.device, self.topology, self.table, self.under)
+            elif issubclass(backend, CustomAllReduceBackend):
+                self._others[name] = backend(self.world, self.device, self.topology, self.table, self.torch_backend)
             else:
                 self._others[name] = backend(self.world, self.device, self.topology, self.table)
 
@@ -49,9 +49,9 @@ class AutoBackend(OverTorchBackend):
             names.add("hierarchical")
         return [name for name in BACKENDS.names() if name in names - {"torch", "auto"}]
 
-    def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+    def wrap_group(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         nodes = self.topology.by_node(ranks)
-        tuned = self.table.of(nodes)
+        tuned = self.table.for_nodes(nodes)
         # Between CPUs it was faster than gloo's ring at all sizes from 64 KB to 8 MB, and level above (docs/nvrar.md);
         # between GPUs NCCL has to be shown to be slower.
         default = "hierarchical" if self.device.type == "cpu" and "hierarchical" in self._others else "torch"
@@ -60,8 +60,8 @@ class AutoBackend(OverTorchBackend):
         for backend, other in self._others.items():
             if backend not in wanted:
                 continue
-            if isinstance(other, OverTorchBackend):
-                groups[backend] = other.over(under, name, ranks)
+            if isinstance(other, CustomAllReduceBackend):
+                groups[backend] = other.wrap_group(under, name, ranks)
             else:
                 groups[backend] = other.group(name, ranks)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from yalis.comm.topology import Topology
-from yalis.comm.tuning import Table
+from yalis.comm.tuning import TuningTable
 from yalis.launch.world import World
 from yalis.registry import Registry
 
@@ -38,10 +38,6 @@ class Communicator(ABC):
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Every rank's `x`, joined along `dim` in order of rank."""
-
-    @abstractmethod
-    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        """This rank's equal part, along `dim`, of the sum of every rank's `x`."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -76,9 +72,6 @@ class SingleRank(Communicator):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return x
 
-    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        return x
-
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return x
 
@@ -100,11 +93,11 @@ class CommBackend(ABC):
     uses_table: ClassVar[bool] = False
 
     def __init__(
-        self, world: World, device: torch.device, topology: Topology | None = None, table: Table | None = None
+        self, world: World, device: torch.device, topology: Topology | None = None, table: TuningTable | None = None
     ) -> None:
         """`table`: what was measured of all-reduces, equal on all ranks."""
         self.world, self.device = world, device
-        self.topology, self.table = topology or Topology.of(world), table or Table()
+        self.topology, self.table = topology or Topology.of(world), table or TuningTable()
 
     @classmethod
     @abstractmethod

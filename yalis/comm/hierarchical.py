@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from yalis.comm.base import Communicator
-from yalis.comm.contiguous import LOW_PRECISION
-from yalis.comm.neighbours import LIMIT, Neighbours, open_neighbours
-from yalis.comm.over_torch import OverTorch, OverTorchBackend
-from yalis.comm.schedule import BETWEEN, Nodes, Plan, Span, Step, plan
+from yalis.comm.contiguous_group import LOW_PRECISION
+from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
+from yalis.comm.schedule import INTER_NODE, Nodes, Plan, Span, Step, plan
+from yalis.comm.shared_memory import LIMIT, SharedWindows, open_shared_windows
 from yalis.comm.torch_dist import TorchGroup
-from yalis.comm.tuning import Choice, Tuned
+from yalis.comm.tuning import Choice, ShapeTimings
 from yalis.errors import YalisError
 
 # Unless a table says otherwise: up to how many bytes of a message the fewest exchanges win over the fewest bytes.
@@ -29,7 +29,7 @@ SHORTER_CHUNKS = (256 << 10, 1 << 20)
 STRETCH_BYTES = 16 << 20
 # Receives stand ready for this many kinds of all-reduces of at most so many bytes.
 STANDING, STANDING_BYTES = 64, 1 << 20
-MOST_SEEN = 1 << 16
+MAX_SEEN = 1 << 16
 
 Kind = tuple[torch.dtype, str, int, int]  # dtype, schedule, elements, elements of a chunk
 
@@ -63,7 +63,7 @@ class Run:
 
     def __init__(
         self, transport: Transport, plan: Plan, tag: int, dtype: torch.dtype, device: torch.device,
-        neighbours: Neighbours | None = None,
+        neighbours: SharedWindows | None = None,
     ) -> None:  # fmt: skip
         self.transport, self.plan, self.tag, self.neighbours = transport, plan, tag, neighbours
         self.near = [neighbours is not None and step.peers <= neighbours.theirs.keys() for step in plan.moves]
@@ -169,7 +169,7 @@ class Summing:
     Low precisions travel as they are: the sum of each step is taken in float32 and rounded once.
     """
 
-    def __init__(self, transport: Transport, nodes: Nodes, rank: int, neighbours: Neighbours | None = None) -> None:
+    def __init__(self, transport: Transport, nodes: Nodes, rank: int, neighbours: SharedWindows | None = None) -> None:
         self.transport, self._neighbours = transport, neighbours
         self._stretch = STRETCH_BYTES if neighbours is None else LIMIT
         self._plan = lru_cache(256)(lambda *how: plan(nodes, rank, *how))
@@ -197,7 +197,7 @@ class Summing:
         plan = self._plan(between, x.numel(), chunk)
         # A kind that comes a second time will come again; a prompt's length may not.
         stands = kind in self._seen and len(self._standing) < STANDING
-        if self.transport.early and x.nbytes <= STANDING_BYTES and len(self._seen) < MOST_SEEN:
+        if self.transport.early and x.nbytes <= STANDING_BYTES and len(self._seen) < MAX_SEEN:
             self._seen.add(kind)
         tag = self.transport.new_tag() if stands else self._tag
         run = Run(self.transport, plan, tag, x.dtype, x.device, self._neighbours)
@@ -228,10 +228,10 @@ def _add(step: Step, x: Tensor, terms: list[Tensor]) -> None:
         own += term
 
 
-class HierarchicalGroup(OverTorch):
+class HierarchicalGroup(CustomAllReduceGroup):
     """Sums over torch's sends and receives, each as the table says for its size."""
 
-    def __init__(self, under: TorchGroup, nodes: Nodes, tuned: Tuned, neighbours: Neighbours | None) -> None:
+    def __init__(self, under: TorchGroup, nodes: Nodes, tuned: ShapeTimings, neighbours: SharedWindows | None) -> None:
         super().__init__(under)
         self.capturable = False  # made of sends and receives
         self._summing = Summing(under, nodes, self.rank, neighbours)
@@ -247,19 +247,19 @@ class HierarchicalGroup(OverTorch):
         return self._summing.all_reduce(x, out, str(options["between"]), int(options["chunk"]))
 
 
-class HierarchicalBackend(OverTorchBackend):
+class HierarchicalBackend(CustomAllReduceBackend):
     name = "hierarchical"
 
     def _start(self) -> None:
-        self._neighbours: list[Neighbours] = []
+        self._neighbours: list[SharedWindows] = []
 
     @staticmethod
-    def options_to_try(size: int) -> list[dict[str, int | str]]:
+    def candidate_options(size: int) -> list[dict[str, int | str]]:
         """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
         chunks = [*(chunk for chunk in SHORTER_CHUNKS if chunk < size), CHUNK_BYTES]
-        return [{"between": between, "chunk": chunk} for between in BETWEEN for chunk in chunks]
+        return [{"between": between, "chunk": chunk} for between in INTER_NODE for chunk in chunks]
 
-    def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+    def wrap_group(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         nodes = self.topology.by_node(ranks)
         place = {rank: index for index, rank in enumerate(ranks)}
         places = [[place[rank] for rank in node] for node in nodes]
@@ -268,10 +268,10 @@ class HierarchicalBackend(OverTorchBackend):
             # A node may be a part of a machine, or, where a user says so, of several: those share no memory.
             mine = next(node for node in nodes if self.world.rank in node)
             one_machine = len({self.world.members[rank].node for rank in mine}) == 1
-            neighbours = open_neighbours(under, places[nodes.index(mine)], one_machine)
+            neighbours = open_shared_windows(under, places[nodes.index(mine)], one_machine)
             if neighbours is not None:
                 self._neighbours.append(neighbours)
-        return HierarchicalGroup(under, places, self.table.of(nodes), neighbours)
+        return HierarchicalGroup(under, places, self.table.for_nodes(nodes), neighbours)
 
     def close(self) -> None:
         for neighbours in self._neighbours:
@@ -286,9 +286,9 @@ def options(choice: Choice | None, size: int, nodes: int, early: bool) -> tuple[
     between = chosen.get("between", "doubling" if size <= DOUBLING_BYTES else long)
     # Where receives cannot wait aside, nothing overlaps and chunks only cost.
     chunk = chosen.get("chunk", CHUNK_BYTES if early else STRETCH_BYTES)
-    if between not in BETWEEN or not isinstance(chunk, int) or chunk < 1:
+    if between not in INTER_NODE or not isinstance(chunk, int) or chunk < 1:
         raise YalisError(
             f"the table of `yalis bench allreduce --tune` asks for hierarchical with between={between!r}, "
-            f"chunk={chunk!r}; accepted: {', '.join(BETWEEN)}, and a number of bytes; tune again"
+            f"chunk={chunk!r}; accepted: {', '.join(INTER_NODE)}, and a number of bytes; tune again"
         )
     return str(between), chunk

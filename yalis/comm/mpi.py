@@ -15,9 +15,9 @@ from torch import Tensor
 
 from yalis import env
 from yalis.comm.base import CommBackend, Communicator, SingleRank
-from yalis.comm.contiguous import ContiguousGroup
+from yalis.comm.contiguous_group import ContiguousGroup
 from yalis.comm.topology import Topology
-from yalis.comm.tuning import Table
+from yalis.comm.tuning import TuningTable
 from yalis.errors import first_line
 from yalis.launch.world import World
 
@@ -91,9 +91,6 @@ class MpiGroup(ContiguousGroup):
     def _gather(self, x: Tensor, parts: Tensor) -> None:
         self._comm.Allgather(_bits(x), _bits(parts))
 
-    def _sum_parts(self, parts: Tensor, mine: Tensor) -> None:
-        self._comm.Reduce_scatter_block(parts.detach().numpy(), mine.numpy(), op=self._mpi.SUM)
-
     def _spread(self, x: Tensor, source: int) -> None:
         self._comm.Bcast(_bits(x), root=source)
 
@@ -113,7 +110,7 @@ class MpiBackend(CommBackend):
     name = "mpi"
 
     def __init__(
-        self, world: World, device: torch.device, topology: Topology | None = None, table: Table | None = None
+        self, world: World, device: torch.device, topology: Topology | None = None, table: TuningTable | None = None
     ) -> None:
         super().__init__(world, device, topology, table)
         self._outbox = Outbox()

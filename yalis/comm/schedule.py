@@ -37,7 +37,7 @@ class Step:
 
 
 # A lane is worth its messages only while others are on their way; and neighbours' words for it wait in a socket.
-MOST_LANES = 32
+MAX_CHUNKS = 32
 
 Between = Callable[[Sequence[int], int, Span], Iterator[Step]]
 
@@ -49,7 +49,7 @@ def steps(nodes: Nodes, rank: int, between: str, span: Span) -> Iterator[Step]:
     pieces = cut(span, min(len(node) for node in nodes))
     yield scatter(peers, local, pieces)
     if local < len(pieces):
-        yield from BETWEEN[between]([node[local] for node in nodes], nodes.index(peers), pieces[local])
+        yield from INTER_NODE[between]([node[local] for node in nodes], nodes.index(peers), pieces[local])
     yield gather(peers, local, pieces)
 
 
@@ -104,7 +104,7 @@ def folded(inner: Between) -> Between:
     return schedule
 
 
-BETWEEN: dict[str, Between] = {"doubling": folded(doubling), "halving": folded(halving), "direct": direct}
+INTER_NODE: dict[str, Between] = {"doubling": folded(doubling), "halving": folded(halving), "direct": direct}
 
 
 def scatter(peers: Sequence[int], at: int, parts: Sequence[Span]) -> Step:
@@ -148,7 +148,7 @@ class Plan:
 def plan(nodes: Nodes, rank: int, between: str, elements: int, chunk: int) -> Plan:
     """`chunk`: about how many elements of a lane each owner has; more, where that would make too many lanes."""
     owners = min(len(node) for node in nodes)
-    lanes = min(max(1, -(-elements // (max(chunk, 1) * owners))), MOST_LANES)
+    lanes = min(max(1, -(-elements // (max(chunk, 1) * owners))), MAX_CHUNKS)
     columns = [list(steps(nodes, rank, between, span)) for span in cut((0, elements), lanes)]
     moves = tuple(_without_nothing(step) for row in zip(*columns, strict=True) for step in row)
     added = (message.span for step in moves if step.own is not None for message in step.receives)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from yalis import env
 from yalis.comm.base import CommBackend, Communicator, SingleRank
-from yalis.comm.contiguous import ContiguousGroup
+from yalis.comm.contiguous_group import ContiguousGroup
 from yalis.comm.topology import Topology
-from yalis.comm.tuning import Table
+from yalis.comm.tuning import TuningTable
 from yalis.launch.world import World
 
 dist: Any = torch.distributed  # whose stubs lack the process group classes
@@ -55,10 +55,6 @@ class TorchGroup(ContiguousGroup):
     def _gather(self, x: Tensor, parts: Tensor) -> None:
         options = _here(dist.distributed_c10d.AllgatherOptions())
         _finish(self._group._allgather_base(parts.view(-1), x.view(-1), options))
-
-    def _sum_parts(self, parts: Tensor, mine: Tensor) -> None:
-        options = _here(dist.ReduceScatterOptions())
-        _finish(self._group._reduce_scatter_base(mine.view(-1), parts.view(-1), options))
 
     def _spread(self, x: Tensor, source: int) -> None:
         options = _here(dist.BroadcastOptions())
@@ -207,7 +203,7 @@ class TorchBackend(CommBackend):
     name = "torch"
 
     def __init__(
-        self, world: World, device: torch.device, topology: Topology | None = None, table: Table | None = None
+        self, world: World, device: torch.device, topology: Topology | None = None, table: TuningTable | None = None
     ) -> None:
         super().__init__(world, device, topology, table)
         self._groups: list[TorchGroup] = []

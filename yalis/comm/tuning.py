@@ -45,7 +45,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class ShapeTimings:
     """The timings of one shape."""
 
     timings: tuple[Timing, ...] = ()
@@ -68,14 +68,14 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Table:
+class TuningTable:
     """What is known of every shape, on one kind of device."""
 
-    shapes: Mapping[str, Tuned] = field(default_factory=dict)
+    shapes: Mapping[str, ShapeTimings] = field(default_factory=dict)
 
-    def of(self, nodes: Sequence[Sequence[int]]) -> Tuned:
+    def for_nodes(self, nodes: Sequence[Sequence[int]]) -> ShapeTimings:
         """The timings for a group whose ranks are spread like these: `Topology.by_node(ranks)`."""
-        return self.shapes.get(shape_of(nodes), Tuned())
+        return self.shapes.get(shape_of(nodes), ShapeTimings())
 
 
 def shape_of(nodes: Sequence[Sequence[int]]) -> str:
@@ -84,7 +84,7 @@ def shape_of(nodes: Sequence[Sequence[int]]) -> str:
     return f"{len(counts)}x{counts[0]}" if len(set(counts)) == 1 else "+".join(map(str, counts))
 
 
-def device_kind(device: torch.device) -> str:
+def device_slug(device: torch.device) -> str:
     """ "cpu", or the GPU's name as part of a file name."""
     if device.type != "cuda":
         return device.type
@@ -97,11 +97,11 @@ def folder() -> Path:
 
 def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence[Timing], command: str) -> Path:
     """Keep these for later jobs; what was known of this device and shape before is replaced."""
-    path = folder() / f"{device_kind(device)}-{shape_of(nodes)}.json"
+    path = folder() / f"{device_slug(device)}-{shape_of(nodes)}.json"
     held = {
         "schema": SCHEMA,
         "schema_version": VERSION,
-        "device": device_kind(device),
+        "device": device_slug(device),
         "shape": shape_of(nodes),
         "command": command,
         "timings": [asdict(timing) for timing in timings],
@@ -122,10 +122,10 @@ def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence
     return path
 
 
-def load(device: torch.device) -> Table:
+def load(device: torch.device) -> TuningTable:
     """Every shape that was measured on this kind of device."""
     shapes = {}
-    kind = device_kind(device)
+    kind = device_slug(device)
     for path in sorted(folder().glob(f"{kind}-*.json")):
         try:
             held = json.loads(path.read_text(encoding="utf-8"))
@@ -136,23 +136,23 @@ def load(device: torch.device) -> Table:
             raise YalisError(
                 f"{path} is not a table of `yalis bench allreduce --tune` ({error}); remove it, or tune again"
             ) from error
-    return Table(shapes)
+    return TuningTable(shapes)
 
 
-def agree(world: World, device: torch.device) -> Table:
+def load_on_all_ranks(world: World, device: torch.device) -> TuningTable:
     """Rank 0's table, on every rank; every rank calls this."""
     own: dict[str, Any] = {}
     if world.rank == 0:
         own = {shape: [asdict(timing) for timing in tuned.timings] for shape, tuned in load(device).shapes.items()}
     told = world.exchange(own)[0]
-    return Table({shape: _tuned(timings) for shape, timings in told.items()})
+    return TuningTable({shape: _tuned(timings) for shape, timings in told.items()})
 
 
-def _tuned(held: Sequence[Mapping[str, Any]]) -> Tuned:
+def _tuned(held: Sequence[Mapping[str, Any]]) -> ShapeTimings:
     timings = tuple(
         Timing(int(one["bytes"]), Choice(one["choice"]["backend"], dict(one["choice"]["options"])), one["microseconds"])
         for one in held
     )
     if any(timing.bytes < 1 or not timing.microseconds > 0 for timing in timings):
         raise ValueError("a timing without bytes or time")
-    return Tuned(timings)
+    return ShapeTimings(timings)

@@ -14,7 +14,7 @@ import torch
 
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
-from yalis.comm.choose import check_name
+from yalis.comm.selection import check_backend_name
 from yalis.config import DEFAULT_MODEL, EngineConfig
 from yalis.engine.answer import Answer, Progress
 from yalis.engine.device import release_memory
@@ -82,7 +82,7 @@ class LLM:
 
     def _open(self, split: Split) -> None:
         config = self.config
-        check_name(config.allreduce)
+        check_backend_name(config.allreduce)
         checkpoint = open_checkpoint(config.model, config.load, config.load_seed)
         try:
             self.spec: ModelSpec = read_spec(checkpoint.config, checkpoint.label)

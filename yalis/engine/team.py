@@ -12,7 +12,7 @@ import torch
 
 from yalis.checkpoint.base import Checkpoint
 from yalis.comm.base import CommBackend
-from yalis.comm.choose import open_backend
+from yalis.comm.selection import open_backend
 from yalis.comm.topology import Topology
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads

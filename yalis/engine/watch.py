@@ -17,7 +17,7 @@ import torch
 
 from yalis import env
 from yalis.comm.base import Communicator
-from yalis.comm.timed import timed as timed_groups
+from yalis.comm.call_timer import time_calls
 from yalis.errors import YalisFailure
 from yalis.kernels import native
 from yalis.perfmodel import timeline
@@ -131,7 +131,7 @@ class _Session:
             torch.cuda.synchronize(device)
         else:
             self._stack.enter_context(native.timed(self._hear("native::")))
-            self._stack.enter_context(timed_groups(groups, self._hear("comm::")))
+            self._stack.enter_context(time_calls(groups, self._hear("comm::")))
         # The profiler's clock is that of the date.
         self._offset = native.now() - time.time_ns()
         self._profiler = torch.profiler.profile(activities=[activity.CUDA if self._on_gpu else activity.CPU])

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from yalis.comm.allreduce_op import AllReduceOp
 from yalis.comm.base import Communicator
-from yalis.comm.group_sum import GroupSum
 from yalis.kernels import ops
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import DenseWeight, ParallelLayer, Piece, TensorSource
@@ -34,7 +34,7 @@ class GridLinear(ParallelLayer):
     ) -> None:
         super().__init__()
         self.pieces, self.total_cols, self.cols = tuple(pieces), total_cols, cols
-        self.reduce, self.sum = reduce, GroupSum(reduce)
+        self.reduce, self.sum = reduce, AllReduceOp(reduce)
         rows = sum(len(piece.rows) for piece in pieces)
         self.weight = DenseWeight(rows, len(cols), dtype, device)
         # The bias joins one partial sum only, so that it is added once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from yalis.comm.group_sum import GroupSum
+from yalis.comm.allreduce_op import AllReduceOp
 from yalis.kernels import ops
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import ParallelLayer, TensorSource
@@ -20,7 +20,7 @@ class RMSNorm(ParallelLayer):
         super().__init__()
         self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
         self.part = grid.hidden(size)
-        self.sum = GroupSum(grid.col_group)
+        self.sum = AllReduceOp(grid.col_group)
         # offset + weight does not fit a 16-bit float
         kept = torch.float32 if offset else dtype
         self.weight = nn.Parameter(torch.empty(len(self.part), dtype=kept, device=device), requires_grad=False)

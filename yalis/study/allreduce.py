@@ -17,7 +17,7 @@ import torch
 from yalis import result_rows, results
 from yalis.comm import tuning
 from yalis.comm.base import BACKENDS
-from yalis.comm.tuning import Choice, Timing, Tuned
+from yalis.comm.tuning import Choice, ShapeTimings, Timing
 from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
 from yalis.launch.join import join
@@ -270,7 +270,7 @@ def save_table(result: results.Result) -> tuple[Path, list[tuple[int, Choice]]]:
         if row["dtype"] == facts["dtypes"][0] and row["mode"] == mode and row["backend"] not in PEERS
     ]
     device = torch.device(result.devices[0]["type"])
-    tuned = Tuned(tuple(kept))
+    tuned = ShapeTimings(tuple(kept))
     names = {timing.choice.backend for timing in kept}
     best = [(size, choice) for size in facts["sizes"] if (choice := tuned.best(size, names))]
     return tuning.save(device, facts["nodes"], kept, result.command), best

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from yalis.comm import tuning
 from yalis.comm.base import BACKENDS, CommBackend, Communicator
-from yalis.comm.choose import refusal
-from yalis.comm.over_torch import OverTorch, OverTorchBackend
+from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
+from yalis.comm.selection import unusable_on_any_rank
 from yalis.comm.topology import Topology
 from yalis.comm.torch_dist import TorchBackend, TorchGroup
-from yalis.comm.tuning import Choice, Table, Timing, Tuned
+from yalis.comm.tuning import Choice, ShapeTimings, Timing, TuningTable
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
 from yalis.errors import YalisError, YalisFailure
@@ -80,20 +80,20 @@ def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[
     return {"rows": rows, "facts": facts, "device": bandwidth.describe(device), "notes": notes}
 
 
-class PlainGloo(OverTorch):
+class PlainGloo(CustomAllReduceGroup):
     """gloo's ring as torch gives it to its users, for short messages too."""
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         target = x if out is None else out.copy_(x)
-        self.under._group.allreduce([target]).wait()
+        self.torch_group._group.allreduce([target]).wait()
         return target
 
 
-class Told(OverTorch):
+class Told(CustomAllReduceGroup):
     """A group that is told how to do each all-reduce."""
 
     def __init__(self, group: Any, options: dict[str, int | str]) -> None:
-        super().__init__(group.under)
+        super().__init__(group.torch_group)
         self._group, self._options, self.capturable = group, options, group.capturable
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -272,7 +272,7 @@ class Field:
 
     def __init__(self, world: World, device: torch.device, topology: Topology) -> None:
         self.world, self.device, self.topology = world, device, topology
-        self._table = tuning.agree(world, device)
+        self._table = tuning.load_on_all_ranks(world, device)
         self._torch = TorchBackend(world, device, topology, self._table)
         self._opened: list[CommBackend] = [self._torch]
         under = self._torch.group("allreduce", range(world.size))
@@ -357,7 +357,7 @@ class Field:
     def _refusal(self, name: str) -> str | None:
         if name == PLAIN:
             return None if self.device.type == "cpu" else f"gloo joins CPUs, and these ranks are on {self.device.type}"
-        return refusal("nvrar" if name in BESIDE_NVRAR else name, self.world, self.device)
+        return unusable_on_any_rank("nvrar" if name in BESIDE_NVRAR else name, self.world, self.device)
 
     def _options(self, name: str, size: int) -> list[dict[str, int | str]]:
         """The ways to do it that are worth trying, if there are several."""
@@ -365,9 +365,9 @@ class Field:
             return [{}]
         if name == "nvrar" or name in BESIDE_NVRAR:
             group: Any = self._group("nvrar", {})
-            tried: list[dict[str, int | str]] = group.options_to_try(size, name)
+            tried: list[dict[str, int | str]] = group.candidate_options(size, name)
             return tried
-        offered = getattr(BACKENDS.load(name), "options_to_try", None)
+        offered = getattr(BACKENDS.load(name), "candidate_options", None)
         return list(offered(size)) if offered else [{}]
 
     def _group(self, name: str, options: dict[str, int | str]) -> Communicator:
@@ -385,12 +385,12 @@ class Field:
         table = self._table
         if options:  # a table that knows nothing else
             shape = tuning.shape_of(self.topology.by_node())
-            table = Table({shape: Tuned((Timing(1, Choice(name, options), 1.0),))})
+            table = TuningTable({shape: ShapeTimings((Timing(1, Choice(name, options), 1.0),))})
         kind, ranks = BACKENDS.load(name), range(self.world.size)
         backend: CommBackend
-        if issubclass(kind, OverTorchBackend):
+        if issubclass(kind, CustomAllReduceBackend):
             backend = over = kind(self.world, self.device, self.topology, table, self._torch)
-            group = over.over(self._under, str(Choice(name, options)), ranks)
+            group = over.wrap_group(self._under, str(Choice(name, options)), ranks)
         else:
             backend = kind(self.world, self.device, self.topology, table)
             group = backend.group(name, ranks)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from yalis import env
 from yalis.comm.base import Communicator
+from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
 from yalis.comm.nvrar.build import build, missing
 from yalis.comm.nvrar.library import PHASES, Library, Status, int32s, uint64s
-from yalis.comm.over_torch import OverTorch, OverTorchBackend
 from yalis.comm.torch_dist import TorchGroup
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
@@ -31,10 +31,10 @@ PROTOCOLS = ("ll", "signal")
 ALGORITHMS = {"ring": 1, "oneshot": 2}
 # Bytes that one operation moves at most; longer messages are several operations, and very long ones NCCL's, unless
 # ranks share a GPU: what NCCL does there cannot be captured.
-WORDS_BYTES, SIGNAL_BYTES, LONGEST = 1 << 20, 4 << 20, 64 << 20
+LL_OP_BYTES, SIGNAL_OP_BYTES, MAX_MESSAGE_BYTES = 1 << 20, 4 << 20, 64 << 20
 # Unless a table says otherwise: up to where words win, and what one block handles of a piece.
-LL_BYTES, BLOCK_BYTES, MOST_BLOCKS, MOST_CHUNK, THREADS = 512 << 10, 8 << 10, 32, 64 << 10, 512
-OLDEST_GPU = (7, 0)
+LL_BYTES, BLOCK_BYTES, MAX_BLOCKS, MAX_CHUNK_BYTES, THREADS = 512 << 10, 8 << 10, 32, 64 << 10, 512
+MIN_COMPUTE_CAPABILITY = (7, 0)
 # Beside the arena, for what NVSHMEM itself keeps in its heap.
 HEAP_SLACK = 64 << 20
 
@@ -49,13 +49,13 @@ class Launch:
     threads: int = THREADS
 
 
-def launch_for(choice: Choice | None, size: int, owners: int, most_blocks: int) -> Launch:
+def choose_launch(choice: Choice | None, size: int, owners: int, max_blocks: int) -> Launch:
     """The launch for a message of `size` bytes, of which each of `owners` sums a piece."""
     chosen = choice.options if choice is not None else {}
     protocol = chosen.get("protocol", "ll" if size <= LL_BYTES else "signal")
     piece = -(-size // owners)
-    blocks = chosen.get("blocks", min(MOST_BLOCKS, -(-piece // BLOCK_BYTES)))
-    chunk = chosen.get("chunk", min(max(-(-piece // max(int(blocks), 1)), 1), MOST_CHUNK))
+    blocks = chosen.get("blocks", min(MAX_BLOCKS, -(-piece // BLOCK_BYTES)))
+    chunk = chosen.get("chunk", min(max(-(-piece // max(int(blocks), 1)), 1), MAX_CHUNK_BYTES))
     threads = chosen.get("threads", THREADS)
     numbers = (blocks, chunk, threads)
     good = all(isinstance(number, int) and number > 0 for number in numbers)
@@ -65,13 +65,13 @@ def launch_for(choice: Choice | None, size: int, owners: int, most_blocks: int) 
             f"accepted: {' or '.join(PROTOCOLS)}, numbers above 0, and threads in 32s up to {THREADS}; "
             "run yalis bench allreduce --tune again"
         )
-    return Launch(str(protocol), min(int(blocks), most_blocks), int(chunk), int(threads))
+    return Launch(str(protocol), min(int(blocks), max_blocks), int(chunk), int(threads))
 
 
-def launches_to_try(size: int, owners: int, most_blocks: int) -> list[dict[str, int | str]]:
+def candidate_launches(size: int, owners: int, max_blocks: int) -> list[dict[str, int | str]]:
     """Blocks and chunks worth a trial, for a message of `size` bytes of which each of `owners` sums a piece."""
     piece = -(-size // owners)
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= most_blocks]
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max_blocks]
     # Neither a block that has hardly anything to do, nor few that have far too much.
     fitting = [count for count in counts if 1 << 10 <= piece // count <= 128 << 10]
     tried: list[dict[str, int | str]] = []
@@ -97,8 +97,8 @@ class Session:
         gpus = world.exchange(str(properties.uuid))
         sharing = gpus.count(gpus[world.rank])
         # A block that waits holds its SM. All that share a GPU leave half of it to those they wait for.
-        self.most_blocks = properties.multi_processor_count // 2 // sharing
-        if self.most_blocks < 1:
+        self.max_blocks = properties.multi_processor_count // 2 // sharing
+        if self.max_blocks < 1:
             raise YalisError(
                 f"{sharing} ranks share a GPU of {properties.multi_processor_count} SMs, of which nvrar may keep half "
                 f"waiting; accepted: up to {properties.multi_processor_count // 2} ranks"
@@ -167,7 +167,7 @@ class Session:
             self.library.call("end")
 
 
-class NvrarGroup(OverTorch):
+class NvrarGroup(CustomAllReduceGroup):
     """One stream at a time issues a group's operations, in the same order on every rank."""
 
     def __init__(
@@ -179,7 +179,7 @@ class NvrarGroup(OverTorch):
         self._session, self._library, self._ranks, self._name = session, session.library, tuple(ranks), name
         nodes, world = int32s(node_of), int32s(ranks)
         self._owners = min(list(node_of).count(node) for node in node_of)
-        limits = (WORDS_BYTES, SIGNAL_BYTES)
+        limits = (LL_OP_BYTES, SIGNAL_OP_BYTES)
         size = self._library.call("group_bytes", nodes, self.size, self.rank, *limits)
         if not size:
             raise YalisError(f"group {name} has more than 64 ranks on one node, which nvrar does not take")
@@ -190,14 +190,14 @@ class NvrarGroup(OverTorch):
         )  # fmt: skip
         session.names[self.handle] = name
         self._flat: dict[str, int] = {}
-        self._launch = lru_cache(1024)(lambda size: launch_for(best(size), size, self._owners, session.most_blocks))
+        self._launch = lru_cache(1024)(lambda size: choose_launch(best(size), size, self._owners, session.max_blocks))
         self.barrier()  # nobody's first message comes before everybody's memory is known
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         target = x if out is None else out
-        very_long = x.nbytes > LONGEST and self.under.capturable
+        very_long = x.nbytes > MAX_MESSAGE_BYTES and self.torch_group.capturable
         if x.dtype not in VALUES or target.dtype != x.dtype or not x.numel() or very_long:
-            return self.under.all_reduce(x, out)
+            return self.torch_group.all_reduce(x, out)
         source = x.contiguous()
         buffer = target if target.is_contiguous() else torch.empty_like(source)
         self.launch(source, buffer, self._launch(x.nbytes))
@@ -211,10 +211,15 @@ class NvrarGroup(OverTorch):
         """NCCL's, but not where ranks share a GPU: there a graph cannot capture it, and this is a sum.
 
         Each rank brings its own part, and zeros for the others'. (A negative zero comes back as a positive one. Other
-        types than nvrar's, and more than LONGEST bytes, are NCCL's there too; no graph holds such a gather.)
+        types than nvrar's, and more than MAX_MESSAGE_BYTES bytes, are NCCL's there too; no graph holds such a gather.)
         """
-        if self.under.capturable or x.dtype not in VALUES or not x.numel() or x.nbytes * self.size > LONGEST:
-            return self.under.all_gather(x, dim)
+        if (
+            self.torch_group.capturable
+            or x.dtype not in VALUES
+            or not x.numel()
+            or x.nbytes * self.size > MAX_MESSAGE_BYTES
+        ):
+            return self.torch_group.all_gather(x, dim)
         parts = x.new_zeros((self.size, *x.shape))
         parts[self.rank] = x
         return torch.cat(self.all_reduce(parts).unbind(), dim)
@@ -232,7 +237,7 @@ class NvrarGroup(OverTorch):
         `x` and `residual` are [rows, width]; the weight has their dtype, or float32.
         """
         how = self._launch(x.nbytes)
-        fits = x.nbytes <= (WORDS_BYTES if how.protocol == "ll" else SIGNAL_BYTES) and x.numel() > 0
+        fits = x.nbytes <= (LL_OP_BYTES if how.protocol == "ll" else SIGNAL_OP_BYTES) and x.numel() > 0
         plain = all(tensor.is_contiguous() for tensor in (x, residual, weight)) and residual.dtype == x.dtype
         if not (fits and plain and x.dtype in VALUES and weight.dtype in (x.dtype, torch.float32)):
             residual += self.all_reduce(x)
@@ -245,9 +250,9 @@ class NvrarGroup(OverTorch):
         )  # fmt: skip
         return normed
 
-    def options_to_try(self, size: int, algorithm: str = "nvrar") -> list[dict[str, int | str]]:
+    def candidate_options(self, size: int, algorithm: str = "nvrar") -> list[dict[str, int | str]]:
         """What `yalis bench allreduce --tune` measures for messages of `size` bytes; baselines have words only."""
-        launches = launches_to_try(size, self._owners_of(algorithm), self._session.most_blocks)
+        launches = candidate_launches(size, self._owners_of(algorithm), self._session.max_blocks)
         if algorithm != "nvrar":
             return launches
         protocols = ["ll"] if size < 64 << 10 else ["ll", "signal"] if size <= 4 << 20 else ["signal"]
@@ -269,16 +274,16 @@ class NvrarGroup(OverTorch):
             return out
         if algorithm not in ("nvrar", *ALGORITHMS):
             raise YalisError(f"unknown algorithm {algorithm!r}; accepted: nvrar, ring, oneshot, nvshmem")
-        how = launch_for(Choice("nvrar", options), x.nbytes, self._owners_of(algorithm), self._session.most_blocks)
+        how = choose_launch(Choice("nvrar", options), x.nbytes, self._owners_of(algorithm), self._session.max_blocks)
         if algorithm == "nvrar":
             self.launch(x, out, how)
             return out
         number = ALGORITHMS[algorithm]
         if algorithm not in self._flat:  # every rank comes here at the same time
-            size = self._library.call("flat_bytes", number, self.size, WORDS_BYTES)
-            offsets = uint64s(self._session.reserve(self.under, size, f"the {algorithm} of group {self._name}"))
+            size = self._library.call("flat_bytes", number, self.size, LL_OP_BYTES)
+            offsets = uint64s(self._session.reserve(self.torch_group, size, f"the {algorithm} of group {self._name}"))
             self._flat[algorithm] = self._library.call(
-                "flat_group", number, self.size, self.rank, WORDS_BYTES, int32s(self._ranks), offsets, self._timeout
+                "flat_group", number, self.size, self.rank, LL_OP_BYTES, int32s(self._ranks), offsets, self._timeout
             )
             self.barrier()
         self._library.call(
@@ -290,14 +295,14 @@ class NvrarGroup(OverTorch):
     def symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor at the same place of every arena, which NVSHMEM's own collectives need. Every rank calls this."""
         size = torch.Size(shape).numel() * dtype.itemsize
-        offsets = self._session.reserve(self.under, size, "a symmetric tensor")
+        offsets = self._session.reserve(self.torch_group, size, "a symmetric tensor")
         if len(set(offsets)) != 1:
             raise YalisFailure("the ranks' arenas are not filled alike, so a tensor has no common place in them")
         held = _Memory(self._library.call("arena") + offsets[0], size)
         return torch.as_tensor(held, device=self._session.device).view(dtype).view(shape)
 
 
-class NvrarBackend(OverTorchBackend):
+class NvrarBackend(CustomAllReduceBackend):
     name = "nvrar"
 
     def _start(self) -> None:
@@ -308,7 +313,7 @@ class NvrarBackend(OverTorchBackend):
         if device.type != "cuda" or torch.version.cuda is None:
             lacking = missing()
             return "it joins NVIDIA GPUs, and torch sees none here" + (f"; besides, {lacking}" if lacking else "")
-        if torch.cuda.get_device_capability(device) < OLDEST_GPU:
+        if torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
             return "nvrar needs a GPU of compute capability 7.0 or newer"
         return missing() or super().unusable(world, device)
 
@@ -316,10 +321,10 @@ class NvrarBackend(OverTorchBackend):
         if self._session is not None and self._session.status.reported:
             raise YalisFailure(f"{self.world.name(self.world.rank)}: {self._session.describe()}")
 
-    def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+    def wrap_group(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         assert self._session is not None  # a world of one has no such groups
         nodes = self.topology.by_node(ranks)
-        tuned = self.table.of(nodes)
+        tuned = self.table.for_nodes(nodes)
         node_of = [self.topology.node_of[rank] for rank in ranks]
         return NvrarGroup(under, self._session, name, ranks, node_of, lambda size: tuned.best(size, "nvrar"))
 

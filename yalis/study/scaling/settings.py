@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from yalis.comm.choose import check_name
+from yalis.comm.selection import check_backend_name
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
@@ -84,7 +84,7 @@ class ScalingPlan:
         if not 0 < self.minutes < math.inf:
             raise YalisError(f"minutes is {self.minutes:g}; give a number above 0")
         for name in self.allreduces:
-            check_name(name)
+            check_backend_name(name)
 
 
 def list_settings(plan: ScalingPlan) -> list[Setting]:

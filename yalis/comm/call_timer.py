@@ -13,11 +13,11 @@ from yalis.kernels.native import Listener, now
 
 autograd: Any = torch.autograd  # whose stubs lack the switch below
 
-CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "barrier")
+CALLS = ("all_reduce", "all_gather", "broadcast", "send", "recv", "barrier")
 
 
 @contextmanager
-def timed(groups: Iterable[Communicator], listener: Listener) -> Iterator[None]:
+def time_calls(groups: Iterable[Communicator], listener: Listener) -> Iterator[None]:
     """Within, `listener` hears of every call on these groups. Outside, nothing stands before them."""
     several = [group for group in dict.fromkeys(groups) if group.size > 1]
     for group in several:

@@ -35,7 +35,7 @@ _HEARD = b"\0"
 _STALE_S = 3600.0  # names are needed for a moment only
 
 
-class Neighbours:
+class SharedWindows:
     """The other ranks of this rank's node, as one all-reduce after the other sees them."""
 
     def __init__(self, mine: Tensor, theirs: Mapping[int, Tensor], sockets: Mapping[int, socket.socket]) -> None:
@@ -69,7 +69,7 @@ class Neighbours:
             one.close()
 
 
-def open_neighbours(group: TorchGroup, neighbours: Sequence[int], possible: bool) -> Neighbours | None:
+def open_shared_windows(group: TorchGroup, neighbours: Sequence[int], possible: bool) -> SharedWindows | None:
     """This rank's neighbours (places in the group, itself included); None on all ranks where one of them cannot share
     memory, or says that it is not `possible`. Every rank of the group calls this."""
     token = torch.tensor([secrets.randbits(62)])
@@ -97,7 +97,7 @@ def open_neighbours(group: TorchGroup, neighbours: Sequence[int], possible: bool
         assert door is not None
         sockets = _connect(group.rank, others, door, job)
         group.barrier()  # nobody looks for names any more
-        return Neighbours(mine, theirs, sockets)
+        return SharedWindows(mine, theirs, sockets)
     finally:
         if door is not None:
             door.close()

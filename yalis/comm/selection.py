@@ -11,7 +11,7 @@ from yalis.errors import YalisError
 from yalis.launch.world import World
 
 
-def check_name(name: str) -> None:
+def check_backend_name(name: str) -> None:
     """Refuse a name that no backend has, before any rank is started."""
     if name not in BACKENDS.names():
         raise YalisError(f"unknown communication backend {name!r}; accepted: {', '.join(BACKENDS.names())}")
@@ -19,18 +19,20 @@ def check_name(name: str) -> None:
 
 def open_backend(name: str, world: World, device: torch.device, topology: Topology | None = None) -> CommBackend:
     """The backend called `name`, started on all ranks; a sentence where one of them cannot. Every rank calls this."""
-    check_name(name)
-    reason = refusal(name, world, device)
+    check_backend_name(name)
+    reason = unusable_on_any_rank(name, world, device)
     if reason is not None:
         # Asking a backend may start it (MPI), so the others are asked only now.
-        usable = [other for other in BACKENDS.names() if other != name and refusal(other, world, device) is None]
+        usable = [
+            other for other in BACKENDS.names() if other != name and unusable_on_any_rank(other, world, device) is None
+        ]
         accepted = f"usable: {', '.join(usable)}" if usable else "no other one is usable"
         raise YalisError(f"communication backend {name!r} cannot be used here: {reason}; {accepted}")
     backend = BACKENDS.load(name)
-    return backend(world, device, topology, tuning.agree(world, device) if backend.uses_table else None)
+    return backend(world, device, topology, tuning.load_on_all_ranks(world, device) if backend.uses_table else None)
 
 
-def refusal(name: str, world: World, device: torch.device) -> str | None:
+def unusable_on_any_rank(name: str, world: World, device: torch.device) -> str | None:
     """Why a backend cannot be used, the same on every rank: one that misses mpi4py speaks for all."""
     told = world.exchange({name: BACKENDS.load(name).unusable(world, device)})
     for rank, own in enumerate(told):

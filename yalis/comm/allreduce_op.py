@@ -15,7 +15,7 @@ _number_of: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
 _group_of: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 
 
-class GroupSum:
+class AllReduceOp:
     """The all-reduce of one group."""
 
     def __init__(self, group: Communicator) -> None:

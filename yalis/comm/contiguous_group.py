@@ -37,18 +37,6 @@ class ContiguousGroup(Communicator):
             self._gather(self._packed(x), gathered)
         return gathered.to(x.device, non_blocking=True).movedim(0, dim).flatten(dim, dim + 1)
 
-    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        if x.shape[dim] % self.size:
-            raise ValueError(f"{x.shape[dim]} along dimension {dim} does not divide over {self.size} ranks")
-        parts = x.chunk(self.size, dim)
-        if not x.numel():
-            return parts[0].clone()
-        wide = self._wide(x.dtype)
-        buffer = self._buffer((self.size, *parts[0].shape), wide, x).copy_(torch.stack(parts))
-        mine = self._buffer(parts[0].shape, wide, x)
-        self._sum_parts(buffer, mine)
-        return mine.to(x.device, x.dtype, non_blocking=True)
-
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         if not x.numel():
             return x
@@ -93,10 +81,6 @@ class ContiguousGroup(Communicator):
     @abstractmethod
     def _gather(self, x: Tensor, parts: Tensor) -> None:
         """Every rank's `x` goes to all ranks' `parts`, of shape [size, *x.shape]."""
-
-    @abstractmethod
-    def _sum_parts(self, parts: Tensor, mine: Tensor) -> None:
-        """This rank's of the [size, ...] summed `parts` goes to `mine`."""
 
     @abstractmethod
     def _spread(self, x: Tensor, source: int) -> None:

@@ -11,41 +11,38 @@ from torch import Tensor
 from yalis.comm.base import CommBackend, Communicator
 from yalis.comm.topology import Topology
 from yalis.comm.torch_dist import TorchBackend, TorchGroup
-from yalis.comm.tuning import Table
+from yalis.comm.tuning import TuningTable
 from yalis.launch.world import World
 
 
-class OverTorch(Communicator):
+class CustomAllReduceGroup(Communicator):
     """A group of torch's, under an all-reduce that is not."""
 
     def __init__(self, under: TorchGroup) -> None:
-        self.under = under
+        self.torch_group = under
         self.rank, self.size, self.capturable = under.rank, under.size, under.capturable
 
     @property
     def gather_capturable(self) -> bool:
-        return self.under.capturable
+        return self.torch_group.capturable
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        return self.under.all_gather(x, dim)
-
-    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        return self.under.reduce_scatter(x, dim)
+        return self.torch_group.all_gather(x, dim)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        return self.under.broadcast(x, source)
+        return self.torch_group.broadcast(x, source)
 
     def send(self, x: Tensor, to: int) -> None:
-        self.under.send(x, to)
+        self.torch_group.send(x, to)
 
     def recv(self, out: Tensor, source: int) -> Tensor:
-        return self.under.recv(out, source)
+        return self.torch_group.recv(out, source)
 
     def barrier(self) -> None:
-        self.under.barrier()
+        self.torch_group.barrier()
 
 
-class OverTorchBackend(CommBackend):
+class CustomAllReduceBackend(CommBackend):
     """Several of these may share one TorchBackend, which then outlives them."""
 
     uses_table = True
@@ -55,12 +52,12 @@ class OverTorchBackend(CommBackend):
         world: World,
         device: torch.device,
         topology: Topology | None = None,
-        table: Table | None = None,
+        table: TuningTable | None = None,
         under: TorchBackend | None = None,
     ) -> None:
         super().__init__(world, device, topology, table)
         self._owns = under is None
-        self.under = under or TorchBackend(world, device, topology, table)
+        self.torch_backend = under or TorchBackend(world, device, topology, table)
         self._start()
 
     def _start(self) -> None:
@@ -71,13 +68,13 @@ class OverTorchBackend(CommBackend):
         return TorchBackend.unusable(world, device)
 
     def group(self, name: str, ranks: Sequence[int]) -> Communicator:
-        under = self.under.group(name, ranks)
-        return self.over(under, name, ranks) if isinstance(under, TorchGroup) else under
+        under = self.torch_backend.group(name, ranks)
+        return self.wrap_group(under, name, ranks) if isinstance(under, TorchGroup) else under
 
     @abstractmethod
-    def over(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+    def wrap_group(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         """The group of these ranks of the world, of which torch's is already made."""
 
     def close(self) -> None:
         if self._owns:
-            self.under.close()
+            self.torch_backend.close()

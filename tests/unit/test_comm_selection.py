@@ -13,9 +13,9 @@ from yalis import env
 from yalis.comm import mpi
 from yalis.comm.auto import AutoBackend
 from yalis.comm.base import BACKENDS, CommBackend, SingleRank
-from yalis.comm.choose import open_backend
 from yalis.comm.hierarchical import HierarchicalBackend
 from yalis.comm.mpi import MpiBackend
+from yalis.comm.selection import open_backend
 from yalis.comm.torch_dist import TorchBackend
 from yalis.errors import YalisError
 from yalis.launch.world import Member, World
