@@ -21,10 +21,10 @@ from yalis.cli.terminal import ProgressLine, counted, duration, speed, tell
 from yalis.errors import YalisError, YalisFailure
 
 if TYPE_CHECKING:
+    from yalis.batch.job import BatchJob
+    from yalis.batch.progress import JobProgress
     from yalis.config import EngineConfig
     from yalis.engine.llm import LLM
-    from yalis.engine.offline import OfflineJob
-    from yalis.engine.offline_progress import JobProgress
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def _target(text: str) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     config, defaults = engine_config(args), sampling_fields(args)
-    from yalis.engine.offline import ModelFailed, OfflineJob
+    from yalis.batch.job import BatchJob, ModelFailed
 
     def make_llm() -> LLM:
         from yalis.engine.llm import LLM
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return LLM(**asdict(config))
 
     line, stopped = ProgressLine(), False
-    with OfflineJob(args.input, args.output, _identify(config), defaults, args.retry_errors) as job:
+    with BatchJob(args.input, args.output, _identify(config), defaults, args.retry_errors) as job:
         _warn(job.strangers, job.locked, args.output)
         try:
             job.run(make_llm, report=lambda progress: line.show(_status(progress)))
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if now.total and now.errors == now.total else 0
 
 
-def _go_on(job: OfflineJob, output: Path) -> str:
+def _go_on(job: BatchJob, output: Path) -> str:
     now = job.progress
     return f"{output} holds {now.done} of {counted(now.total)}; run the same command again to continue"
 
@@ -117,7 +117,7 @@ def _status(now: JobProgress) -> str:
     return " · ".join(parts)
 
 
-def _finish(job: OfflineJob, args: argparse.Namespace) -> None:
+def _finish(job: BatchJob, args: argparse.Namespace) -> None:
     now = job.progress
     fresh = now.done - now.resumed
     if args.json:

@@ -125,7 +125,7 @@ class Conversation:
 def _object(said: str, whole: Completion | None) -> dict[str, Any]:
     told: dict[str, Any] = {"role": "assistant", "content": said}
     if whole is not None:
-        from yalis.engine.offline_output import completion_fields
+        from yalis.batch.output import completion_fields
 
         fields = completion_fields(whole)
         del fields["text"]  # a chat calls it content

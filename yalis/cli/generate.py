@@ -143,7 +143,7 @@ def _cut_short(completion: Completion) -> bool:
 
 
 def _object(output: RequestOutput) -> dict[str, Any]:
-    from yalis.engine.offline_output import answer
+    from yalis.batch.output import answer
 
     prompt = output.prompt if output.prompt is not None else output.prompt_token_ids
     return {"prompt": prompt, **answer(output), "metrics": asdict(output.metrics)}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from yalis.engine.offline_input import BadLine, parse, read_raw
+from yalis.batch.input import BadLine, parse, read_raw
 from yalis.errors import YalisError
 from yalis.study.peers.process import PEERS
 from yalis.study.workloads import Workload, draw_prompt

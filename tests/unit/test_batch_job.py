@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.tiny_chat import save_tiny_chat
+from yalis.batch.job import WINDOW, BatchJob, JobProgress
 from yalis.cli.main import main
 from yalis.engine.llm import LLM
-from yalis.engine.offline import WINDOW, JobProgress, OfflineJob
 from yalis.errors import YalisError, YalisFailure
 from yalis.types import SamplingParams
 
@@ -62,7 +62,7 @@ def answers(path: Path) -> dict[str, Any]:
 
 
 def run(source: Path, target: Path, model: str, **defaults: Any) -> JobProgress:
-    with OfflineJob(source, target, model, defaults) as job:
+    with BatchJob(source, target, model, defaults) as job:
         return job.run(lambda: LLM(model, **ENGINE))
 
 
@@ -104,7 +104,7 @@ def test_interrupted_and_resumed_equals_undisturbed(tmp_path: Path, model: str) 
     source = save(tmp_path / "in", requests(40))
     run(source, tmp_path / "whole", model)
     for after in (1, 13, 27):
-        with OfflineJob(source, tmp_path / "out", model) as job, pytest.raises(KeyboardInterrupt):
+        with BatchJob(source, tmp_path / "out", model) as job, pytest.raises(KeyboardInterrupt):
             job.run(lambda: LLM(model, **ENGINE), report=Impatient(after))
         assert after <= len(answers(tmp_path / "out")) < 40
     end = run(source, tmp_path / "out", model)
@@ -113,10 +113,10 @@ def test_interrupted_and_resumed_equals_undisturbed(tmp_path: Path, model: str) 
 
 
 def test_tokens_count_as_they_are_made(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yalis.engine.offline.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("yalis.batch.job.LOOK_SECONDS", 0.0)
     rows = [{"prompt": "ab", "max_tokens": length, "ignore_eos": True, "n": 2} for length in (3, 40)]
     seen: list[JobProgress] = []
-    with OfflineJob(save(tmp_path / "in", rows), tmp_path / "out", model) as job:
+    with BatchJob(save(tmp_path / "in", rows), tmp_path / "out", model) as job:
         end = job.run(lambda: LLM(model, **ENGINE), report=seen.append)
     first = next(now for now in seen if now.generated)
     assert (first.done, first.running, first.left) == (0, 2, None)
@@ -153,32 +153,32 @@ def test_nothing_left_loads_no_model(tmp_path: Path, model: str) -> None:
     def never() -> LLM:
         raise AssertionError("loaded a model for nothing")
 
-    with OfflineJob(source, target, model) as job:
+    with BatchJob(source, target, model) as job:
         assert job.run(never).resumed == 9
     assert target.read_bytes() == before
-    with OfflineJob(save(tmp_path / "bad", [{"temperature": 1}, {"prompt": 3}]), tmp_path / "bad.out", model) as job:
+    with BatchJob(save(tmp_path / "bad", [{"temperature": 1}, {"prompt": 3}]), tmp_path / "bad.out", model) as job:
         assert job.run(never).errors == 2
 
 
 def test_refused_before_any_work(tmp_path: Path) -> None:
     double = save(tmp_path / "in", [{"custom_id": "a", "prompt": "x"}] * 2)
     with pytest.raises(YalisError, match=r"lines 1 and 2 .* both have custom_id 'a'"):
-        OfflineJob(double, tmp_path / "out", "model")
+        BatchJob(double, tmp_path / "out", "model")
     assert not (tmp_path / "out").exists()
     good = save(tmp_path / "good", [{"prompt": "x"}])
     with pytest.raises(YalisError, match="is also the input"):
-        OfflineJob(good, good, "model")
+        BatchJob(good, good, "model")
     os.mkfifo(tmp_path / "fifo")
     writer = threading.Thread(target=lambda: (tmp_path / "fifo").write_bytes(b""))
     writer.start()
     with pytest.raises(YalisError, match="can be read only once"):
-        OfflineJob(tmp_path / "fifo", tmp_path / "out", "model")
+        BatchJob(tmp_path / "fifo", tmp_path / "out", "model")
     writer.join()
 
 
 def test_results_nobody_asked_for_stay(tmp_path: Path, model: str) -> None:
     target = save(tmp_path / "out", [{"custom_id": "old", "error": None}])
-    with OfflineJob(save(tmp_path / "in", [{"prompt": "x", "max_tokens": 1}]), target, model) as job:
+    with BatchJob(save(tmp_path / "in", [{"prompt": "x", "max_tokens": 1}]), target, model) as job:
         assert job.strangers == ["old"]
         assert job.run(lambda: LLM(model, **ENGINE)).done == 1
     assert set(answers(target)) == {"old", "line-1"}
@@ -187,7 +187,7 @@ def test_results_nobody_asked_for_stay(tmp_path: Path, model: str) -> None:
 def test_lines_added_or_changed_meanwhile_wait(tmp_path: Path, model: str) -> None:
     first, second = {"prompt": "x", "max_tokens": 1}, {"custom_id": "b", "prompt": "y", "max_tokens": 1}
     source = save(tmp_path / "in", [first, second])
-    with OfflineJob(source, tmp_path / "out", model) as job:
+    with BatchJob(source, tmp_path / "out", model) as job:
         save(source, [first, {**second, "prompt": "z"}, {"custom_id": "line-1", "prompt": "y"}, {"prompt": "z"}])
         assert job.run(lambda: LLM(model, **ENGINE)).done == 1
     assert set(answers(tmp_path / "out")) == {"line-1"}
@@ -229,7 +229,7 @@ def test_a_result_of_another_request_is_refused(tmp_path: Path, model: str) -> N
     with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model, dtype or sampling"):
         run(source, target, model, temperature=1.0)
     with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model, dtype or sampling"):
-        OfflineJob(source, target, "another model")
+        BatchJob(source, target, "another model")
     assert target.read_bytes() == before
     assert run(save(tmp_path / "longer", [*rows, {"prompt": "z", "max_tokens": 1}]), target, model).resumed == 2
     assert target.read_bytes().startswith(before)
@@ -246,7 +246,7 @@ def test_errors_are_tried_again_when_asked(tmp_path: Path, model: str) -> None:
     save(source, rows)
     with pytest.raises(YalisError, match=r"result for 'line-3' .* or add --retry-errors"):
         run(source, target, model)
-    with OfflineJob(source, target, model, retry_errors=True) as job:
+    with BatchJob(source, target, model, retry_errors=True) as job:
         assert (job.progress.done, job.progress.errors) == (1, 0)
         assert set(answers(target)) == {"line-1", "old"}  # as a crash here would leave it
         end = job.run(lambda: LLM(model, **ENGINE))
@@ -259,7 +259,7 @@ def test_errors_are_tried_again_when_asked(tmp_path: Path, model: str) -> None:
     save(source, [{"prompt": "other", "max_tokens": 1}, *rows[1:]])
     before = target.read_bytes()
     with pytest.raises(YalisError, match="result for 'line-1' of another prompt"):
-        OfflineJob(source, target, model, retry_errors=True)
+        BatchJob(source, target, model, retry_errors=True)
     assert target.read_bytes() == before  # refused before anything is taken out
 
 
@@ -356,7 +356,7 @@ def test_ctrl_c_while_the_input_is_read(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("yalis.engine.offline.survey", interrupted)
+    monkeypatch.setattr("yalis.batch.job.survey", interrupted)
     assert _batch(save(tmp_path / "in", [{"prompt": "x"}]), tmp_path / "out", "model") == 130
     assert capsys.readouterr().err == "yalis: stopped\n"
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from yalis.batch.progress import JobProgress, Pace
 from yalis.cli.batch import _status
-from yalis.engine.offline_progress import JobProgress, Pace
 
 
 def begun(total: int, limits: list[int]) -> tuple[Pace, JobProgress]:

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from yalis.batch.input import BadLine, GoodLine, Wanted, parse, read_raw, survey
+from yalis.batch.output import ResultFile, answer
+from yalis.batch.progress import JobProgress, Pace
 from yalis.engine.interrupts import interrupts_held
-from yalis.engine.offline_input import BadLine, GoodLine, Wanted, parse, read_raw, survey
-from yalis.engine.offline_output import ResultFile, answer
-from yalis.engine.offline_progress import JobProgress, Pace
 from yalis.errors import YalisError, YalisFailure
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ModelFailed(YalisFailure):
     """While it answered, such as by a rank that died; the results that were written stay."""
 
 
-class OfflineJob:
+class BatchJob:
     """Opening it checks both files; run() does what is left. A context manager, since it holds a lock."""
 
     def __init__(
@@ -143,7 +143,7 @@ class OfflineJob:
     def close(self) -> None:
         self._files.close()
 
-    def __enter__(self) -> OfflineJob:
+    def __enter__(self) -> BatchJob:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yalis.engine.offline_input import BadLine, GoodLine, line_seed, parse, read_raw, survey
+from yalis.batch.input import BadLine, GoodLine, line_seed, parse, read_raw, survey
 from yalis.errors import YalisError
 
 

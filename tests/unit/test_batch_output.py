@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from yalis.engine.offline_output import ResultFile, answer
+from yalis.batch.output import ResultFile, answer
 from yalis.errors import YalisError, YalisFailure
 from yalis.types import Completion, Metrics, RequestOutput, TokenLogprobs
 
