@@ -170,3 +170,12 @@ class StreamChunk:
     token_ids: list[int]
     finish_reason: FinishReason | None  # set on the last chunk
     completion: Completion | None = None  # the whole result, on the last chunk
+
+
+@dataclass(frozen=True)
+class RankTopology:
+    """Where the ranks of an LLM run; the tuples have one entry for each rank."""
+
+    hosts: tuple[str, ...]  # host names
+    nodes: tuple[int, ...]  # host indices, numbered from 0 in order of each host's first rank
+    launcher: str  # "torchrun", "srun" or "mpirun"; empty if rank 0 started the others

@@ -150,7 +150,7 @@ def arrive(llm: LLM, prompts: list[list[int]], asked: list[SamplingParams], done
             done.update(llm.poll())
     while llm.num_unfinished:
         done.update(llm.poll())
-    llm._engine.settle()
+    llm._engine.drain()
     llm._engine.scheduler.check()
     return [done[id].token_ids for id in ids]
 

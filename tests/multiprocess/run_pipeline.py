@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from yalis.config import EngineConfig
-from yalis.engine.worker import attend
+from yalis.engine.worker import lead_or_serve
 from yalis.models.decoder import Block
 from yalis.study.pipeline import PipelinePlan, measure
 
@@ -26,7 +26,7 @@ def main(model: str, out: Path) -> None:
 
     Block.forward = slow  # type: ignore[method-assign]
     config = EngineConfig(model, device="cpu", pp=4, block_size=16, kv_blocks=64)
-    with attend(config) as first:
+    with lead_or_serve(config) as first:
         if first:
             result = measure(config, PipelinePlan((1, 2, 4, 8), PROMPTS, 64, warmup=1, repeats=1), "pipeline")
             out.write_text(json.dumps(asdict(result)))

@@ -18,7 +18,7 @@ from tests.multiprocess.run_trials import answer, go_on
 from tests.multiprocess.splits import LENGTHS, PRESSED, SPLITS, STEPS, WIDE, Trial
 from yalis import LLM
 from yalis.config import EngineConfig
-from yalis.engine.team import split_of
+from yalis.engine.replica_ranks import split_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = replace(CASES[0], name="small")

@@ -194,7 +194,7 @@ def test_failed_step_ends_the_engine_with_a_sentence(ref, monkeypatch):
             f"give --max-batch-tokens {2 * tokens // 3} at most, or --kv-blocks {blocks} at most"
         )
         runner._launch = run
-        with pytest.raises(YalisError, match="load it anew"):
+        with pytest.raises(YalisError, match="create a new LLM"):
             llm.generate(ref.prompts, plain())
 
 
@@ -326,6 +326,38 @@ def test_small_pool_shrinks_the_context_it_was_not_asked_for(ref):
     with LLM(str(ref.path), device="cpu", kv_blocks=4, block_size=4) as llm:
         assert llm.max_model_len == 16
         assert llm.generate(ref.prompts[0], plain())[0].token_ids == ref.tokens[0][:11]
+
+
+def test_profile_records_the_steps_of_its_block(llm, ref):
+    request = llm.submit(ref.prompts[0], plain())
+    with llm.profile() as profile:
+        while profile.decode_tokens < 3:
+            llm.poll()
+        with pytest.raises(YalisError, match="being profiled already"), llm.profile():
+            pass
+    prompt_tokens = profile.prompt_tokens
+    (rank,) = profile.ranks
+    assert [step.info.phase for step in rank.steps] == ["prefill", *["decode"] * 3]
+    assert all(step.total_ns > step.idle_ns > 0 for step in rank.steps)
+    with pytest.raises(ZeroDivisionError), llm.profile():  # the error of the block is raised, and profiling has ended
+        _ = 1 / 0
+    while llm.num_unfinished:
+        done = dict(llm.poll())
+    assert done[request].token_ids == ref.tokens[0]
+    assert prompt_tokens == len(ref.prompts[0]) - done[request].metrics.cached_tokens
+
+
+def test_topology_and_rank_reports_of_one_rank(llm, ref):
+    assert llm.topology.nodes == (0,)
+    assert (len(llm.topology.hosts), llm.topology.launcher) == (1, "")
+    (report,) = llm.rank_reports()
+    assert report.rank == 0
+    assert min(report.weight_bytes, report.kv_bytes, report.bytes_read) > 0
+    request = llm.submit(ref.prompts[0], plain())
+    with pytest.raises(YalisError, match="1 requests are unfinished"):
+        llm.rank_reports()
+    llm.cancel(request)
+    assert [id for id, _ in llm.poll()] == [request]
 
 
 def test_closed_llm_says_so(ref):

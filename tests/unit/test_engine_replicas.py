@@ -42,7 +42,7 @@ def answer(params: SamplingParams) -> list[int]:
     return tokens
 
 
-class FormulaTeam:
+class FormulaRanks:
     """What an engine needs of its ranks."""
 
     def __init__(self, device: str, num_blocks: int, max_model_len: int, seconds: float = 0.0) -> None:
@@ -73,7 +73,7 @@ def make_engine(
 ) -> Engine:
     config = EngineConfig(max_num_seqs=seats, max_batch_tokens=step, block_size=4, threads=1)
     spec = SimpleNamespace(rope=SimpleNamespace(switch_at=None))
-    return Engine(config, spec, FormulaTeam(device, blocks, length, seconds), frozenset({EOS}))  # type: ignore[arg-type]
+    return Engine(config, spec, FormulaRanks(device, blocks, length, seconds), frozenset({EOS}))  # type: ignore[arg-type]
 
 
 def drawn(seed: int, max_tokens: int, **more: Any) -> SamplingParams:
@@ -424,4 +424,4 @@ def test_closing_after_a_replica_is_gone_is_quiet() -> None:
         with pytest.raises(YalisFailure, match="rank 1 on b"):
             _run(router)
         router.close()
-        assert own.team.closed  # type: ignore[attr-defined]
+        assert own.ranks.closed  # type: ignore[attr-defined]

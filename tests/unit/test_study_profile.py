@@ -61,21 +61,21 @@ def test_watching_changes_no_token_and_loses_none(model: str) -> None:
         seen = []
         for step in range(40):
             if step in (1, 5):
-                engine.watch()
+                engine.start_profiling()
             if step in (3, 8):
-                seen.append(engine.rest())
+                seen.append(engine.stop_profiling())
             done.update((id, output.token_ids) for id, output in llm.poll())
         replays = engine.runner.graphs.replays
         assert [done[id] for id in ids] == expected
-        assert [[step.step.number for step in ranks[0].steps] for ranks in seen] == [
-            list(range(first := seen[0][0].steps[0].step.number, first + 2)),
+        assert [[step.info.step_id for step in ranks[0].steps] for ranks in seen] == [
+            list(range(first := seen[0][0].steps[0].info.step_id, first + 2)),
             list(range(first + 4, first + 7)),
         ]
         assert native.listening() is None
         if native.load() is not None:
             assert replays > 0
-        with pytest.raises(ValueError, match="nobody watches"):
-            engine.rest()
+        with pytest.raises(ValueError, match="the profiler is not running"):
+            engine.stop_profiling()
 
 
 @pytest.mark.parametrize(

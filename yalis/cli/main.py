@@ -108,9 +108,9 @@ def _run(args: argparse.Namespace) -> int:
     run: Callable[[argparse.Namespace], int] = args.run
     if not getattr(args, "serves_ranks", False) or find_place().size == 1:
         return run(args)
-    from yalis.engine.worker import attend
+    from yalis.engine.worker import lead_or_serve
 
-    with attend(engine_config(args)) as first:
+    with lead_or_serve(engine_config(args)) as first:
         return run(args) if first else 0
 
 

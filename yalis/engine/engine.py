@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from yalis.config import EngineConfig
+from yalis.engine.replica_ranks import RankReport, RemoteStep, ReplicaRanks
 from yalis.engine.runner import PendingStep
-from yalis.engine.team import RankReport, RemoteStep, Team
-from yalis.engine.watch import Watched
+from yalis.engine.step_profiler import RankProfile, StepInfo
 from yalis.errors import YalisFailure
 from yalis.log import get_logger
 from yalis.scheduling.plan import Emitted
@@ -27,25 +27,26 @@ log = get_logger(__name__)
 
 @dataclass
 class EngineStats:
-    """Counted since the engine began."""
+    """Counters since the engine was created."""
 
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    preemptions: int = 0  # requests that lost their KV blocks and were computed anew
-    schedule_seconds: float = 0.0  # host time spent planning and committing
+    preemptions: int = 0  # requests that lost their KV blocks and were recomputed
+    schedule_seconds: float = 0.0  # host time spent in schedule() and commit()
     launch_seconds: float = 0.0  # host time spent building batches and launching them; on a CPU, running them
-    graph_bytes: int = 0  # of its GPU, kept by recorded steps; those of one rank of each replica
+    graph_bytes: int = 0  # GPU memory held by CUDA graphs, on one rank of each replica
 
 
 class Engine:
-    """One replica of a model: requests in, tokens out. Knows token ids, never text."""
+    """One replica of a model: token ids of requests in, generated token ids out."""
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, team: Team, eos: frozenset[int]) -> None:
-        self.team, self.runner = team, team.runner
-        # On a GPU the host plans the next step while this one runs; a CPU has nothing to overlap with. In a pipeline
-        # there is a step for every stage, and a sequence waits for its token to come back from the last.
-        piped = config.pp > 1
+    def __init__(self, config: EngineConfig, spec: ModelSpec, ranks: ReplicaRanks, eos: frozenset[int]) -> None:
+        self.ranks, self.runner = ranks, ranks.runner
+        # On a GPU the host schedules the next step while this one runs; on a CPU there is nothing to overlap. In a
+        # pipeline each stage has a step in flight, and a sequence is scheduled again once its token has come back from
+        # the last stage.
+        pipelined = config.pp > 1
         on_gpu = self.runner.device.type == "cuda"
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -53,18 +54,18 @@ class Engine:
                 max_batch_tokens=config.max_batch_tokens,
                 max_model_len=self.runner.max_model_len,
                 block_size=self.runner.block_size,
-                max_outstanding=config.micro_batches or config.pp if piped else 2 if on_gpu else 1,
-                feed_on_device=on_gpu and not piped,
+                max_outstanding=config.micro_batches or config.pp if pipelined else 2 if on_gpu else 1,
+                feed_on_device=on_gpu and not pipelined,
                 recompute_at=spec.rope.switch_at,
                 prefix_reuse=config.prefix_reuse,
-                spread=piped,
+                spread=pipelined,
             ),
             self.runner.num_blocks,
         )
         self.eos = eos
         self.stats = EngineStats(graph_bytes=self.runner.graphs.nbytes)
         self._launched: deque[PendingStep | RemoteStep] = deque()
-        self._early: list[Emitted] = []  # by steps that somebody waited for outside of step()
+        self._early: list[Emitted] = []  # from steps that were committed outside of step()
         self._broken: str | None = None
         self._next_id = 0
 
@@ -81,7 +82,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._launched or self._early)
 
     def add(self, prompt: list[int], params: SamplingParams, request_id: int | None = None) -> Request:
-        """Queue a request; `params.seed` must be set. Whoever gives one id gives them all."""
+        """Queue a request; `params.seed` must be set. A caller that passes a request id must pass one every time."""
         request = Request(self._next_id if request_id is None else request_id, prompt, params, self.eos)
         self.scheduler.add(request)
         self._next_id += 1
@@ -95,35 +96,35 @@ class Engine:
         return self.scheduler.finish(request_id, reason)
 
     def step(self) -> list[Emitted]:
-        """Launch what may be launched, then wait for the oldest step's tokens.
+        """Launch every step that can be scheduled, then wait for the oldest one and return its tokens.
 
-        A step that fails ends the engine: what the device holds is then unknown.
+        A step that fails breaks the engine, because the contents of the KV cache are then unknown.
         """
-        with self._ending_with_a_failed_step():
+        with self._breaking_on_error():
             return self._step()
 
     @contextlib.contextmanager
-    def _ending_with_a_failed_step(self) -> Iterator[None]:
+    def _breaking_on_error(self) -> Iterator[None]:
         if self._broken is not None:
-            raise YalisFailure(f"this model stopped working in an earlier step ({self._broken}); load it anew")
-        world = self.team.world
+            raise YalisFailure(f"this model failed in an earlier step ({self._broken}); create a new LLM")
+        world = self.ranks.world
         try:
             yield
         except BaseException as error:
-            # Another rank's end shows here as a collective that broke.
+            # A rank that died shows up here as a failed collective or link; explain() finds which one it was.
             if isinstance(error, Exception) and (failure := world.explain(error)) is not None:
                 self._broken = str(failure)
                 log.debug("%s", error)
                 raise failure from None
             self._broken = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if world.rank == 0:  # elsewhere whoever serves says it, with the traceback
+            if world.rank == 0:  # the serve loop of other ranks reports the error with its traceback
                 world.fail(self._broken)
             raise
 
     def _step(self) -> list[Emitted]:
         if self._early:
-            early, self._early = self._early, []
-            return early
+            emitted, self._early = self._early, []
+            return emitted
         while True:
             begin = time.perf_counter()
             plan = self.scheduler.schedule()
@@ -131,7 +132,7 @@ class Engine:
             if plan is None:
                 break
             begin = time.perf_counter()
-            self._launched.append(self.team.launch(plan))
+            self._launched.append(self.ranks.launch(plan))
             self.stats.launch_seconds += time.perf_counter() - begin
             self.stats.steps += 1
         if not self._launched:
@@ -148,38 +149,42 @@ class Engine:
         return emitted
 
     def set_micro_batches(self, count: int) -> None:
-        """How many steps are on their way through the pipeline at a time, from now on."""
+        """Set how many steps may be in flight at once from now on."""
         self.scheduler.config = replace(self.scheduler.config, max_outstanding=count)
 
     def reports(self) -> list[RankReport]:
-        """What each rank holds and did; not while requests run."""
+        """Return memory and timing of each rank; only while no request is running."""
         if self.scheduler.num_running or self.scheduler.num_waiting:
-            raise ValueError("reports are asked for between requests")
-        self.settle()
-        return self.team.reports()
+            raise ValueError("rank reports are available only between requests")
+        self.drain()
+        return self.ranks.reports()
 
-    def watch(self) -> None:
-        """Every rank watches its steps from the next one on. Those on their way come to their end first."""
-        self._finish_launched()
-        self.team.watch()
+    def start_profiling(self) -> Sequence[StepInfo]:
+        """Profile the next steps on every rank, once the steps in flight have finished.
 
-    def rest(self) -> list[Watched]:
-        """End the watch, when what was launched is done; what each rank saw."""
+        Returns the list to which every launched step is appended.
+        """
         self._finish_launched()
-        return self.team.rest()
+        return self.ranks.start_profiling()
+
+    def stop_profiling(self) -> list[RankProfile]:
+        """Wait for the steps in flight, stop profiling, and return what each rank recorded."""
+        self._finish_launched()
+        return self.ranks.stop_profiling()
 
     def _finish_launched(self) -> None:
-        with self._ending_with_a_failed_step():
+        """Commit the steps in flight; the next step() returns their tokens."""
+        with self._breaking_on_error():
             while self._launched:
                 self._early += self._commit_oldest()
 
-    def settle(self) -> None:
-        """Wait for the steps that are on their way; what they give is dropped, since nobody waits for it any more."""
+    def drain(self) -> None:
+        """Wait for the steps in flight and discard their tokens: their requests have ended."""
         while self._launched:
             self.scheduler.commit(self._launched.popleft().result())
 
     def close(self) -> None:
-        if self._broken is None and self.team.world.failure is None:
-            with contextlib.suppress(YalisFailure):  # a rank that dies now has done its work
-                self.settle()
-        self.team.close()
+        if self._broken is None and self.ranks.world.failure is None:
+            with contextlib.suppress(YalisFailure):  # a rank that dies now has no work left
+                self.drain()
+        self.ranks.close()

@@ -7,7 +7,7 @@ import operator
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Union
 
 import torch
@@ -20,8 +20,9 @@ from yalis.engine.answer import Answer, Progress
 from yalis.engine.device import release_memory
 from yalis.engine.engine import Engine, EngineStats
 from yalis.engine.interrupts import Stopped, interrupts_held
+from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import Replicas
-from yalis.engine.team import Team, agree, agree_on_model, split_of
+from yalis.engine.step_profiler import Profile, RankProfile
 from yalis.engine.worker import WORKER, serve_rank
 from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
@@ -30,7 +31,7 @@ from yalis.parallel.plan import Split
 from yalis.sampling.noise import derive_seed
 from yalis.scheduling.plan import Emitted
 from yalis.spec import ModelSpec, read_spec
-from yalis.types import Message, Prompt, RequestOutput, SamplingParams, StreamChunk
+from yalis.types import Message, Prompt, RankTopology, RequestOutput, SamplingParams, StreamChunk
 
 Sampling = Union[SamplingParams, Sequence[SamplingParams], None]
 Results = dict[int, RequestOutput]
@@ -61,7 +62,7 @@ class LLM:
         self._next_id = 0
         self.tokenizer: Tokenizer | None = None
         self._engine: Engine | Replicas | None = None
-        self._team: Team | None = None
+        self._ranks: ReplicaRanks | None = None
         split = split_of(self.config)
         # Ranks that a launcher started meet first, so that all of them hear what is wrong with the model.
         self._world = None if find_place().size == 1 else join(split.size, WORKER, self.config.join_timeout)
@@ -75,8 +76,8 @@ class LLM:
         except BaseException as error:
             if self._world is not None:
                 self._world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
-                if self._team is not None:
-                    self._team.close()
+                if self._ranks is not None:
+                    self._ranks.close()
                 self._leave()
             raise
 
@@ -96,8 +97,8 @@ class LLM:
             world = self._world
             agree(world, config)
             agree_on_model(world, checkpoint, eos)
-            self._team = Team(world, config, self.spec, checkpoint, eos)
-            engine = Engine(config, self.spec, self._team, eos)
+            self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
+            engine = Engine(config, self.spec, self._ranks, eos)
             self._engine = engine if config.dp == 1 else Replicas(engine, world.links(0), config.max_num_seqs)
         finally:
             checkpoint.close()
@@ -215,6 +216,55 @@ class LLM:
     def stats(self) -> EngineStats:
         return self._running().stats
 
+    # Measurements
+
+    @property
+    def topology(self) -> RankTopology:
+        """The hosts that the ranks run on, and what started the ranks."""
+        self._running()
+        assert self._world is not None
+        members = self._world.members
+        return RankTopology(
+            tuple(member.host for member in members),
+            tuple(member.node for member in members),
+            find_place().launcher,
+        )
+
+    @contextmanager
+    def profile(self) -> Iterator[Profile]:
+        """Profile the steps run inside the block on every rank; afterwards `ranks` of the result has a profile of each.
+
+        Requests may be running when the block begins and when it ends. Needs dp=1.
+        """
+        engine = self._single_engine("profile()")
+        if engine.runner.profiler.running:
+            raise YalisError("this LLM is being profiled already; leave the first profile() block before the next")
+        with interrupts_held(), self._phase_running():
+            profile = Profile(engine.start_profiling())
+        try:
+            yield profile
+        except BaseException:
+            with suppress(YalisError):  # the error of the block is the one to raise
+                self._stop_profiling(engine)
+            raise
+        profile.ranks = self._stop_profiling(engine)
+
+    def _stop_profiling(self, engine: Engine) -> list[RankProfile]:
+        with interrupts_held(), self._phase_running():
+            return engine.stop_profiling()
+
+    def rank_reports(self) -> list[RankReport]:
+        """Return memory and busy time of each rank. Needs dp=1, and no unfinished request."""
+        engine = self._single_engine("rank_reports()")
+        if self._requests:
+            raise YalisError(f"{len(self._requests)} requests are unfinished; call rank_reports() when all have ended")
+        with interrupts_held(), self._phase_running():
+            return engine.reports()
+
+    def set_micro_batches(self, count: int) -> None:
+        """Set how many steps may be in flight at once from now on, as the field micro_batches does. Needs dp=1."""
+        self._single_engine("set_micro_batches()").set_micro_batches(count)
+
     def close(self) -> None:
         """Let go of the model and its memory; unfinished requests are dropped."""
         if self._engine is None:
@@ -227,7 +277,7 @@ class LLM:
         engine.close()
         self._leave()
         del engine
-        self._team = None
+        self._ranks = None
         release_memory(device)
 
     def __enter__(self) -> LLM:
@@ -243,6 +293,12 @@ class LLM:
         if self._world is not None and find_place().size == 1:
             self._world.close()
         self._world = None
+
+    def _single_engine(self, call: str) -> Engine:
+        engine = self._running()
+        if isinstance(engine, Replicas):
+            raise YalisError(f"{call} covers one replica and dp is {self.config.dp}; create the LLM with dp=1")
+        return engine
 
     def _running(self) -> Engine | Replicas:
         if self._engine is None:
@@ -334,11 +390,11 @@ class LLM:
     def _advance(self) -> None:
         """One engine step and what follows from it, whole even when Ctrl-C is pressed meanwhile."""
         engine = self._running()
-        with interrupts_held(), self._at_work():
+        with interrupts_held(), self._phase_running():
             self._apply(engine.step())
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _phase_running(self) -> Iterator[None]:
         """A rank that dies while nothing runs ends the next call; one that dies meanwhile may hold this one up."""
         assert self._world is not None
         self._world.phase = "running"

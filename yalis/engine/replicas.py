@@ -90,7 +90,7 @@ def serve_replica(engine: Engine, link: Link) -> None:
         while not engine.has_work or link.poll(0):
             kind, *rest = link.receive()
             if kind == "end":
-                engine.settle()
+                engine.drain()
                 link.send("end")  # the last word, so that rank 0 leaves nothing unread
                 return
             if kind == "add":

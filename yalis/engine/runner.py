@@ -20,7 +20,7 @@ from yalis.engine.device import count_blocks, longest_context, resolve_block_siz
 from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes, compile_blocks
 from yalis.engine.lack import Lack, allocated_bytes, cache_does_not_fit, telling_lack, weights_do_not_fit, what_fits
 from yalis.engine.packing import Packer
-from yalis.engine.watch import StepWatch
+from yalis.engine.step_profiler import StepProfiler
 from yalis.kernels import ops
 from yalis.layers.attention import uneven_edges
 from yalis.log import get_logger
@@ -95,7 +95,7 @@ class Runner:
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
         self.times = StageTimes()
         groups = (self.grid.row_group, self.grid.col_group, self.grid.tp_group, self.stage.pp_group)
-        self.watch = StepWatch(device, groups)
+        self.profiler = StepProfiler(device, groups)
         self.caches: list[LayerCache] = []
         self._block_bytes = 0  # of the KV cache, once it has its memory
         grid = self.grid
@@ -245,7 +245,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
         say = partial(self._step_too_large, tokens=plan.num_tokens, sequences=len(plan.sequences))
-        with self.watch.step(plan), telling_lack(self.device, say, self._resident):
+        with self.profiler.step(plan), telling_lack(self.device, say, self._resident):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> PendingStep | None:

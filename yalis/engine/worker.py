@@ -1,6 +1,6 @@
-"""What ranks other than the first do: join, load their part, serve until they are sent home.
+"""What ranks other than 0 run: join the job, load their part of the model, serve until rank 0 closes the engine.
 
-`python -m yalis.engine.worker` is a rank that rank 0 started itself; under a launcher `LLM(...)` and the command line
+`python -m yalis.engine.worker` is a rank that rank 0 started itself. Under a launcher, `LLM(...)` and the command line
 serve in the same way.
 """
 
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.engine import Engine
+from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import serve_replica
-from yalis.engine.team import Team, agree, agree_on_model, split_of
 from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.environment import find_place
 from yalis.launch.join import join
@@ -27,41 +27,44 @@ WORKER = ("yalis.engine.worker",)
 
 
 def serve_rank(world: World, config: EngineConfig | None) -> bool:
-    """Serve rank 0's next engine; False if it makes none any more. `config` is None where this rank takes rank 0's."""
+    """Serve the next engine that rank 0 creates; False if it creates no more.
+
+    With `config` None this rank uses rank 0's settings; otherwise they must be equal to it.
+    """
     with serving(world):
         return _serve(world, config)
-    return False  # rank 0 left meanwhile
+    return False  # rank 0 left, and serving() suppressed the broken link
 
 
 def _serve(world: World, config: EngineConfig | None) -> bool:
-    settled = agree(world, config)
-    if settled is None:
+    agreed = agree(world, config)
+    if agreed is None:
         return False
-    checkpoint = open_checkpoint(settled.model, settled.load, settled.load_seed)
+    checkpoint = open_checkpoint(agreed.model, agreed.load, agreed.load_seed)
     try:
         spec = read_spec(checkpoint.config, checkpoint.label)
         eos = agree_on_model(world, checkpoint, None)
-        team = Team(world, settled, spec, checkpoint, eos)
+        ranks = ReplicaRanks(world, agreed, spec, checkpoint, eos)
     finally:
         checkpoint.close()
-    router = world.links(0 if team.is_driver else None) if settled.dp > 1 else {}
+    to_router = world.links(0 if ranks.is_driver else None) if agreed.dp > 1 else {}
     try:
-        if team.is_driver:
-            serve_replica(Engine(settled, spec, team, eos), router[0])
+        if ranks.is_driver:
+            serve_replica(Engine(agreed, spec, ranks, eos), to_router[0])
         else:
-            team.serve()
+            ranks.serve()
     finally:
-        team.close()
-        for link in router.values():
+        ranks.close()
+        for link in to_router.values():
             link.close()
     return True
 
 
 @contextmanager
-def attend(config: EngineConfig) -> Iterator[bool]:
-    """Whether this process is the one that reads requests and writes results: always, unless a launcher started others.
+def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
+    """Yield True on the rank that runs the command: rank 0, or the only process if no launcher started others.
 
-    Those serve here every engine that the first makes, until it leaves the block.
+    Every other rank serves the engines that rank 0 creates inside its block. It yields False once rank 0 has left it.
     """
     if find_place().size == 1:
         yield True
@@ -70,7 +73,7 @@ def attend(config: EngineConfig) -> Iterator[bool]:
     if world.rank > 0:
         with serving(world):
             agree(world, config)
-        while serve_rank(world, None):  # the command decides what engines it makes of its settings
+        while serve_rank(world, None):  # a command may create engines with settings derived from `config`
             pass
         yield False
         return
@@ -82,7 +85,7 @@ def attend(config: EngineConfig) -> Iterator[bool]:
                 agree(world, None)
             except YalisFailure:
                 if world.failure is not None:
-                    raise  # otherwise ranks that a SIGTERM ended have left already
+                    raise  # otherwise a SIGTERM ended the other ranks first
     except BaseException as error:
         world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
         raise
@@ -95,7 +98,7 @@ def main() -> int:
         serve_rank(world, None)
         world.close()
     except YalisError as error:
-        return error.exit_code  # rank 0 was told, and says it
+        return error.exit_code  # rank 0 received the message and prints it
     return 0
 
 

@@ -20,7 +20,7 @@ from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype, with_block_size
 from yalis.engine.interrupts import Stopped
 from yalis.engine.llm import LLM
-from yalis.engine.team import split_of
+from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisError, YalisFailure
 from yalis.perfmodel.floors import ModelDims, Work, decode_work, floor_s, prefill_work
 from yalis.spec import read_spec

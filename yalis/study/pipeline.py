@@ -93,12 +93,12 @@ def measure(
 
 def _pass(llm: LLM, engine: Engine, micro_batches: int, prompts: list[list[int]]) -> Pass:
     engine.set_micro_batches(micro_batches)
-    stage_of = engine.team.split.coords
+    stage_of = engine.ranks.split.coords
     before = engine.reports()
     start = time.perf_counter()
     llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
     seconds = time.perf_counter() - start
-    busy = [0.0] * engine.team.split.stages
+    busy = [0.0] * engine.ranks.split.stages
     for old, new in zip(before, engine.reports(), strict=True):
         coords = stage_of(new.rank)
         if coords.row == coords.col == 0:

@@ -19,8 +19,8 @@ from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
 from yalis.engine.engine import Engine
 from yalis.engine.llm import LLM
-from yalis.engine.team import split_of
-from yalis.engine.watch import DECODE, PHASES, PREFILL, Watched
+from yalis.engine.replica_ranks import split_of
+from yalis.engine.step_profiler import DECODE, PHASES, PREFILL, Profile, RankProfile
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
 from yalis.spec import read_spec
@@ -68,7 +68,7 @@ class ProfilePlan:
 class Seen:
     """What all ranks saw of one phase, over the repeats."""
 
-    watches: list[tuple[float, list[Watched]]] = field(default_factory=list)  # rank 0's wall time in ns, by rank
+    watches: list[tuple[float, list[RankProfile]]] = field(default_factory=list)  # rank 0's wall time in ns, by rank
 
     def rows(self, phase: str, batch: int) -> list[Row]:
         return [self._row(phase, rank, batch) for rank in range(len(self.watches[0][1]))]
@@ -78,11 +78,11 @@ class Seen:
         everything, wall, steps, sequences = 0, 0.0, 0, 0
         for seconds, watched in self.watches:
             wall += seconds
-            everything += sum(step.total for step in watched[rank].steps)
+            everything += sum(step.total_ns for step in watched[rank].steps)
             for step in kept(watched[rank], phase):
-                steps, sequences = steps + 1, sequences + step.step.sequences
-                spent["idle"] += step.idle
-                for category, ns in step.spent.items():
+                steps, sequences = steps + 1, sequences + step.info.num_sequences
+                spent["idle"] += step.idle_ns
+                for category, ns in step.category_ns.items():
                     spent[category] += ns
         # Prefill is told whole; of decode, what it takes to give every sequence a token.
         times = len(self.watches) if phase == PREFILL else sequences / batch
@@ -95,14 +95,14 @@ class Seen:
         """For each rank, the names that took longest in the last repeat, as shares of what all ran."""
         told = []
         for watched in self.watches[-1][1]:
-            whole = sum(step.total for step in watched.steps if step.step.phase == phase)
+            whole = sum(step.total_ns for step in watched.steps if step.info.phase == phase)
             told.append([{**asdict(one), "share": one.ns / whole} for one in watched.names[phase]])
         return told
 
 
-def kept(watched: Watched, phase: str) -> list[Any]:
+def kept(watched: RankProfile, phase: str) -> list[Any]:
     """The steps that count: of decode, not the first."""
-    own = [step for step in watched.steps if step.step.phase == phase]
+    own = [step for step in watched.steps if step.info.phase == phase]
     return own[1:] if phase == DECODE else own
 
 
@@ -155,33 +155,33 @@ def measure(
 
 def _run(
     llm: LLM, engine: Engine, plan: ProfilePlan, prompts: list[list[int]]
-) -> tuple[dict[str, tuple[float, list[Watched]]], list[float]]:
+) -> tuple[dict[str, tuple[float, list[RankProfile]]], list[float]]:
     """What was seen of each phase beside its wall time, and the nanoseconds of an unwatched decode step, if known."""
-    case, watch, stats = plan.workload, engine.runner.watch, llm.stats
+    case, stats = plan.workload, llm.stats
     before, preempted = stats.output_tokens, stats.preemptions
 
     def tokens_each() -> float:
         return (stats.output_tokens - before) / case.batch
 
-    def seen_until(done: Callable[[], bool]) -> tuple[float, list[Watched]]:
+    def seen_until(done: Callable[[], bool]) -> tuple[float, list[RankProfile]]:
         begin = now()
         while not done():
             llm.poll()
-        watched = engine.rest()
-        return watched[0].ended - begin, watched
+        profiles = engine.stop_profiling()
+        return profiles[0].end_ns - begin, profiles
 
-    engine.watch()
+    steps = engine.start_profiling()
     ids = [llm.submit(prompt, SamplingParams(max_tokens=case.output_len, ignore_eos=True)) for prompt in prompts]
-    prefill = seen_until(lambda: watch.prompt_tokens >= case.batch * case.prompt_len)
+    prefill = seen_until(lambda: Profile(steps).prompt_tokens >= case.batch * case.prompt_len)
     middle = 1 + (case.output_len - 1 - plan.watched_steps) // 2
     llm.poll()
     begin, first = now(), tokens_each()
     while tokens_each() < middle - 1:
         llm.poll()
     alone = [(now() - begin) / (tokens_each() - first)] if tokens_each() - first >= _ENOUGH_UNWATCHED else []
-    engine.watch()
+    steps = engine.start_profiling()
     wanted = case.batch * (plan.watched_steps + 1)
-    decode = seen_until(lambda: watch.decoded >= wanted or llm.num_unfinished < case.batch)
+    decode = seen_until(lambda: Profile(steps).decode_tokens >= wanted or llm.num_unfinished < case.batch)
     for id in ids:
         llm.cancel(id)
     while llm.num_unfinished:

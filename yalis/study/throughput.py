@@ -24,7 +24,7 @@ from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import release_memory, resolve_device, resolve_dtype, with_block_size
 from yalis.engine.llm import LLM
-from yalis.engine.team import split_of
+from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisFailure
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_work
 from yalis.spec import ModelSpec, read_spec

@@ -9,7 +9,7 @@ import torch
 
 from yalis import results
 from yalis.config import EngineConfig
-from yalis.engine.team import split_of
+from yalis.engine.replica_ranks import split_of
 from yalis.launch.environment import find_place
 from yalis.launch.world import World
 

@@ -1,0 +1,224 @@
+"""The ranks that run one replica of the model, and how a step plan reaches each of them.
+
+Every rank of a replica holds one shard of the model (tensor parallelism) of one stage (pipeline parallelism). One of
+them, the driver, also runs the scheduler. A step goes through the ranks like this:
+
+1. The driver's `launch(plan)` encodes the StepPlan (scheduling/wire.py sends only what changed since the last plan) and
+   sends ["plan", encoded] over a TCP link to each other rank. It then launches the step on its own runner.
+2. Each other rank runs `serve()`: it receives the message, decodes the plan and launches the step on its own runner.
+   Activations and partial sums travel in the runner's collectives and sends, never over these links.
+3. The ranks of the last pipeline stage sample the tokens and all get the same ones. If the driver is in that stage it
+   reads them from its own runner. Otherwise one rank of the last stage, the reporter, sends the encoded StepOutput over
+   its link, and the driver's `RemoteStep.result()` receives it.
+
+The same links carry requests for memory and timing reports, and the start and end of profiling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from yalis.checkpoint.base import Checkpoint
+from yalis.comm.base import CommBackend
+from yalis.comm.selection import open_backend
+from yalis.comm.topology import Topology
+from yalis.config import EngineConfig
+from yalis.engine.device import rank_device, share_threads
+from yalis.engine.runner import PendingStep, Runner
+from yalis.engine.step_profiler import RankProfile, StepInfo
+from yalis.errors import YalisError, YalisFailure
+from yalis.launch.link import Link
+from yalis.launch.world import World
+from yalis.log import get_logger
+from yalis.parallel.pipeline import Stage
+from yalis.parallel.plan import Grid, Split
+from yalis.scheduling.plan import StepOutput, StepPlan
+from yalis.scheduling.wire import PlanDecoder, PlanEncoder, decode_output, encode_output
+from yalis.spec import ModelSpec
+
+log = get_logger(__name__)
+
+
+def split_of(config: EngineConfig) -> Split:
+    """Return how `config` splits the model over ranks."""
+    return Split(*config.tp, config.pp, config.dp)
+
+
+def agree(world: World, config: EngineConfig | None) -> EngineConfig | None:
+    """Return rank 0's settings, or None if rank 0 creates no engine. All ranks call this.
+
+    A rank that passes its own settings must pass the same ones as rank 0, else every rank raises YalisError.
+    """
+    settings = _agreed(world, None if config is None else asdict(config))
+    return None if settings is None else EngineConfig(**settings)
+
+
+def agree_on_model(world: World, checkpoint: Checkpoint, eos: frozenset[int] | None) -> frozenset[int]:
+    """Check that every rank opened the same checkpoint, and return rank 0's end-of-sequence token ids."""
+    _agreed(world, {"torch": torch.__version__, "the checkpoint's fingerprint": checkpoint.fingerprint()})
+    found = world.exchange(None if eos is None else sorted(eos))[0]
+    return frozenset(found)
+
+
+def _agreed(world: World, values: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return rank 0's values; raise YalisError where another rank has different ones. None takes no part."""
+    values = json.loads(json.dumps(values))  # tuples become lists, as in the values that other ranks receive
+    by_rank = world.exchange(values)
+    expected: dict[str, Any] | None = by_rank[0]
+    for rank, found in enumerate(by_rank):
+        for name, value in expected.items() if expected is not None and found is not None else ():
+            if found[name] != value:
+                raise YalisError(
+                    f"the ranks do not agree: {name} is {found[name]!r} on {world.name(rank)} and {value!r} on "
+                    f"{world.name(0)}; start every rank with the same command, versions and files"
+                )
+    return expected
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Memory and time of one rank, counted since it was loaded."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes: int
+    bytes_read: int  # from the checkpoint
+    busy_seconds: float  # host time spent computing; only on a CPU is that the time of the computation
+    waiting_seconds: float  # host time spent waiting for the previous pipeline stage
+
+
+class RemoteStep:
+    """A launched step whose tokens are sampled on another rank; `result()` waits for them."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def result(self) -> StepOutput:
+        return decode_output(self._link.receive())
+
+
+class ReplicaRanks:
+    """This rank's view of its replica: the driver launches steps on all ranks, the other ranks `serve()` it."""
+
+    def __init__(
+        self, world: World, config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, eos: frozenset[int]
+    ) -> None:
+        """Connect the ranks and load this rank's part of the model. All ranks of the world call this together."""
+        self.world, self.split = world, split_of(config)
+        coords = self.split.coords(world.rank)
+        device = rank_device(config, world)
+        share_threads(config, world, device)
+        self._comm: CommBackend | None = None
+        grid, stage = Grid(), Stage()
+        if world.size > 1:
+            world.phase = "connecting"
+            topology = Topology.of(world, config.ranks_per_node)
+            self._comm = open_backend(config.allreduce, world, device, topology)
+            log.info("%s over %s, joined by %s", self.split, topology, self._comm.name)
+            grid = Grid.open(self.split, world.rank, self._comm)
+            stage = Stage.open(self.split, world.rank, self._comm)
+        world.phase = "loading the model"
+        driver = self.split.driver(coords.replica)
+        ranks = range(driver, driver + self.split.per_replica)
+
+        def min_over_ranks(blocks: int) -> int:
+            """Return the KV blocks that fit on every rank: a block holds the same tokens on all of them."""
+            by_rank = world.exchange(blocks)
+            return min(by_rank[rank] for rank in ranks)
+
+        try:
+            check = self._comm.check if self._comm is not None else lambda: None
+            self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, min_over_ranks, check)
+        except BaseException:
+            if self._comm is not None and world.failure is not None:
+                self._comm.close()
+            raise
+        self._bytes_read = checkpoint.bytes_read
+        self.is_driver = world.rank == driver
+        self._links = world.links(driver) if world.size > 1 else {}
+        self._reporter = self.split.reporter(coords.replica)
+        self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
+        world.phase = "running" if world.rank else "idle"  # rank 0 sets it to "running" during calls of the user
+
+    # On the driver
+
+    def launch(self, plan: StepPlan) -> PendingStep | RemoteStep:
+        """Launch the step on every rank. On a GPU this returns before the step has run."""
+        self._send_all(["plan", self._encoder.encode(plan)] if self._links else None)
+        pending = self.runner.launch(plan)
+        return RemoteStep(self._links[self._reporter]) if pending is None else pending
+
+    def reports(self) -> list[RankReport]:
+        """Return a report of each rank of this replica. No step may be in flight."""
+        self._send_all(["report"])
+        return [self._report(), *(RankReport(**link.receive()) for link in self._links.values())]
+
+    def start_profiling(self) -> Sequence[StepInfo]:
+        """Start the profiler of every rank; returns the growing list of steps. No step may be in flight."""
+        self._send_all(["start_profiling"])
+        steps = self.runner.profiler.start()
+        for link in self._links.values():
+            link.receive()
+        return steps
+
+    def stop_profiling(self) -> list[RankProfile]:
+        """Stop the profiler of every rank; returns what each recorded, driver first. No step may be in flight."""
+        self._send_all(["stop_profiling"])
+        return [self.runner.profiler.stop(), *(RankProfile.from_json(link.receive()) for link in self._links.values())]
+
+    def close(self) -> None:
+        """Close this rank's links and communicators; on the driver, end serve() on the other ranks first."""
+        if self.is_driver and self.world.failure is None:
+            with contextlib.suppress(YalisFailure):  # a rank that dies now has no work left
+                self._send_all(["end"])
+        for link in self._links.values():
+            link.close()
+        if self._comm is not None:
+            if self.world.failure is None:
+                self.runner.graphs.forget()  # CUDA graphs keep communicators alive, so they go first
+            self._comm.close()
+
+    def _send_all(self, message: Any) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+    # On the other ranks
+
+    def serve(self) -> None:
+        """Launch the driver's steps, in order, until it sends "end"."""
+        (driver,) = self._links.values()
+        on_gpu = self.runner.device.type == "cuda"
+        unreported: deque[PendingStep] = deque()
+        while True:
+            # Waiting for tokens would delay the next launch on a GPU, so plans that have arrived go first. On a CPU
+            # launch() has computed the tokens already.
+            while unreported and not (on_gpu and driver.poll(0)):
+                driver.send(encode_output(unreported.popleft().result()))
+            message, *arguments = driver.receive()
+            if message == "plan":
+                pending = self.runner.launch(self._decoder.decode(arguments[0]))
+                if pending is not None and self.world.rank == self._reporter:
+                    unreported.append(pending)
+            elif message == "report":
+                driver.send(asdict(self._report()))
+            elif message == "start_profiling":
+                self.runner.profiler.start()
+                driver.send("started")
+            elif message == "stop_profiling":
+                driver.send(asdict(self.runner.profiler.stop()))
+            else:
+                return
+
+    def _report(self) -> RankReport:
+        runner = self.runner
+        return RankReport(
+            self.world.rank, runner.weight_bytes, runner.pool.nbytes, self._bytes_read,
+            runner.times.busy, runner.times.waiting,
+        )  # fmt: skip
