@@ -29,8 +29,8 @@ from yalis.attention.flash import FlashAttention
 from yalis.attention.triton import TritonAttention
 from yalis.kernels import paged_attention as kernels
 from yalis.kernels import reference
-from yalis.kernels.dependent import dependent_launches
 from yalis.kernels.paged_attention import Shape
+from yalis.kernels.pdl import enable_pdl
 from yalis.kernels.room import room_of
 from yalis.study.bandwidth import clock
 from yalis.study.kernels.benchmark import captured
@@ -92,7 +92,7 @@ def main() -> None:
     if unknown := set(args.what) - {"decode", "prefill"}:
         parser.error(f"{unknown.pop()} is neither decode nor prefill")
     device = torch.device("cuda")
-    with torch.inference_mode(), dependent_launches(device):  # as in a decode step
+    with torch.inference_mode(), enable_pdl(device):  # as in a decode step
         if "decode" in args.what:
             end = time.monotonic() + args.seconds
             candidates = list_candidates(present(device), args.keys, args.warps, args.stages, args.programs)
@@ -153,7 +153,7 @@ def build_all(candidates: Sequence[Candidate], processes: int, end: float) -> se
 def build(candidate: Candidate) -> tuple[Candidate, bool]:
     """Leave a launch's kernels in Triton's cache; whether the device has room for it."""
     device = torch.device("cuda")
-    with torch.inference_mode(), dependent_launches(device):
+    with torch.inference_mode(), enable_pdl(device):
         return candidate, attend_once(candidate, make_step(1, 200, 1, device, copies=1)) is not None
 
 
@@ -293,7 +293,7 @@ def make_step(
     caches = [LayerCache(*torch.randn(shape, device=device, dtype=dtype)) for _ in range(copies)]
     ids = torch.zeros(sequences * new, dtype=torch.int64, device=device)
     batch = ForwardBatch(
-        token_ids=ids, positions=ids, rope_rows=ids, slots=ids,
+        token_ids=ids, positions=ids, rope_rows=ids, kv_slots=ids,
         query_start=torch.arange(sequences + 1, device=device, dtype=torch.int32) * new,
         context_len=torch.full((sequences,), context, device=device, dtype=torch.int32),
         block_tables=torch.randperm(sequences * blocks, device=device).view(sequences, blocks).int(),

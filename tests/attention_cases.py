@@ -96,7 +96,7 @@ def make_step(case: Case, slowly: bool = True) -> Step:
         token_ids=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.tensor(positions),
         rope_rows=torch.tensor(positions),
-        slots=torch.tensor(slots),
+        kv_slots=torch.tensor(slots),
         query_start=start,
         context_len=torch.tensor(contexts, dtype=torch.int32),
         block_tables=tables,
@@ -112,7 +112,7 @@ def expect(step: Step, params: AttentionParams) -> Tensor:
     """The reference's answer in float64, from a copy of the cache that holds the step's own keys and values."""
     batch = step.batch
     k, v = (x.double() for x in step.cache)
-    k.flatten(0, 1)[batch.slots], v.flatten(0, 1)[batch.slots] = step.k.double(), step.v.double()
+    k.flatten(0, 1)[batch.kv_slots], v.flatten(0, 1)[batch.kv_slots] = step.k.double(), step.v.double()
     where = (batch.query_start, batch.context_len, batch.block_tables)
     return reference.paged_attention(step.q.double(), k, v, *where, params.scale, params.window, params.softcap).cpu()
 

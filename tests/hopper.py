@@ -14,14 +14,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from yalis.kernels import feeding, fused, gated_product, paged_attention, pieces, skinny
+from yalis.kernels import fused, gated_product, paged_attention, pieces, skinny, token_feedback
 
 POINTERS = {
     "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "cuts_ptr": "*i32", "query_start": "*i32",
     "context_len": "*i64", "cuts": "*i32", "tables": "*i64", "tile_sequence": "*i64", "tile_start": "*i64",
     **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache", "x_tiles", "w_tiles"), "*bf16"),
     **dict.fromkeys(
-        ("slots_ptr", "ids_ptr", "last_ptr", "owners_ptr", "places_ptr", "best_ptr", "place_ptr", "rows_ptr"), "*i64"
+        ("slots_ptr", "ids_ptr", "last_ptr", "request_slots_ptr", "best_ids_ptr", "best_ptr", "place_ptr", "rows_ptr"),
+        "*i64",
     ),
 }  # fmt: skip
 FLOATS = ("eps", "scale", "softcap")
@@ -55,7 +56,7 @@ def compiled(
             kinds[name] = "constexpr"
         elif name in tiles:
             kinds[name] = f"tensordesc<bf16[{tiles[name]}]>"
-        elif name == "out_ptr" and "owners_ptr" in names:  # tokens
+        elif name == "out_ptr" and "request_slots_ptr" in names:  # tokens
             kinds[name] = "*i64"
         elif name.endswith("_ptr") or name in POINTERS:
             kinds[name] = POINTERS.get(name, "*bf16")
@@ -109,8 +110,8 @@ def main() -> None:
         "decode": compiled(paged_attention._decode, decode, 2, 3),
         "decode whole blocks": compiled(paged_attention._decode, whole, 2, 3, keys),
         "cut": compiled(pieces.cut, {"N": 32, "WINDOW": False, "PDL": True}, 4, 3),
-        "feed": compiled(feeding._feed, {"BLOCK": 128, "PDL": True}, 4, 3),
-        "settle": compiled(feeding._settle, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
+        "use_last_tokens": compiled(token_feedback._use_last_tokens, {"BLOCK": 128, "PDL": True}, 4, 3),
+        "pick_greedy": compiled(token_feedback._pick_greedy, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
         "best of a part": compiled(fused._best_of_part, {"BV": 2048, "PDL": True}, 4, 3),
         "best of parts": compiled(fused._best_of_parts, {"BP": 64, "PDL": True}, 1, 3),
         "take": compiled(fused._take, {"BC": 2048, "PDL": True}, 4, 3),

@@ -50,7 +50,7 @@ CHECKS = [
 
 
 def run(backend: AttentionBackend, step: Step, case: Case) -> torch.Tensor:
-    ops.write(step.k, step.v, *step.cache, step.batch.slots)
+    ops.write(step.k, step.v, *step.cache, step.batch.kv_slots)
     return backend.attend(step.q, step.cache, step.batch, backend.prepare(step.batch), case.params)
 
 
@@ -125,7 +125,8 @@ def test_triton_decode_can_be_captured() -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_triton_joins_pieces_to_the_same_bits_every_time(pdl: bool) -> None:
     """Whichever piece comes last, with ragged contexts of up to all of them, one launch right behind the other."""
-    from yalis.kernels import dependent, paged_attention
+    from yalis.kernels import paged_attention
+    from yalis.kernels.pdl import enable_pdl
 
     rng = random.Random(7)
     for seed in range(4):
@@ -135,7 +136,7 @@ def test_triton_joins_pieces_to_the_same_bits_every_time(pdl: bool) -> None:
         )
         backend = choose_backend("triton", case.needs)(case.needs)
         step = make_step(case, slowly=False)
-        with dependent.dependent_launches(torch.device("cuda")) if pdl else contextlib.nullcontext():
+        with enable_pdl(torch.device("cuda")) if pdl else contextlib.nullcontext():
             first = run(backend, step, case)
             shared = backend.prepare(step.batch)
             outs = [backend.attend(step.q, step.cache, step.batch, shared, case.params) for _ in range(100)]

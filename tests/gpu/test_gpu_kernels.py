@@ -19,8 +19,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 
 from yalis.kernels import fused, gated_product, ops, reference, skinny
-from yalis.kernels.dependent import dependent_launches, wanted
 from yalis.kernels.numbers import power_of_two
+from yalis.kernels.pdl import enable_pdl, pdl_enabled
 from yalis.kernels.room import Room, room_of
 from yalis.kernels.skinny import Problem, Shape
 
@@ -213,7 +213,10 @@ def test_gate_and_up_of_many_rows(size: tuple[int, int]) -> None:
     """As one product, which rounds as the two do, tile by tile to the last."""
     outputs, inputs = size
     for dtype, activation in ((torch.bfloat16, "silu"), (torch.float16, "gelu_tanh")):
-        x, weight = draw(ops.MANY_ROWS + 77, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype) / inputs**0.5
+        x, weight = (
+            draw(ops.FUSED_GATE_MIN_ROWS + 77, inputs, dtype=dtype),
+            draw(outputs, inputs, dtype=dtype) / inputs**0.5,
+        )
         assert gated_product.suits(x, weight)
         for bias in (None, draw(outputs, dtype=dtype)):
             found = ops.gated_linear(x, weight, activation, bias)
@@ -318,8 +321,8 @@ def test_two_hundred_replays_with_dependent_launches(dtype: torch.dtype, rows: i
         return results
 
     expected = everything(run)
-    with dependent_launches(x.device):
-        assert wanted()
+    with enable_pdl(x.device):
+        assert pdl_enabled()
         run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -330,7 +333,7 @@ def test_two_hundred_replays_with_dependent_launches(dtype: torch.dtype, rows: i
         return y
 
     assert torch.equal(everything(replay), expected)
-    with dependent_launches(x.device):
+    with enable_pdl(x.device):
         assert torch.equal(everything(run), expected)
     assert skinny._counters(x.device).count_nonzero() == 0
 
@@ -348,7 +351,7 @@ def test_nothing_is_compiled_after_a_warm_up() -> None:
 
     triton.knobs.runtime.jit_post_compile_hook = lambda *args, **told: compiled.append(str(told.get("repr")))
     try:
-        for rows in (1, 8, 16, 32, 64, 65, 128, 600, ops.MANY_ROWS):
+        for rows in (1, 8, 16, 32, 64, 65, 128, 600, ops.FUSED_GATE_MIN_ROWS):
             run(rows, 0)
         compiled.clear()
         for rows in (*range(1, 70), 127, 128, 129, 511, 512, 513, 640, 8191, 8300):

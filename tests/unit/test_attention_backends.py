@@ -31,7 +31,7 @@ def check(name: str, case: Case) -> None:
         pytest.importorskip("triton")
     backend = choose_backend(name, case.needs)(case.needs)
     step = make_step(case)
-    ops.write(step.k, step.v, *step.cache, step.batch.slots)
+    ops.write(step.k, step.v, *step.cache, step.batch.kv_slots)
     shared = backend.prepare(step.batch)
     out = backend.attend(step.q, step.cache, step.batch, shared, case.params)
     assert out.shape == step.q.shape
@@ -123,7 +123,7 @@ def test_layers_of_different_windows_share_a_step() -> None:
     for name in TOLERANCE:
         backend = BACKENDS.load(name)(case.needs)
         near, far = make_step(case), make_step(Case(MIXES["mixed"]))
-        ops.write(near.k, near.v, *near.cache, near.batch.slots)
+        ops.write(near.k, near.v, *near.cache, near.batch.kv_slots)
         shared = backend.prepare(near.batch)
         for step, window in ((near, 4), (far, None), (near, 4)):
             params = Case(MIXES["mixed"], window=window).params

@@ -17,7 +17,7 @@ import torch
 
 from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
-from yalis.engine import engine, graphs, lack
+from yalis.engine import engine, graphs, oom
 from yalis.engine.graphs import PROMPTS, CudaGraphs, prompts_for, sizes_for
 from yalis.engine.packing import COLUMNS, PROMPT_COLUMNS, Packer, prompt_room, split_prompt
 from yalis.errors import YalisError, YalisFailure
@@ -207,7 +207,7 @@ def test_memory_that_does_not_suffice_is_a_sentence(ref, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of")
 
     monkeypatch.setattr(Graphs, "recording", staticmethod(fail))
-    monkeypatch.setattr(lack, "free_bytes", lambda device: 2 << 30)
+    monkeypatch.setattr(oom, "free_bytes", lambda device: 2 << 30)
     with pytest.raises(YalisFailure) as told:
         open_llm(ref, monkeypatch)
     assert str(told.value) == (

@@ -10,7 +10,7 @@ import torch
 
 from tests.families import CASES, VOCAB, make_prompts, make_reference
 from yalis import LLM, SamplingParams, YalisError
-from yalis.engine import lack
+from yalis.engine import oom
 from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisFailure
 
@@ -181,7 +181,7 @@ def test_failed_step_ends_the_engine_with_a_sentence(ref, monkeypatch):
     def fail(plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 has a total capacity of")
 
-    monkeypatch.setattr(lack, "free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(oom, "free_bytes", lambda device: 1 << 20)
     with LLM(str(ref.path), device="cpu", kv_blocks=64) as llm:
         runner = llm._engine.runner
         run, runner._launch = runner._launch, fail

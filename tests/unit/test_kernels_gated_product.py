@@ -1,4 +1,4 @@
-"""Gate and up of many rows, in Triton's interpreter, against the plain reference; tests/gpu has bfloat16."""
+"""The fused gate and up projection for many rows, in Triton's interpreter; tests/gpu covers bfloat16."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yalis.kernels import reference
-from yalis.kernels.ops import MANY_ROWS
+from yalis.kernels import ops, reference
 from yalis.kernels.room import Room
 
 kernels = pytest.importorskip("yalis.kernels.gated_product", reason="triton is not installed")
@@ -31,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4}
 def test_gated_product(
     rows: int, eighths: int, inputs: int, dtype: torch.dtype, activation: str, bias: bool, gap: int, processors: int
 ) -> None:
-    """Tiles that do not come out even, one program for many of them, rows that do not touch."""
+    """Partial tiles, several tiles for one program, rows with a gap between them."""
     torch.manual_seed(rows + eighths)
     width = 8 * eighths
     x = torch.randn(rows, inputs + gap).to(dtype)[:, gap:]
@@ -44,19 +43,29 @@ def test_gated_product(
     assert error < TOLERANCE[dtype]
 
 
-def test_what_descriptors_cannot_describe_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def suits(width: int, inputs: int, gap: int = 0, rows: int = MANY_ROWS, across: bool = False) -> bool:
-        x, weight = (torch.zeros(n, inputs + gap, dtype=torch.bfloat16)[:, gap:] for n in (rows, 2 * width))
+def test_matrices_without_tma_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def suits(width: int, inputs: int, gap: int = 0, across: bool = False) -> bool:
+        x, weight = (torch.zeros(n, inputs + gap, dtype=torch.bfloat16)[:, gap:] for n in (8, 2 * width))
         return bool(kernels.suits(x.t().contiguous().t() if across else x, weight))
 
     assert not suits(32, 64)  # no descriptors on a CPU
     monkeypatch.setattr(kernels, "room_of", lambda device: Room(132, 227 << 10, True))
     assert suits(32, 64)
     assert suits(32, 64, gap=8)
-    assert not suits(36, 64)  # outputs' rows would begin anywhere
+    assert not suits(36, 64)  # rows of the output would not be aligned
     assert not suits(32, 60)
     assert not suits(32, 64, gap=4)
     assert not suits(32, 64, across=True)
-    assert not suits(32, 64, rows=MANY_ROWS - 1)
     monkeypatch.setattr(kernels, "room_of", lambda device: Room(170, 99 << 10, True))
     assert not suits(32, 64)
+
+
+def test_ops_use_it_from_a_number_of_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(ops, "FUSED_GATE_MIN_ROWS", 66)
+    monkeypatch.setattr(ops, "_triton", lambda x: True)
+    monkeypatch.setattr(kernels, "suits", lambda x, weight: used.append(x.shape[0]) or False)
+    weight = torch.randn(16, 8)
+    for rows in (65, 66, 67):
+        ops.gated_linear(torch.randn(rows, 8), weight, "silu")
+    assert used == [66, 67]

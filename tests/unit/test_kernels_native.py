@@ -54,7 +54,7 @@ def test_linear_over_threads(rows: int, shape: tuple[int, int]) -> None:
 
 
 def test_a_row_is_the_same_in_any_batch() -> None:
-    x, weight = torch.randn(ops.MOST_ROWS, 200), torch.randn(333, 200)
+    x, weight = torch.randn(ops.NATIVE_MAX_ROWS, 200), torch.randn(333, 200)
     whole = ops.linear(x, weight)
     for rows in (1, 2, 5, 8, 9, 17):
         assert torch.equal(ops.linear(x[:rows], weight), whole[:rows])
@@ -67,7 +67,7 @@ def test_rows(rows: int, cols: int, gap: int, seed: int) -> None:
     weight = torch.randn(cols)
     assert close(*both(ops.rms_norm, strided(rows, cols, gap), weight, 1e-5))
     assert close(*both(ops.add, torch.randn(rows, cols), torch.randn(rows, cols)))
-    assert close(*both(ops.take, strided(rows, cols, gap), torch.randint(rows, (7,))))
+    assert close(*both(ops.gather_rows, strided(rows, cols, gap), torch.randint(rows, (7,))))
     assert close(*both(ops.gated, 5 * strided(rows, 2 * cols, gap), "silu"))
 
 

@@ -20,7 +20,8 @@ from yalis import env
 from yalis.attention.base import AttentionNeeds, LayerCache
 from yalis.attention.choose import choose_backend
 from yalis.errors import YalisError
-from yalis.kernels import dependent, native, ops, reference
+from yalis.kernels import native, ops, reference
+from yalis.kernels.pdl import enable_pdl, pdl_enabled
 
 pytest.importorskip("triton", reason="triton is not installed")
 from yalis.kernels import fused, skinny
@@ -137,15 +138,15 @@ def test_a_model(name: str) -> None:
 
 def test_launches_are_dependent_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert not dependent.wanted()
-    with dependent.dependent_launches(torch.device("cuda")):
-        assert dependent.wanted()
+    assert not pdl_enabled()
+    with enable_pdl(torch.device("cuda")):
+        assert pdl_enabled()
         monkeypatch.setenv("YALIS_PDL", "0")
-        with dependent.dependent_launches(torch.device("cuda")):
-            assert not dependent.wanted()
-        with dependent.dependent_launches(torch.device("cpu")):
-            assert not dependent.wanted()
-    assert not dependent.wanted()
+        with enable_pdl(torch.device("cuda")):
+            assert not pdl_enabled()
+        with enable_pdl(torch.device("cpu")):
+            assert not pdl_enabled()
+    assert not pdl_enabled()
     monkeypatch.setenv("YALIS_PDL", "off")
     with pytest.raises(YalisError, match="YALIS_PDL is 'off'; accepted: 0 or 1"):
         env.pdl()

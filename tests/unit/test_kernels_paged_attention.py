@@ -21,7 +21,7 @@ def run(case: Case, programs: int = 16, transposed: bool = False) -> tuple[torch
     """The kernels' output and the reference's, and how the kernels were launched."""
     step, params, needs = make_step(case), case.params, case.needs
     batch, (k, v) = step.batch, step.cache
-    k.flatten(0, 1)[batch.slots], v.flatten(0, 1)[batch.slots] = step.k, step.v
+    k.flatten(0, 1)[batch.kv_slots], v.flatten(0, 1)[batch.kv_slots] = step.k, step.v
     launch = kernels.plan_launch(
         batch.query_start, batch.query_lens, needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.dtype, programs
     )

@@ -17,7 +17,7 @@ from tests.ranks import Memory, run_ranks
 from yalis.attention.base import AttentionNeeds, ForwardBatch, LayerCache
 from yalis.attention.choose import choose_backend
 from yalis.comm.base import SingleRank
-from yalis.engine.graphs import compile_blocks
+from yalis.models.compile import compile_blocks
 from yalis.models.decoder import Decoder
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
@@ -54,7 +54,7 @@ def make_batch(lengths: tuple[int, ...], cached: int) -> ForwardBatch:
         token_ids=torch.randint(3, 251, (len(places),)),
         positions=positions,
         rope_rows=positions,
-        slots=torch.tensor([i * each * BLOCK_SIZE + position for i, position in places]),
+        kv_slots=torch.tensor([i * each * BLOCK_SIZE + position for i, position in places]),
         query_start=start,
         context_len=torch.tensor([cached + length for length in lengths], dtype=torch.int32),
         block_tables=torch.arange(each * len(lengths), dtype=torch.int32).view(len(lengths), each),

@@ -23,7 +23,7 @@ class ForwardBatch:
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, place in its own sequence
     rope_rows: Tensor  # [T] int64, row of the rotary table (the position, or past it for a second set of factors)
-    slots: Tensor  # [T] int64, where a token's key and value go: block * B + place in the block
+    kv_slots: Tensor  # [T] int64, where a token's key and value go: block * B + place in the block
     query_start: Tensor  # [S + 1] int32, where each sequence's tokens begin among the T; in a recorded step or int64
     context_len: Tensor  # [S] int32, tokens of the sequence after this step, these included
     block_tables: Tensor  # [S, most blocks] int32, padded with 0; in a recorded step int64 like lengths, of any strides

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from yalis import env
 from yalis.attention.base import AttentionBackend, AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
-from yalis.kernels import dependent
+from yalis.kernels.pdl import pdl_enabled
 from yalis.kernels.room import room_of
 
 
@@ -51,5 +51,5 @@ class TritonAttention(AttentionBackend):
     def attend(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: Any, params: AttentionParams) -> Tensor:
         return self.kernels.paged_attention(  # type: ignore[no-any-return]
             q, cache.k, cache.v, batch.query_start, batch.context_len, batch.block_tables, shared,
-            params.scale, params.window, params.softcap, dependent.wanted(),
+            params.scale, params.window, params.softcap, pdl_enabled(),
         )  # fmt: skip

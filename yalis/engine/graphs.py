@@ -13,23 +13,20 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from yalis.attention.base import ForwardBatch, LayerCache
-from yalis.attention.step import StepAttention
+from yalis.attention.base import ForwardBatch
 from yalis.config import EngineConfig
-from yalis.engine.lack import Lack, telling_lack, what_fits
+from yalis.engine.oom import OutOfMemory, explain_oom, suggest_fit
 from yalis.engine.packing import COLUMNS, PackedStep, pitch, prompt_room, split_packed, split_prompt
 from yalis.kernels import ops
-from yalis.kernels.dependent import dependent_launches, wanted
-from yalis.kernels.tape import Tape, record
+from yalis.kernels.pdl import enable_pdl, pdl_enabled
+from yalis.kernels.replay import ReplayBuffer, record
 from yalis.log import get_logger
-from yalis.models.decoder import Block, Decoder
 from yalis.sampling.sampled import NO_TOKEN
 
 log = get_logger(__name__)
@@ -46,7 +43,6 @@ DRIVER_BYTES = 64 << 20
 BUFFERS = 4
 
 Forward = Callable[[ForwardBatch], Tensor]
-Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,12 +77,12 @@ class DecodeGraphs:
         """Let go of what holds communicators; nothing of that is replayed from now on."""
 
     def _launches(self) -> AbstractContextManager[None]:
-        return dependent_launches(self._last_tokens.device) if self._dependent else nullcontext()
+        return enable_pdl(self._last_tokens.device) if self._dependent else nullcontext()
 
 
 @dataclass(frozen=True)
 class _Taped:
-    tape: Tape
+    tape: ReplayBuffer
     batch: ForwardBatch  # whose tensors the tape reads
 
     def fill(self, step: PackedStep, last_tokens: Tensor, hidden: Tensor | None) -> None:
@@ -98,7 +94,7 @@ class _Taped:
             (batch.token_ids, tokens),
             (batch.positions, step.positions),
             (batch.rope_rows, step.rope_rows),
-            (batch.slots, step.slots),
+            (batch.kv_slots, step.slots),
             (batch.context_len, step.contexts),
             (batch.block_tables[:, : step.tables.shape[1]], step.tables),
         ):
@@ -117,7 +113,7 @@ class Tapes(DecodeGraphs):
         self._seen: set[tuple[int, int]] = set()
 
     def run(self, step: PackedStep, hidden: Tensor | None = None) -> Forwarded:
-        if not (self._usable and step.decode_only and step.sequences <= ops.MOST_ROWS):
+        if not (self._usable and step.decode_only and step.sequences <= ops.NATIVE_MAX_ROWS):
             return super().run(step, hidden)
         key = step.sequences, torch.get_num_threads()
         found = self._recorded.get(key)
@@ -150,41 +146,6 @@ class Tapes(DecodeGraphs):
         tables[:, :width] = batch.block_tables
         own: dict[str, Any] = {name: x.clone() for name, x in vars(batch).items() if isinstance(x, Tensor)}
         return replace(batch, **{**own, "block_tables": tables})
-
-
-def compile_blocks(model: Decoder, **options: Any) -> None:
-    """Let torch.compile, with these options, have a model's blocks: one graph for all that are alike and any tokens.
-
-    (And another for a single token: torch takes a dimension of one for a fact. And both for the first, which has
-    nothing to add.) Graphs are kept with the code they were made of, a few of them at most, so every model has code of
-    its own. A last layer that goes on with some tokens only runs as it is: it would need graphs of its own, and is one
-    of many.
-    """
-    shared = Block.forward
-    own = FunctionType(shared.__code__.replace(), shared.__globals__, shared.__name__, shared.__defaults__)
-    for block in model.layers:
-        compiled = torch.compile(MethodType(own, block), fullgraph=True, **options)
-        block.forward = _of_any_length(compiled, MethodType(shared, block))
-
-
-def _of_any_length(run: Callable[..., Pair], plain: Callable[..., Pair]) -> Callable[..., Pair]:
-    """A compiled block that is told, of what it is given, that the first dimension varies from step to step."""
-
-    def forward(
-        x: Tensor,
-        branch: Tensor | None,
-        rope: tuple[Tensor, Tensor],
-        cache: LayerCache,
-        step: StepAttention,
-        rows: Tensor | None = None,
-    ) -> Pair:
-        if rows is not None:
-            return plain(x, branch, rope, cache, step, rows)
-        for tensor in (x, *(() if branch is None else (branch,)), *rope, step.batch.slots):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return run(x, branch, rope, cache, step)
-
-    return forward
 
 
 def sizes_for(max_num_seqs: int) -> list[int]:
@@ -356,7 +317,7 @@ class CudaGraphs(DecodeGraphs):
         return total
 
     def _record(self, size: Size, block_bytes: int = 0) -> None:
-        from yalis.kernels import feeding
+        from yalis.kernels import token_feedback
 
         batch, owners = self._idle_prompt(size.tokens) if size.sequences < size.tokens else self._idle_step(size.tokens)
         device = owners.device
@@ -365,18 +326,18 @@ class CudaGraphs(DecodeGraphs):
             with self._launches():
                 ids = batch.token_ids
                 if size.sequences == size.tokens:
-                    ids = feeding.feed(ids, self._last_tokens, owners, wanted())
+                    ids = token_feedback.use_last_tokens(ids, self._last_tokens, owners, pdl_enabled())
                 out = self._forward(replace(batch, token_ids=ids))
                 if not self._chooses:
                     return out, None
-                return out, feeding.settle(out, self._last_tokens, owners, NO_TOKEN, wanted())
+                return out, token_feedback.pick_greedy(out, self._last_tokens, owners, NO_TOKEN, pdl_enabled())
 
-        def say(lack: Lack) -> str:
+        def say(lack: OutOfMemory) -> str:
             counts = (size.tokens, 0) if size.sequences < size.tokens else (0, size.sequences)
-            ways = ", or ".join([*what_fits(lack, self._config, device, *counts, block_bytes), "--eager"])
+            ways = ", or ".join([*suggest_fit(lack, self._config, device, *counts, block_bytes), "--eager"])
             return f"{device} ran out of memory recording {size}: {lack}; give {ways}"
 
-        with telling_lack(device, say):
+        with explain_oom(device, say):
             if self._pool is None and device.type == "cuda":
                 self._pool = torch.cuda.graph_pool_handle()
             step()  # whatever is compiled, loaded or reserved by the first run
@@ -397,7 +358,7 @@ class CudaGraphs(DecodeGraphs):
             token_ids=ids,
             positions=positions.zero_(),
             rope_rows=rope_rows.zero_(),
-            slots=slots,
+            kv_slots=slots,
             query_start=starts,
             context_len=context,
             block_tables=table.zero_()[None],
@@ -419,7 +380,7 @@ class CudaGraphs(DecodeGraphs):
             token_ids=ids,
             positions=positions.zero_(),
             rope_rows=rope_rows.zero_(),
-            slots=slots,
+            kv_slots=slots,
             query_start=torch.arange(rows + 1, device=device, dtype=torch.int32),
             context_len=contexts,
             block_tables=tables.zero_().t(),

@@ -76,7 +76,7 @@ class PackedStep:
             token_ids=ids,
             positions=places,
             rope_rows=rows,
-            slots=where,
+            kv_slots=where,
             query_start=begin.to(torch.int32),
             context_len=context.to(torch.int32),
             block_tables=table.view(self.tables.shape).to(torch.int32),

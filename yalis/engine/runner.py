@@ -17,8 +17,15 @@ from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import count_blocks, longest_context, resolve_block_size, resolve_dtype
-from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes, compile_blocks
-from yalis.engine.lack import Lack, allocated_bytes, cache_does_not_fit, telling_lack, weights_do_not_fit, what_fits
+from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes
+from yalis.engine.oom import (
+    OutOfMemory,
+    allocated_bytes,
+    cache_does_not_fit,
+    explain_oom,
+    suggest_fit,
+    weights_do_not_fit,
+)
 from yalis.engine.packing import Packer
 from yalis.engine.step_profiler import StepProfiler
 from yalis.kernels import ops
@@ -108,10 +115,12 @@ class Runner:
         self.backend = choose_backend(config.attention, needs)(needs)
         wanted_len = longest_context(config, spec, checkpoint.label)
         most_blocks = -(-wanted_len // self.block_size)
-        with telling_lack(device, partial(self._too_large, label=checkpoint.label), needed=self._held_weights()):
+        with explain_oom(device, partial(self._too_large, label=checkpoint.label), needed=self._held_weights()):
             self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
             self.model.load(checkpoint)
             if config.compile:
+                from yalis.models.compile import compile_blocks  # defines torch ops that only compiled blocks need
+
                 compile_blocks(self.model)
             self.vocabulary = grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.tp_group, device)
@@ -166,18 +175,18 @@ class Runner:
         taken = 0
         if self.device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None:
             tokens = min(max_len, config.max_batch_tokens)
-            with telling_lack(self.device, partial(self._step_too_large, tokens=tokens, sequences=1)):
+            with explain_oom(self.device, partial(self._step_too_large, tokens=tokens, sequences=1)):
                 taken = self._rehearse(config, needs, tokens)
         block_bytes = KVPool.block_bytes(*shape, self.dtype)
         blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs, taken))
         layers, block_size, kv_heads, head_dim = shape
         say = partial(cache_does_not_fit, config=config, blocks=blocks, block_bytes=block_bytes, device=self.device)
-        with telling_lack(self.device, say, needed=blocks * block_bytes):
+        with explain_oom(self.device, say, needed=blocks * block_bytes):
             pool = KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
         self._block_bytes = block_bytes
         return pool
 
-    def _too_large(self, lack: Lack, label: str) -> str:
+    def _too_large(self, lack: OutOfMemory, label: str) -> str:
         """The model did not fit."""
         ranks = Split(self.grid.rows, self.grid.cols, self.stage.count).size
         return weights_do_not_fit(lack, label, self._held_weights(), ranks, self.dtype, self.device)
@@ -189,12 +198,12 @@ class Runner:
         rank = split.rank(RankCoords(0, stage.index, grid.row, grid.col))
         return rank_memory(self.spec, split, rank, self.dtype.itemsize, self.block_size).weight_bytes
 
-    def _step_too_large(self, lack: Lack, tokens: int, sequences: int) -> str:
+    def _step_too_large(self, lack: OutOfMemory, tokens: int, sequences: int) -> str:
         """A step did not fit; that of a token for each sequence is told by those."""
         counts, work = (tokens, 0), f"{tokens} tokens"
         if tokens == sequences:
             counts, work = (0, sequences), f"{sequences} sequences"
-        ways = what_fits(lack, self.config, self.device, *counts, self._block_bytes)
+        ways = suggest_fit(lack, self.config, self.device, *counts, self._block_bytes)
         return f"{self.device} ran out of memory in a step of {work}: {lack}; give {', or '.join(ways)}"
 
     def _rehearse(self, config: EngineConfig, needs: AttentionNeeds, tokens: int) -> int:
@@ -207,8 +216,8 @@ class Runner:
         self.caches = [LayerCache(*pool.layer(0))] * len(self.model.layers)
         taken = self.graphs.rehearse() if isinstance(self.graphs, CudaGraphs) else 0
         rows = min(tokens, config.max_num_seqs)
-        # From MANY_ROWS on some activations are never written, so the step before may take more.
-        for count in sorted({min(tokens, ops.MANY_ROWS - 1), tokens}):
+        # From FUSED_GATE_MIN_ROWS on some activations are never written, so the step before may take more.
+        for count in sorted({min(tokens, ops.FUSED_GATE_MIN_ROWS - 1), tokens}):
             last = range(count - min(rows, count), count)
             packed = self.packer.pack([_rehearsed(0, count, self.block_size)], last)
             logits = DecodeGraphs.run(self.graphs, packed, self._idle_hidden(count)).out
@@ -224,15 +233,15 @@ class Runner:
         """
         longest = min(longest, self.pool.num_blocks * self.block_size)
         sizes = [(16, 0), (32, 0), (64, 0), (65, 0), (128, 0), (600, 0), (65, 1)]
-        if config.max_batch_tokens >= ops.MANY_ROWS:
-            sizes.append((ops.MANY_ROWS, 0))
+        if config.max_batch_tokens >= ops.FUSED_GATE_MIN_ROWS:
+            sizes.append((ops.FUSED_GATE_MIN_ROWS, 0))
         for wanted, decoding in sizes:
             tokens = min(wanted, config.max_batch_tokens - decoding)
             whole, rest = divmod(tokens, longest)
             lengths = [longest] * whole + [rest] * (rest > 0) + [1] * decoding
             if len(lengths) <= config.max_num_seqs:
                 steps = [_rehearsed(slot, length, self.block_size) for slot, length in enumerate(lengths)]
-                with telling_lack(self.device, partial(self._step_too_large, tokens=tokens, sequences=len(steps))):
+                with explain_oom(self.device, partial(self._step_too_large, tokens=tokens, sequences=len(steps))):
                     DecodeGraphs.run(self.graphs, self.packer.pack(steps), self._idle_hidden(sum(lengths)))
 
     @torch.inference_mode()
@@ -245,7 +254,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
         say = partial(self._step_too_large, tokens=plan.num_tokens, sequences=len(plan.sequences))
-        with self.profiler.step(plan), telling_lack(self.device, say, self._resident):
+        with self.profiler.step(plan), explain_oom(self.device, say, self._resident):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> PendingStep | None:

@@ -3,7 +3,7 @@
 All compute in float32 and round to the dtype of the tensors exactly where the operations they replace round, so that a
 model's tokens do not depend on which of the two it runs.
 
-A launch may be dependent (`pdl`, see kernels/dependent.py): it begins while the launch before it still runs, and waits
+A launch may be dependent (`pdl`, see kernels/pdl.py): it begins while the launch before it still runs, and waits
 for that one's results before it reads anything.
 
 Names: T tokens · R rows · C columns · H query heads · K key/value heads · D head_dim · B tokens a block holds.
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from yalis.kernels.dependent import option
 from yalis.kernels.numbers import ceil_div, power_of_two
+from yalis.kernels.pdl import pdl_option
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -92,7 +92,7 @@ def add_rms_norm(
         _add_rms_norm[(rows,)](
             y, summed, x, other, weight, x.stride(0), other.stride(0), eps,
             C=cols, BC=block, BRANCH=branch is not None, PDL=pdl, num_warps=min(16, max(1, block // 256)),
-            **option(pdl),
+            **pdl_option(pdl),
         )  # fmt: skip
     return y, summed
 
@@ -180,7 +180,7 @@ def rope_write(
         q, k_cache, v_cache, qkv, cos, sin, slots, q_norm if norm else qkv, k_norm if norm else qkv,
         *qkv.stride()[:2], cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
         H=heads, K=kv_heads, D=dim, DP=power_of_two(dim), DIM=cos.shape[-1], B=block_size,
-        M=rows, NORM=norm, PDL=pdl, num_warps=4, **option(pdl),
+        M=rows, NORM=norm, PDL=pdl, num_warps=4, **pdl_option(pdl),
     )  # fmt: skip
     return q
 
@@ -202,7 +202,7 @@ def take(table: Tensor, rows: Tensor, pdl: bool = False) -> Tensor:
     if y.numel():
         block = min(2048, power_of_two(width))
         _take[(count, ceil_div(width, block))](
-            y, table, rows, table.stride(0), width, BC=block, PDL=pdl, num_warps=4, **option(pdl)
+            y, table, rows, table.stride(0), width, BC=block, PDL=pdl, num_warps=4, **pdl_option(pdl)
         )
     return y
 
@@ -230,7 +230,7 @@ def gated(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
         block = min(1024, power_of_two(width))
         _gated[(rows, ceil_div(width, block))](
             y, gate_up, gate_up.stride(0), width, BW=block, ACTIVATION=activation, PDL=pdl, num_warps=4,
-            **option(pdl),
+            **pdl_option(pdl),
         )  # fmt: skip
     return y
 
@@ -273,9 +273,9 @@ def argmax(logits: Tensor, pdl: bool = False) -> Tensor:
     places = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _best_of_part[(rows, parts)](
-            best, logits, logits.stride(0), vocab, BV=block, PDL=pdl, num_warps=4, **option(pdl)
+            best, logits, logits.stride(0), vocab, BV=block, PDL=pdl, num_warps=4, **pdl_option(pdl)
         )
-        _best_of_parts[(rows,)](places, best, parts, BP=power_of_two(parts), PDL=pdl, num_warps=1, **option(pdl))
+        _best_of_parts[(rows,)](places, best, parts, BP=power_of_two(parts), PDL=pdl, num_warps=1, **pdl_option(pdl))
     return places
 
 

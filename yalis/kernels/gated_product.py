@@ -20,7 +20,6 @@ from torch import Tensor
 
 from yalis.kernels.fused import gate
 from yalis.kernels.numbers import ceil_div
-from yalis.kernels.ops import MANY_ROWS
 from yalis.kernels.room import Room, room_of
 from yalis.kernels.tiles import describable, described
 
@@ -58,8 +57,8 @@ def _gated_product(
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel computes such a product, and faster than one after the other."""
-    if x.shape[0] < MANY_ROWS or x.dtype == torch.float32 or weight.dtype != x.dtype:
+    """Whether the kernel supports these dtypes, strides and sizes on this GPU."""
+    if x.dtype == torch.float32 or weight.dtype != x.dtype:
         return False
     room = room_of(x.device)
     whole = weight.shape[0] // 2 * x.itemsize % 16 == 0  # outputs are stored by descriptor too

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from yalis.kernels import dependent, native
+from yalis.kernels import native
 from yalis.kernels.opaque import opaque
+from yalis.kernels.pdl import pdl_enabled
 
-# Above this, MKL's blocking beats streaming the matrix past the rows.
-MOST_ROWS = 48
-# From here on a GPU is at the limit of its power, and what the gate costs behind a product is more than cuBLAS gains.
-MANY_ROWS = 8192
+# With more rows, MKL's blocked GEMM is faster than native.c, which streams the matrix past the rows.
+NATIVE_MAX_ROWS = 48
+# From here on a GPU is at its power limit, and a separate gate kernel costs more than cuBLAS gains over our GEMM.
+FUSED_GATE_MIN_ROWS = 8192
 
 
 @opaque(
@@ -44,7 +45,7 @@ def linear(
     if _few_rows(x, weight):
         from yalis.kernels import skinny
 
-        return skinny.linear(x, weight, bias, dependent.wanted())
+        return skinny.linear(x, weight, bias, pdl_enabled())
     return _product(x, weight, bias)
 
 
@@ -62,8 +63,8 @@ def gated_linear(
     if _few_rows(x, weight, gated=True):
         from yalis.kernels import skinny
 
-        return skinny.gated_linear(x, weight, activation, bias, dependent.wanted())
-    if _triton(x):
+        return skinny.gated_linear(x, weight, activation, bias, pdl_enabled())
+    if x.shape[0] >= FUSED_GATE_MIN_ROWS and _triton(x):
         from yalis.kernels import gated_product
 
         if gated_product.suits(x, weight):
@@ -96,7 +97,7 @@ def rope_write(
     if _triton(qkv) and k_cache.stride(3) == v_cache.stride(3) == 1:
         from yalis.kernels import fused
 
-        pdl = dependent.wanted()
+        pdl = pdl_enabled()
         return fused.rope_write(qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps, pdl)
     kv_heads = k_cache.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -116,7 +117,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dim() == 2 and _triton(x):
         from yalis.kernels import fused
 
-        return fused.add_rms_norm(x, None, weight, eps, dependent.wanted())[0]
+        return fused.add_rms_norm(x, None, weight, eps, pdl_enabled())[0]
     lib = _native(x)
     if lib is None or weight.dtype != x.dtype or not _packed(x):
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
@@ -144,19 +145,19 @@ def _add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tupl
     if _triton(x):
         from yalis.kernels import fused
 
-        return fused.add_rms_norm(x, branch, weight, eps, dependent.wanted())
+        return fused.add_rms_norm(x, branch, weight, eps, pdl_enabled())
     x = add(x, branch)
     return rms_norm(x, weight, eps), x
 
 
-def take(table: Tensor, rows: Tensor) -> Tensor:
+def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     """The rows of table [N, C] that `rows` [T] int64 names, in its order."""
     if torch.compiler.is_compiling():
         return table.index_select(0, rows)
     if _triton(table) and rows.is_contiguous():
         from yalis.kernels import fused
 
-        return fused.take(table, rows, dependent.wanted())
+        return fused.take(table, rows, pdl_enabled())
     lib = _native(table)
     if lib is None or table.stride(1) != 1 or not rows.is_contiguous():
         return table.index_select(0, rows)
@@ -171,7 +172,7 @@ def take(table: Tensor, rows: Tensor) -> Tensor:
 def add(x: Tensor, y: Tensor) -> Tensor:
     """x + y, of one shape."""
     lib = _native(x)
-    if lib is None or x.shape[0] > MOST_ROWS or not (x.is_contiguous() and y.is_contiguous()):
+    if lib is None or x.shape[0] > NATIVE_MAX_ROWS or not (x.is_contiguous() and y.is_contiguous()):
         return x + y
     out = torch.empty_like(x)
     lib.add(out.data_ptr(), x.data_ptr(), y.data_ptr(), x.numel())
@@ -184,7 +185,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     if _triton(gate_up):
         from yalis.kernels import fused
 
-        return fused.gated(gate_up, activation, dependent.wanted())
+        return fused.gated(gate_up, activation, pdl_enabled())
     lib = _native(gate_up)
     if lib is None or activation != "silu" or gate_up.stride(1) != 1:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -233,7 +234,7 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor)
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
     lib = _native(x)
-    if lib is None or not 0 < rows <= MOST_ROWS or x.stride(1) != 1 or not weight.is_contiguous():
+    if lib is None or not 0 < rows <= NATIVE_MAX_ROWS or x.stride(1) != 1 or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     out, depth = weight.shape
     y = x.new_empty((rows, out))

@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from yalis.kernels.dependent import option
 from yalis.kernels.fused import follow
 from yalis.kernels.numbers import ceil_div, power_of_two
+from yalis.kernels.pdl import pdl_option
 from yalis.kernels.pieces import PLANNED, cut
 from yalis.kernels.room import Room, room_of
 from yalis.kernels.tiles import described
@@ -400,7 +400,7 @@ def paged_attention(
             launch.cuts[window] = torch.empty((5, pieces), dtype=torch.int32, device=q.device)
             cut[(ceil_div(pieces, PLANNED.value),)](
                 launch.cuts[window], query_start, context_len, sequences, kv_heads, pieces, launch.programs,
-                window or 0, N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **option(pdl),
+                window or 0, N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **pdl_option(pdl),
             )  # fmt: skip
         rows = power_of_two(group)
         _decode[(kv_heads, pieces)](
@@ -408,7 +408,7 @@ def paged_attention(
             *strides, scale, softcap or 1.0,
             **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))),
             WHOLE=whole, SOFTCAP=softcap is not None, PDL=pdl,
-            num_warps=shape.warps, num_stages=shape.stages, **option(pdl),
+            num_warps=shape.warps, num_stages=shape.stages, **pdl_option(pdl),
         )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ with its bias; in an MLP gate and up, the activation of the gate, and their prod
 
 Splits share counters of the device, so one stream carries its launches, captured or not.
 
-A dependent launch (`pdl`, see kernels/dependent.py) asks for its first weights before it waits for its input: with one
+A dependent launch (`pdl`, see kernels/pdl.py) asks for its first weights before it waits for its input: with one
 row it loads them, with several it brings them into the L2 cache.
 
 Names: R rows of x · N outputs · K inputs · OWN outputs of a program, BN filled up · BK inputs it takes at a time ·
@@ -37,9 +37,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from yalis.kernels.dependent import option
 from yalis.kernels.fused import gate
 from yalis.kernels.numbers import ceil_div, power_of_two
+from yalis.kernels.pdl import pdl_option
 from yalis.kernels.room import Room, room_of
 from yalis.kernels.tiles import describable, described
 
@@ -377,7 +377,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pdl
     tiles = ceil_div(outputs, shape.outputs)
     given = {
         "BN": power_of_two(shape.outputs), "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
-        "PDL": pdl, "num_warps": shape.warps, **option(pdl),
+        "PDL": pdl, "num_warps": shape.warps, **pdl_option(pdl),
     }  # fmt: skip
     if rows == 1:
         _one_row[(tiles,)](y, x, weight, x if bias is None else bias, weight.stride(0), outputs, K=inputs, **given)

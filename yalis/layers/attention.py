@@ -50,14 +50,14 @@ class SelfAttention(nn.Module):
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], H + 2 * K, self.head_dim)
         q_norm, k_norm = (None if head is None else head.weight for head in (self.q_norm, self.k_norm))
-        q = ops.rope_write(qkv, *rope, *cache, step.batch.slots, q_norm, k_norm, self.eps)
+        q = ops.rope_write(qkv, *rope, *cache, step.batch.kv_slots, q_norm, k_norm, self.eps)
         if self.before or self.behind:
             q = pad(q, (0, 0, self.before, self.behind))
         attended = step.attend(q, cache, self.params)
         if self.before or self.behind:
             attended = attended[:, self.before : self.before + H]
         attended = attended.reshape(x.shape[0], H * self.head_dim)
-        y: Tensor = self.out(attended if rows is None else ops.take(attended, rows))
+        y: Tensor = self.out(attended if rows is None else ops.gather_rows(attended, rows))
         return y
 
 

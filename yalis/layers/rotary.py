@@ -27,7 +27,7 @@ class Rotary(nn.Module):
 
     def rows(self, rope_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a batch, [T, 1, dim] each: looked up once a step, used by every layer."""
-        cos, sin = ops.take(self.cos_sin, rope_rows).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = ops.gather_rows(self.cos_sin, rope_rows).unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
 
 

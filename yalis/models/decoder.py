@@ -1,12 +1,12 @@
-"""The one decoder: every family is this model with other flags.
+"""The decoder of all model families; a ModelSpec selects what differs between them.
 
-Shapes: T tokens of a step, packed · R rows that get logits · hidden is this rank's part where c > 1.
+Shapes: T tokens of all sequences of a step, concatenated · R rows that get logits · hidden: this rank's share of the
+hidden size, which is split over the grid's columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,12 @@ from yalis.spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens"
 
-_numbers = count()
-
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma 2 norms each branch's output as well.
+    """A transformer layer: x + attention(norm(x)), then x + mlp(norm(x)). Gemma 2 also norms the sublayer outputs.
 
-    What a branch gives is added by the norm that follows, so x and `branch`, the last one's, go from block to block.
+    The addition is fused with the norm that follows it. A block therefore returns the output of its MLP and the
+    residual that it has yet to be added to, and the next block starts from both.
     """
 
     def __init__(self, spec: ModelSpec, grid: Grid, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,26 +56,29 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        branch: Tensor | None,
+        residual: Tensor | None,
         rope: tuple[Tensor, Tensor],
         cache: LayerCache,
         step: StepAttention,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """From hidden states x and what the block before has to add to them (the first: nothing), to the same of this.
+        """Return (x, residual) of the next block, [T, hidden] each; their sum is the layer's output.
 
-        `rows` [R] int64: the tokens anyone asks for, if not all. Others leave keys and values, and no more.
+        `residual` is None in the first block, which has only x. `rows` [R] int64: compute the output of these tokens
+        alone. The other tokens only write their keys and values.
         """
-        normed, x = self.attention_norm.of_sum(x, branch)
-        branch = self.attention(normed, rope, cache, step, rows)
+        normed, residual = self.attention_norm.add_norm(x, residual)
+        x = self.attention(normed, rope, cache, step, rows)
         if self.attention_out_norm is not None:
-            branch = self.attention_out_norm(branch)
-        normed, x = self.mlp_norm.of_sum(x if rows is None else ops.take(x, rows), branch)
-        del branch  # its memory is the MLP's
-        branch = self.mlp(normed)
+            x = self.attention_out_norm(x)
+        if rows is not None:
+            residual = ops.gather_rows(residual, rows)
+        normed, residual = self.mlp_norm.add_norm(x, residual)
+        del x  # so that the MLP can reuse its memory
+        x = self.mlp(normed)
         if self.mlp_out_norm is not None:
-            branch = self.mlp_out_norm(branch)
-        return x, branch
+            x = self.mlp_out_norm(x)
+        return x, residual
 
 
 class Decoder(nn.Module):
@@ -87,8 +89,9 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.dtype, self.hidden = spec, dtype, len(grid.hidden(spec.hidden_size))
-        self.number = next(_numbers)  # among the models of this process
-        # Rounded to the compute dtype, as the reference multiplies.
+        #: Prepares the attention of a step; models/compile.py replaces it for compiled blocks.
+        self.prepare_attention: Callable[[AttentionBackend, ForwardBatch], StepAttention] = StepAttention
+        # Rounded to the compute dtype, as in the reference implementation.
         scale = spec.embed_scale
         self.embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         vocab, hidden = spec.vocab_size, spec.hidden_size
@@ -105,34 +108,34 @@ class Decoder(nn.Module):
             self.head = LMHead(grid, name, vocab, hidden, dtype, device, tied)
 
     def load(self, source: TensorSource) -> None:
-        """Every layer reads its own slices; `source` never learns which."""
+        """Load the weights. Every layer reads its own slices of the checkpoint."""
         for module in self.modules():
             if isinstance(module, ParallelLayer):
                 module.load(source)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], backend: AttentionBackend) -> Tensor:
-        """Logits [R, vocabulary share] of the rows the batch asks for; before the last stage hidden states [T, hidden].
+        """Return logits [R, vocabulary share], or on all but the last pipeline stage hidden states [T, hidden].
 
-        The first stage starts from token ids, the others from the hidden states that the batch carries.
+        The first stage starts from the batch's token ids, the others from its hidden states.
         """
         if self.embedding is not None:
             x: Tensor = self.embedding(batch.token_ids)
             if self.embed_scale is not None:
                 x = x * self.embed_scale
         else:
-            assert batch.hidden is not None, "a later stage starts from hidden states"
+            assert batch.hidden is not None, "all stages but the first start from hidden states"
             x = batch.hidden
         rope = self.rotary.rows(batch.rope_rows)
-        step = StepAttention(backend, batch, self.number)
-        # Behind the last layer's attention only tokens that get logits go on. In a decode step those are all.
-        some = self.head is not None and batch.logit_rows.shape[0] < x.shape[0]
-        branch = None
-        for at, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
-            rows = batch.logit_rows if some and at == len(self.layers) else None
-            x, branch = block(x, branch, rope, cache, step, rows)
+        step = self.prepare_attention(backend, batch)
+        # After the last layer's attention, only the tokens that get logits are computed. In a decode step all do.
+        skip_rows = self.head is not None and batch.logit_rows.shape[0] < x.shape[0]
+        residual = None
+        for layer, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
+            rows = batch.logit_rows if skip_rows and layer == len(self.layers) else None
+            x, residual = block(x, residual, rope, cache, step, rows)
         if self.norm is None or self.head is None:
-            return x if branch is None else ops.add(x, branch)
-        logits: Tensor = self.head(self.norm.of_sum(x, branch)[0])
+            return x if residual is None else ops.add(residual, x)
+        logits: Tensor = self.head(self.norm.add_norm(x, residual)[0])
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

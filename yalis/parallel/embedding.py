@@ -28,10 +28,10 @@ class VocabEmbedding(ParallelLayer):
     def forward(self, token_ids: Tensor) -> Tensor:
         """[T] ids to [T, hidden / c]."""
         if self.grid.tp_group.size == 1:
-            return ops.take(self.weight.data, token_ids)
+            return ops.gather_rows(self.weight.data, token_ids)
         local = token_ids - self.part.start
         mine = (local >= 0) & (local < len(self.part))
-        rows = ops.take(self.weight.data, local.clamp(0, len(self.part) - 1)) * mine.unsqueeze(-1)
+        rows = ops.gather_rows(self.weight.data, local.clamp(0, len(self.part) - 1)) * mine.unsqueeze(-1)
         columns = self.grid.hidden(self.hidden)
         return self.grid.tp_group.all_reduce(rows)[:, columns.start : columns.stop].contiguous()
 

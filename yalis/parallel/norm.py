@@ -33,14 +33,14 @@ class RMSNorm(ParallelLayer):
             self.weight.add_(self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.of_sum(x, None)[0]
+        return self.add_norm(x, None)[0]
 
-    def of_sum(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(the norm of x + branch, x + branch); without a branch, of x alone."""
+    def add_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (the norm of x + residual, x + residual); without a residual, (the norm of x, x)."""
         if self.grid.cols == 1:
-            return ops.add_rms_norm(x, branch, self.weight, self.eps)
-        if branch is not None:
-            x = ops.add(x, branch)
+            return ops.add_rms_norm(x, residual, self.weight, self.eps)
+        if residual is not None:
+            x = ops.add(residual, x)
         wide = x.float()
         squares = self.sum(wide.pow(2).sum(-1, keepdim=True))
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype), x

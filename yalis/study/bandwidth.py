@@ -62,7 +62,7 @@ def product_reads(device: torch.device) -> dict[str, float]:
     Over several matrices in turn, so that none is still in the cache when its turn comes.
     """
     from yalis.kernels import ops
-    from yalis.kernels.dependent import dependent_launches
+    from yalis.kernels.pdl import enable_pdl
 
     outputs, inputs = _HEAD
     count = max(1, _READ_BYTES[device.type] // (2 * outputs * inputs))
@@ -73,7 +73,7 @@ def product_reads(device: torch.device) -> dict[str, float]:
         for weight in weights:
             ops.linear(x, weight)
 
-    with dependent_launches(device):
+    with enable_pdl(device):
         return {"linear, one row": weights.nbytes / _best_seconds(kernel, device)}
 
 

@@ -112,7 +112,7 @@ class Native(Torch):
         return ops.rotate(x, cos, sin)
 
     def take(self, table: Tensor, rows: Tensor) -> Tensor:
-        return ops.take(table, rows)
+        return ops.gather_rows(table, rows)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
@@ -133,9 +133,9 @@ class Kernels:
     """Our Triton kernels, one launch each; `pdl`: each starts while the one before it ends; `shape`: of products."""
 
     def __init__(self, pdl: bool = False, shape: Any = None) -> None:
-        from yalis.kernels import feeding, fused, gated_product, paged_attention, skinny
+        from yalis.kernels import fused, gated_product, paged_attention, skinny, token_feedback
 
-        self._feeding: Any = feeding
+        self._token_feedback: Any = token_feedback
         self._fused: Any = fused
         self._skinny: Any = skinny
         self._gated_product: Any = gated_product.gated_product
@@ -170,7 +170,7 @@ class Kernels:
         return y
 
     def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        fed: Tensor = self._feeding.feed(ids, last, owners, self._pdl)
+        fed: Tensor = self._token_feedback.use_last_tokens(ids, last, owners, self._pdl)
         return fed
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Kernels:
         return places
 
     def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        tokens: Tensor = self._feeding.settle(logits, last, owners, NO_TOKEN, self._pdl)
+        tokens: Tensor = self._token_feedback.pick_greedy(logits, last, owners, NO_TOKEN, self._pdl)
         return tokens
 
     def attention(

@@ -17,7 +17,7 @@ from torch import Tensor
 from yalis import env
 from yalis.engine.device import resolve_block_size
 from yalis.errors import YalisError
-from yalis.kernels.ops import MANY_ROWS
+from yalis.kernels.ops import FUSED_GATE_MIN_ROWS
 from yalis.kernels.room import room_of
 from yalis.perfmodel.floors import ModelDims
 from yalis.study.kernels.backends import Kit
@@ -107,13 +107,16 @@ def _many(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch
     from yalis.kernels.gated_product import suits
 
     outputs, inputs = matrices(dims)["gate_up"]
-    x, weight = _numbers(MANY_ROWS, inputs, dtype=dtype, device=device), _matrix(outputs, inputs, dtype, device)
+    x, weight = (
+        _numbers(FUSED_GATE_MIN_ROWS, inputs, dtype=dtype, device=device),
+        _matrix(outputs, inputs, dtype, device),
+    )
     if not suits(x, weight):
         return
-    moved = float(weight.nbytes + x.nbytes + MANY_ROWS * outputs // 2 * dtype.itemsize)
-    flops = 2.0 * MANY_ROWS * outputs * inputs
+    moved = float(weight.nbytes + x.nbytes + FUSED_GATE_MIN_ROWS * outputs // 2 * dtype.itemsize)
+    flops = 2.0 * FUSED_GATE_MIN_ROWS * outputs * inputs
     shape = f"gate_up {outputs}x{inputs}"
-    yield Trial("linear, gate", shape, MANY_ROWS, moved, flops, _call("gated_linear"), [(x, weight)])
+    yield Trial("linear, gate", shape, FUSED_GATE_MIN_ROWS, moved, flops, _call("gated_linear"), [(x, weight)])
 
 
 def _small(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:

@@ -37,7 +37,7 @@ class _Call(Structure):
 Note = tuple[str, tuple[Any, ...]]  # a function of native.c and its arguments
 
 
-class Tape:
+class ReplayBuffer:
     """The calls of one run of a function that computes in native calls alone."""
 
     def __init__(self, library: native.Library, notes: list[Note], made: list[Tensor], result: Tensor) -> None:
@@ -72,7 +72,7 @@ class Tape:
             listener(name, begin, end)
 
 
-def record(function: Callable[[], Tensor]) -> tuple[Tensor, Tape | None]:
+def record(function: Callable[[], Tensor]) -> tuple[Tensor, ReplayBuffer | None]:
     """What the function gives, and a tape that computes it again; None where more than native calls went into it."""
     library = native.load()
     if library is None:
@@ -80,7 +80,7 @@ def record(function: Callable[[], Tensor]) -> tuple[Tensor, Tape | None]:
     recorder, watch = _Recorder(library), _Watch()
     with native.replaced(recorder), watch:
         result = function()
-    return result, Tape(library, recorder.notes, watch.made, result) if watch.pure else None
+    return result, ReplayBuffer(library, recorder.notes, watch.made, result) if watch.pure else None
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from yalis.kernels import native, ops
-from yalis.kernels.tape import record
+from yalis.kernels.replay import record
 
 
 def make_layer():

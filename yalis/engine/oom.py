@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Lack:
+class OutOfMemory:
     """In bytes; None where nobody says."""
 
     asked: int | None  # in the end
@@ -63,15 +63,15 @@ class Lack:
 
 
 @contextmanager
-def telling_lack(
-    device: torch.device, say: Callable[[Lack], str], before: int | None = None, needed: int = 0
+def explain_oom(
+    device: torch.device, say: Callable[[OutOfMemory], str], before: int | None = None, needed: int = 0
 ) -> Iterator[None]:
     """Memory that runs out inside becomes a sentence. `before`: bytes that were allocated, where the caller knows.
 
     `needed`: what is known to be, of a host's memory: that is promised to anybody, and who takes it is ended later.
     """
     if device.type == "cpu" and needed > (free := free_bytes(device) or needed):
-        raise YalisFailure(say(Lack(needed, free)))
+        raise YalisFailure(say(OutOfMemory(needed, free)))
     if before is None:
         before = allocated_bytes(device)
     try:
@@ -83,7 +83,7 @@ def telling_lack(
             raise
         told = _ASKED.search(str(full))
         asked = round(float(told[1]) * _UNITS[told[2]]) if told else None
-        lack = Lack(asked, free_bytes(device), max(0, allocated_bytes(device) - before))
+        lack = OutOfMemory(asked, free_bytes(device), max(0, allocated_bytes(device) - before))
         raise YalisFailure(say(lack)) from error
 
 
@@ -105,7 +105,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def weights_do_not_fit(
-    lack: Lack, label: str, weight_bytes: int, ranks: int, dtype: torch.dtype, device: torch.device
+    lack: OutOfMemory, label: str, weight_bytes: int, ranks: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """`weight_bytes`: of this rank, one of `ranks` that share the model."""
     ways = ["a smaller model"]
@@ -122,7 +122,9 @@ def weights_do_not_fit(
     )
 
 
-def cache_does_not_fit(lack: Lack, config: EngineConfig, blocks: int, block_bytes: int, device: torch.device) -> str:
+def cache_does_not_fit(
+    lack: OutOfMemory, config: EngineConfig, blocks: int, block_bytes: int, device: torch.device
+) -> str:
     needed = blocks * block_bytes
     room = lack.room if lack.room is not None and lack.room < needed else None
     if config.kv_memory is not None:
@@ -135,8 +137,8 @@ def cache_does_not_fit(lack: Lack, config: EngineConfig, blocks: int, block_byte
     )
 
 
-def what_fits(
-    lack: Lack,
+def suggest_fit(
+    lack: OutOfMemory,
     config: EngineConfig,
     device: torch.device,
     tokens: int = 0,
