@@ -3,7 +3,7 @@
 PYTHONPATH=. python benchmarks/tune_attention.py [decode] [prefill] [--seconds 50] [--processes 16] [--top 10]
 
 Decoding is tried with keys at a time, warps, stages and programs for each processor, at every size of CONTEXTS. All are
-compiled first, by many processes. What the device has no room for is left out, what is wrong is told and left out.
+compiled first, by many processes. What the device has no limits for is left out, what is wrong is told and left out.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from yalis.attention.flash import FlashAttention
 from yalis.attention.triton import TritonAttention
 from yalis.kernels import paged_attention as kernels
 from yalis.kernels import reference
-from yalis.kernels.paged_attention import Shape
+from yalis.kernels.gpu_limits import gpu_limits
+from yalis.kernels.paged_attention import TileConfig
 from yalis.kernels.pdl import enable_pdl
-from yalis.kernels.room import room_of
 from yalis.study.bandwidth import clock
 from yalis.study.kernels.benchmark import captured
 
@@ -55,9 +55,9 @@ class Candidate(NamedTuple):
     programs: int  # for each processor, that contexts are cut for
 
     @property
-    def shape(self) -> Shape:
-        rows = kernels.decode_shape(HEADS // KV_HEADS, DIM, torch.bfloat16).m
-        return Shape(rows, self.keys, self.warps, self.stages)
+    def shape(self) -> TileConfig:
+        rows = kernels.decode_config(HEADS // KV_HEADS, DIM, torch.bfloat16).block_m
+        return TileConfig(rows, self.keys, self.warps, self.stages)
 
 
 class Step(NamedTuple):
@@ -107,9 +107,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def present(device: torch.device) -> Candidate:
     """What is launched now."""
-    shape = kernels.decode_shape(HEADS // KV_HEADS, DIM, torch.bfloat16)
-    programs = TritonAttention(make_needs(device)).programs // room_of(device).processors
-    return Candidate(shape.n, shape.warps, shape.stages, programs)
+    shape = kernels.decode_config(HEADS // KV_HEADS, DIM, torch.bfloat16)
+    programs = TritonAttention(make_needs(device)).target_programs // gpu_limits(device).num_sms
+    return Candidate(shape.block_n, shape.num_warps, shape.num_stages, programs)
 
 
 def list_candidates(now: Candidate, *choices: Sequence[int]) -> list[Candidate]:
@@ -136,7 +136,7 @@ def tune_decode(candidates: list[Candidate], end: float, processes: int, top: in
 
 
 def build_all(candidates: Sequence[Candidate], processes: int, end: float) -> set[Candidate]:
-    """Those that are compiled in time, and that the device has room for."""
+    """Those that are compiled in time, and that the device has limits for."""
     ready = set()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:  # whose end ends what still compiles
         built = pool.imap_unordered(build, candidates)
@@ -151,7 +151,7 @@ def build_all(candidates: Sequence[Candidate], processes: int, end: float) -> se
 
 
 def build(candidate: Candidate) -> tuple[Candidate, bool]:
-    """Leave a launch's kernels in Triton's cache; whether the device has room for it."""
+    """Leave a launch's kernels in Triton's cache; whether the device has limits for it."""
     device = torch.device("cuda")
     with torch.inference_mode(), enable_pdl(device):
         return candidate, attend_once(candidate, make_step(1, 200, 1, device, copies=1)) is not None
@@ -174,7 +174,7 @@ def sweep(candidates: Iterable[Candidate], steps: Sequence[Step], end: float) ->
 
 
 def attend_once(candidate: Candidate, step: Step) -> Tensor | None:
-    """What a launch gives; nothing where the device has no room for it."""
+    """What a launch gives; nothing where the device has no limits for it."""
     try:
         with launched(candidate, step.needs) as backend:
             out = backend.attend(step.q, step.caches[0], step.batch, backend.prepare(step.batch), PARAMS)
@@ -188,13 +188,13 @@ def attend_once(candidate: Candidate, step: Step) -> Tensor | None:
 def launched(candidate: Candidate, needs: AttentionNeeds) -> Iterator[TritonAttention]:
     """A backend that launches decoding so."""
     backend = TritonAttention(needs)
-    backend.programs = candidate.programs * room_of(needs.device).processors
-    chosen, shape = kernels.decode_shape, candidate.shape
-    kernels.decode_shape = lambda *_: shape
+    backend.target_programs = candidate.programs * gpu_limits(needs.device).num_sms
+    chosen, shape = kernels.decode_config, candidate.shape
+    kernels.decode_config = lambda *_: shape
     try:
         yield backend
     finally:
-        kernels.decode_shape = chosen
+        kernels.decode_config = chosen
 
 
 def time_launch(candidate: Candidate, step: Step) -> float:
@@ -257,24 +257,24 @@ def rank(
 
 def tune_prefill() -> None:
     device = torch.device("cuda")
-    shapes = [Shape(m, 64, warps, stages) for m, warps, stages in product((64, 128), (4, 8), (2, 3, 5))]
-    shapes += [Shape(128, 128, 8, stages) for stages in (2, 3)]
-    chosen = kernels.prefill_shape
-    now = chosen(HEADS // KV_HEADS, DIM, torch.bfloat16, room_of(device))
+    shapes = [TileConfig(m, 64, warps, stages) for m, warps, stages in product((64, 128), (4, 8), (2, 3, 5))]
+    shapes += [TileConfig(128, 128, 8, stages) for stages in (2, 3)]
+    chosen = kernels.prefill_config
+    now = chosen(HEADS // KV_HEADS, DIM, torch.bfloat16, gpu_limits(device))
     steps = [make_step(sequences, tokens, tokens, device) for sequences, tokens in PROMPTS]
     tell(f"\n{'prefill, TFLOP/s':<44}" + "".join(f"{step.name:>12}" for step in steps))
     for shape in (None, now, *(one for one in shapes if one != now)):
         rates = []
         for step, (sequences, tokens) in zip(steps, PROMPTS, strict=True):
             flops = 4 * HEADS * DIM * sequences * tokens * (tokens + 1) / 2
-            kernels.prefill_shape = lambda *_, shape=shape: shape
+            kernels.prefill_config = lambda *_, shape=shape, **__: shape
             try:
                 backend = FlashAttention(step.needs) if shape is None else TritonAttention(step.needs)
                 rates.append(flops / microseconds(backend, step) / 1e6)
             except NO_ROOM:
                 rates.append(float("nan"))
             finally:
-                kernels.prefill_shape = chosen
+                kernels.prefill_config = chosen
         name = "flash, keys packed first" if shape is None else str(shape)
         tell(f"{name:<44}" + "".join(f"{rate:>12.0f}" for rate in rates) + ("  now" if shape == now else ""))
 

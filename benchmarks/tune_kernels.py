@@ -13,7 +13,7 @@ from typing import TextIO
 
 import torch
 
-from yalis.kernels.room import room_of
+from yalis.kernels.gpu_limits import gpu_limits
 from yalis.kernels.skinny import Problem, candidates
 from yalis.study.kernels.benchmark import LLAMA_8B, build, tune
 from yalis.study.kernels.cases import matrices
@@ -31,8 +31,8 @@ def main() -> None:
         for name, (outputs, inputs) in matrices(LLAMA_8B).items():
             gated = name == "gate_up"
             problems.append(Problem(rows, outputs // 2 if gated else outputs, inputs, dtype.itemsize, gated))
-    room = room_of(torch.device("cuda"))
-    jobs = {(problem, shape) for problem in problems for shape in candidates(problem, room)}
+    limits = gpu_limits(torch.device("cuda"))
+    jobs = {(problem, shape) for problem in problems for shape in candidates(problem, limits)}
     # Launches of equal inputs share a kernel, so one of them is enough; compiling is what takes the time.
     unlike = {(p.rows, p.inputs if p.rows == 1 else 0, p.gated, shape): (p, shape, dtype) for p, shape in jobs}
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:

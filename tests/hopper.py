@@ -14,15 +14,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from yalis.kernels import fused, gated_product, paged_attention, pieces, skinny, token_feedback
+from yalis.kernels import fused, gated_product, kv_splits, paged_attention, skinny, token_feedback
 
 POINTERS = {
-    "arrived_ptr": "*i32", "part_ptr": "*fp32", "lse_ptr": "*fp32", "cuts_ptr": "*i32", "query_start": "*i32",
-    "context_len": "*i64", "cuts": "*i32", "tables": "*i64", "tile_sequence": "*i64", "tile_start": "*i64",
+    **dict.fromkeys(("arrived_ptr", "counter_ptr", "plan_ptr", "query_start_ptr"), "*i32"),
+    **dict.fromkeys(("part_ptr", "partial_out_ptr", "partial_lse_ptr"), "*fp32"),
     **dict.fromkeys(("q_weight", "k_weight", "k_cache", "v_cache", "x_tiles", "w_tiles"), "*bf16"),
     **dict.fromkeys(
-        ("slots_ptr", "ids_ptr", "last_ptr", "request_slots_ptr", "best_ids_ptr", "best_ptr", "place_ptr", "rows_ptr"),
-        "*i64",
+        ("context_len_ptr", "tables_ptr", "tile_sequence_ptr", "tile_start_ptr", "slots_ptr", "ids_ptr", "last_ptr",
+         "request_slots_ptr", "best_ids_ptr", "best_ptr", "place_ptr", "rows_ptr"), "*i64"
     ),
 }  # fmt: skip
 FLOATS = ("eps", "scale", "softcap")
@@ -92,12 +92,14 @@ def main() -> None:
     few = {"RP": 16, **part, "DESCRIBED": False, "LINE": 64, "LINES": 4, **flags}
     tiled = {**few, "RP": 128, "OWN": 64, "DESCRIBED": True}
     tiles = {"x_tiles": "128,64", "w_tiles": "64,64"}
-    tile = {"G": 4, "D": 128, "DP": 128, "M": 16, "N": 32, "GP": 4, "CHUNK": 8}
-    decode = {**tile, "SOFTCAP": False, "PDL": True, "B": 16, "WHOLE": False}
-    whole = {**decode, "B": 64, "WHOLE": True}
+    head = {"GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
+    tile = {**head, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_G": 4, "MERGE_CHUNK": 8}
+    decode = {**tile, "SOFTCAP": False, "PDL": True, "BLOCK_SIZE": 16, "USE_TMA": False}
+    decode_tma = {**decode, "BLOCK_SIZE": 64, "USE_TMA": True}
     keys = dict.fromkeys(("k_cache", "v_cache"), "1,32,128")
     heads = {"H": 32, "K": 8, "D": 128, "DP": 128, "DIM": 128, "B": 16, "M": 8, "NORM": True, "PDL": True}
-    prompt = {"G": 4, "D": 128, "DP": 128, "B": 64, "M": 128, "N": 64, "WHOLE": True, "WINDOW": False, "SOFTCAP": False}
+    flags_off = {"WINDOW": False, "SOFTCAP": False}
+    prefill = {**head, "BLOCK_SIZE": 64, "BLOCK_M": 128, "BLOCK_N": 64, "USE_TMA": True, **flags_off}
     blocks = dict.fromkeys(("k_cache", "v_cache"), "1,64,128")
     sides = {"PROGRAMS": 132, "GROUP": 8, "BM": 128, "BN": 128, "BK": 64, "ACTIVATION": "silu", "BIAS": False}
     sums = {"y_tiles": "128,128", "x_tiles": "128,64", "w_tiles": "2,128,64"}
@@ -107,9 +109,9 @@ def main() -> None:
         "128 rows": compiled(skinny._few_rows, tiled, 4, 3, tiles),
         "norm": compiled(fused._add_rms_norm, {"C": 4096, "BC": 4096, "BRANCH": True, "PDL": True}, 16, 1),
         "rope": compiled(fused._rope_write, heads, 4, 3),
-        "decode": compiled(paged_attention._decode, decode, 2, 3),
-        "decode whole blocks": compiled(paged_attention._decode, whole, 2, 3, keys),
-        "cut": compiled(pieces.cut, {"N": 32, "WINDOW": False, "PDL": True}, 4, 3),
+        "decode": compiled(paged_attention._paged_decode_kernel, decode, 2, 3),
+        "decode, TMA": compiled(paged_attention._paged_decode_kernel, decode_tma, 2, 3, keys),
+        "split plan": compiled(kv_splits.plan_splits, {"BLOCK_N": 32, "WINDOW": False, "PDL": True}, 4, 3),
         "use_last_tokens": compiled(token_feedback._use_last_tokens, {"BLOCK": 128, "PDL": True}, 4, 3),
         "pick_greedy": compiled(token_feedback._pick_greedy, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
         "best of a part": compiled(fused._best_of_part, {"BV": 2048, "PDL": True}, 4, 3),
@@ -118,7 +120,7 @@ def main() -> None:
         "gate": compiled(fused._gated, {"BW": 1024, "ACTIVATION": "silu", "PDL": True}, 4, 3),
     }
     waiting = {
-        "prompts": compiled(paged_attention._prefill, prompt, 8, 3, blocks),
+        "prompts": compiled(paged_attention._paged_prefill_kernel, prefill, 8, 3, blocks),
         "gate and up": compiled(gated_product._gated_product, sides, 8, 3, sums),
     }
     print(json.dumps((dependent, waiting)))

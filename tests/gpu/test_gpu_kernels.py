@@ -19,9 +19,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 
 from yalis.kernels import fused, gated_product, ops, reference, skinny
-from yalis.kernels.numbers import power_of_two
+from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
+from yalis.kernels.integer_math import next_power_of_2
 from yalis.kernels.pdl import enable_pdl, pdl_enabled
-from yalis.kernels.room import Room, room_of
 from yalis.kernels.skinny import Problem, Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -76,7 +76,7 @@ def test_every_launch_of_the_search_is_right(rows: int, gated: bool) -> None:
     weight = draw(2 * 6144 if gated else 6144, 4096, dtype=torch.bfloat16) / 64
     x = draw(rows, 4096, dtype=torch.bfloat16)
     expected = reference.gated_linear(x, weight, "silu") if gated else reference.linear(x, weight)
-    for shape in random.Random(rows).sample(list(skinny.candidates(problem, room_of(x.device))), 8):
+    for shape in random.Random(rows).sample(list(skinny.candidates(problem, gpu_limits(x.device))), 8):
         found = skinny.gated_linear(x, weight, "silu", shape=shape) if gated else skinny.linear(x, weight, shape=shape)
         assert error(found, expected) < 2 * TOLERANCE[torch.bfloat16], shape
 
@@ -89,10 +89,10 @@ def test_every_launch_of_the_search_is_right(rows: int, gated: bool) -> None:
 )  # fmt: skip
 def test_a_program_that_owns_a_part_of_its_tile_gives_the_bits_of_whole_tiles(problem: Problem) -> None:
     """As matrices of real models are launched on a large GPU; with all rows there, and with the last missing."""
-    shape = skinny.choose(problem, Room(132, 227 << 10, True))
-    whole = shape._replace(outputs=power_of_two(shape.outputs))
+    shape = skinny.choose(problem, GpuLimits(132, 227 << 10, True))
+    whole = shape._replace(outputs=next_power_of_2(shape.outputs))
     assert shape != whole
-    if skinny.shared_bytes(problem, whole) > room_of(torch.device("cuda")).shared:
+    if skinny.shared_bytes(problem, whole) > gpu_limits(torch.device("cuda")).max_shared_memory:
         pytest.skip("made for more shared memory than this GPU has")
     weight = draw(problem.outputs * (2 if problem.gated else 1), problem.inputs, dtype=torch.bfloat16)
     weight /= problem.inputs**0.5

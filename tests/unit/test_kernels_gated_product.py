@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yalis.kernels import ops, reference
-from yalis.kernels.room import Room
+from yalis.kernels.gpu_limits import GpuLimits
 
 kernels = pytest.importorskip("yalis.kernels.gated_product", reason="triton is not installed")
 
@@ -36,7 +36,7 @@ def test_gated_product(
     x = torch.randn(rows, inputs + gap).to(dtype)[:, gap:]
     weight = (torch.randn(2 * width, inputs + gap) / inputs**0.5).to(dtype)[:, gap:]
     added = torch.randn(2 * width).to(dtype) if bias else None
-    found = kernels.gated_product(x, weight, activation, added, Room(processors, 227 << 10))
+    found = kernels.gated_product(x, weight, activation, added, GpuLimits(processors, 227 << 10))
     expected = reference.gated_linear(x, weight, activation, added)
     assert found.shape == expected.shape
     error = (found.double() - expected.double()).norm() / expected.double().norm()
@@ -49,14 +49,14 @@ def test_matrices_without_tma_descriptors_are_refused(monkeypatch: pytest.Monkey
         return bool(kernels.suits(x.t().contiguous().t() if across else x, weight))
 
     assert not suits(32, 64)  # no descriptors on a CPU
-    monkeypatch.setattr(kernels, "room_of", lambda device: Room(132, 227 << 10, True))
+    monkeypatch.setattr(kernels, "gpu_limits", lambda device: GpuLimits(132, 227 << 10, True))
     assert suits(32, 64)
     assert suits(32, 64, gap=8)
     assert not suits(36, 64)  # rows of the output would not be aligned
     assert not suits(32, 60)
     assert not suits(32, 64, gap=4)
     assert not suits(32, 64, across=True)
-    monkeypatch.setattr(kernels, "room_of", lambda device: Room(170, 99 << 10, True))
+    monkeypatch.setattr(kernels, "gpu_limits", lambda device: GpuLimits(170, 99 << 10, True))
     assert not suits(32, 64)
 
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from yalis.kernels import reference
-from yalis.kernels.room import Room
+from yalis.kernels.gpu_limits import GpuLimits
 
 skinny = pytest.importorskip("yalis.kernels.skinny", reason="triton is not installed")
 gated_product = pytest.importorskip("yalis.kernels.gated_product")
@@ -82,7 +82,7 @@ def test_as_many_rows_as_a_tile_has_go_by_descriptor(monkeypatch: pytest.MonkeyP
 
     few = list(range(1, 65))
     assert taken() == few
-    monkeypatch.setattr(skinny, "room_of", lambda device: Room(132, 227 << 10, True))
+    monkeypatch.setattr(skinny, "gpu_limits", lambda device: GpuLimits(132, 227 << 10, True))
     assert taken() == [*few, 128]
     assert taken(4092) == few
     assert taken(4096, torch.float32) == few
@@ -125,21 +125,21 @@ def test_parts_are_added_in_their_order_whoever_comes_last(monkeypatch: pytest.M
 
 
 MATRICES = ((6144, 4096), (4096, 4096), (4096, 14336), (128256, 4096), (960, 576), (49152, 576), (40, 64))
-ROOMS = (Room(132, 227 << 10), Room(108, 163 << 10), Room(142, 99 << 10), Room(4, 99 << 10))
+GPUS = (GpuLimits(132, 227 << 10), GpuLimits(108, 163 << 10), GpuLimits(142, 99 << 10), GpuLimits(4, 99 << 10))
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize("gated", [False, True])
 def test_launches_fit_their_device(itemsize: int, rows: int, gated: bool) -> None:
-    hopper = ROOMS[0]
+    hopper = GPUS[0]
     for outputs, inputs in ((14336, 4096), *MATRICES):
         problem = skinny.Problem(rows, outputs, inputs, itemsize, gated)
-        launches = [(room, skinny.choose(problem, room)) for room in ROOMS]
-        for room, shape in [*launches, *((hopper, shape) for shape in skinny.candidates(problem, hopper))]:
+        launches = [(limits, skinny.choose(problem, limits)) for limits in GPUS]
+        for limits, shape in [*launches, *((hopper, shape) for shape in skinny.candidates(problem, hopper))]:
             assert all(size & (size - 1) == 0 for size in shape[1 if 1 < rows < 128 else 0 : 3]), shape
             assert rows == 1 or shape.outputs % 8 == 0, shape
-            assert skinny.shared_bytes(problem, shape) <= room.shared, (room, shape)
+            assert skinny.shared_bytes(problem, shape) <= limits.max_shared_memory, (limits, shape)
             if rows == 1:
                 # Each thread loads 16 bytes at a time at most, and its sums stay in registers.
                 assert shape.outputs * (2 if gated else 1) * shape.inputs <= 64 * 32 * shape.warps, shape
@@ -150,9 +150,9 @@ def test_launches_fit_their_device(itemsize: int, rows: int, gated: bool) -> Non
 @pytest.mark.parametrize("splits", [1, 3])
 def test_programs_of_few_rounds_are_shared_out_evenly(outputs: int, splits: int) -> None:
     """A program owns what its tile has, or fewer and more than half, and there are no more rounds for it."""
-    for room, total in product(ROOMS, (64, 1000, 5120, 6144, 9728, 14336, 27648, 128256)):
-        even = skinny.evenly(total, outputs, splits, room)
-        rounds = [-(-total // size) * splits / room.processors for size in (outputs, even)]
+    for limits, total in product(GPUS, (64, 1000, 5120, 6144, 9728, 14336, 27648, 128256)):
+        even = skinny.evenly(total, outputs, splits, limits)
+        rounds = [-(-total // size) * splits / limits.num_sms for size in (outputs, even)]
         assert outputs // 2 < even <= outputs
         assert math.ceil(rounds[1]) == math.ceil(rounds[0])
         assert rounds[1] >= rounds[0]
@@ -168,7 +168,7 @@ def test_programs_of_few_rounds_are_shared_out_evenly(outputs: int, splits: int)
 )  # fmt: skip
 def test_matrices_that_nobody_searched_are_shared_out_too(problem: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     rows, outputs, inputs, *gated = problem
-    assert skinny.choose(skinny.Problem(rows, outputs, inputs, 2, *gated), ROOMS[0]) == shape
+    assert skinny.choose(skinny.Problem(rows, outputs, inputs, 2, *gated), GPUS[0]) == shape
 
 
 def test_a_program_writes_what_it_owns_and_no_more() -> None:
@@ -185,16 +185,16 @@ def test_a_program_writes_what_it_owns_and_no_more() -> None:
 
 def test_launches_found_by_search_are_used_where_they_fit() -> None:
     for problem, shape in skinny.TUNED.items():
-        assert skinny.choose(problem, ROOMS[0]) == shape
-        if skinny.shared_bytes(problem, shape) > ROOMS[2].shared:
-            assert skinny.choose(problem, ROOMS[2]) == skinny._guess(problem, ROOMS[2])
+        assert skinny.choose(problem, GPUS[0]) == shape
+        if skinny.shared_bytes(problem, shape) > GPUS[2].max_shared_memory:
+            assert skinny.choose(problem, GPUS[2]) == skinny._guess(problem, GPUS[2])
 
 
 @pytest.mark.parametrize("processors", [78, 108, 114, 142])
 def test_launches_found_by_search_take_no_more_rounds_elsewhere_than_whole_tiles(processors: int) -> None:
-    room = Room(processors, 227 << 10, True)
+    limits = GpuLimits(processors, 227 << 10, True)
     for problem, found in skinny.TUNED.items():
-        shape = skinny.choose(problem, room)
+        shape = skinny.choose(problem, limits)
         tile = 1 << (found.outputs - 1).bit_length()
         rounds = [
             math.ceil(math.ceil(problem.outputs / size) * shape.splits / processors) for size in (tile, shape.outputs)
@@ -227,8 +227,8 @@ def test_compiled_for_hopper_nothing_but_weights_is_read_before_the_wait() -> No
         counted = order.index("count")
         assert order[counted - 1] == "store"  # a part is written before it is counted
         assert "load" in order[counted:]
-    assert "tile" in kernels["decode whole blocks"]["order"]
-    assert "copy" not in kernels["decode whole blocks"]["order"]
+    assert "tile" in kernels["decode, TMA"]["order"]
+    assert "copy" not in kernels["decode, TMA"]["order"]
     for kernel in waiting.values():  # for the launch before to end: those of prompts
         assert {"tile", "product"} <= set(kernel["order"])
         assert "copy" not in kernel["order"]

@@ -55,7 +55,9 @@ def test_calls_on_a_cpu(name: str, category: str | None) -> None:
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "matmul"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matmul"),
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "matmul"),
-        ("_decode", "attention"),
+        ("_paged_decode_kernel", "attention"),
+        ("_paged_prefill_kernel", "attention"),
+        ("_decode", "attention"),  # named so in earlier profiles
         ("_prefill", "attention"),
         ("_join", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),

@@ -45,13 +45,13 @@ def test_a_search_keeps_what_is_right_and_fits(
     steps = [tune.make_step(sequences, keys, 1, CPU, 1, torch.float32) for sequences, keys in ((1, 200), (2, 40))]
     wanted = [(32, 8), (64, 1), (64, 8), (128, 1), (256, 1)]
     candidates = [tune.Candidate(keys, 2, 2, programs) for keys, programs in wanted]
-    kernels, attend, chosen = tune.kernels, tune.kernels.paged_attention, tune.kernels.decode_shape
+    kernels, attend, chosen = tune.kernels, tune.kernels.paged_attention, tune.kernels.decode_config
     launches = []
 
     def watched(*args: Any) -> torch.Tensor:
-        shape, programs = kernels.decode_shape(), args[6].programs // tune.room_of(CPU).processors
-        launches.append((shape.n, programs))
-        if shape.n == 128:
+        shape, programs = kernels.decode_config(), args[6].target_programs // tune.gpu_limits(CPU).num_sms
+        launches.append((shape.block_n, programs))
+        if shape.block_n == 128:
             raise OutOfResources(300_000, 232_448, "shared memory")
         out: torch.Tensor = attend(*args)
         return out * 1.1 if launches[-1] == (64, 8) else out
@@ -62,7 +62,7 @@ def test_a_search_keeps_what_is_right_and_fits(
     assert [(one.keys, one.programs) for one in found] == [(32, 8), (64, 1), (256, 1)]
     assert all(len(times) == 2 and min(times) > 0 for times in found.values())
     assert "Candidate(keys=64, warps=2, stages=2, programs=8) is wrong: off by 1.0e-01" in capsys.readouterr().out
-    assert kernels.decode_shape is chosen
+    assert kernels.decode_config is chosen
     assert not tune.sweep(candidates, steps, time.monotonic() - 1)
 
 

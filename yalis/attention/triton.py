@@ -14,8 +14,8 @@ from torch import Tensor
 
 from yalis import env
 from yalis.attention.base import AttentionBackend, AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
+from yalis.kernels.gpu_limits import gpu_limits
 from yalis.kernels.pdl import pdl_enabled
-from yalis.kernels.room import room_of
 
 
 class TritonAttention(AttentionBackend):
@@ -26,7 +26,7 @@ class TritonAttention(AttentionBackend):
         from yalis.kernels import paged_attention
 
         self.kernels: Any = paged_attention
-        self.programs = paged_attention.PROGRAMS * room_of(needs.device).processors
+        self.target_programs = paged_attention.PROGRAMS_PER_SM * gpu_limits(needs.device).num_sms
         self.capturable = needs.device.type == "cuda"
 
     @classmethod
@@ -45,7 +45,7 @@ class TritonAttention(AttentionBackend):
         needs = self.needs
         return self.kernels.plan_launch(
             batch.query_start, batch.query_lens, needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.dtype,
-            self.programs,
+            self.target_programs,
         )  # fmt: skip
 
     def attend(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: Any, params: AttentionParams) -> Tensor:

@@ -20,14 +20,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from yalis.kernels.numbers import ceil_div, power_of_two
+from yalis.kernels.integer_math import cdiv, next_power_of_2
 from yalis.kernels.pdl import pdl_option
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 @triton.jit
-def follow(PDL: tl.constexpr):
+def pdl_sync(PDL: tl.constexpr):
     """Let the next launch start, then wait until the one before is done."""
     if PDL:
         gdc_launch_dependents()
@@ -57,7 +57,7 @@ def _add_rms_norm(
     y_ptr, sum_ptr, x_ptr, branch_ptr, weight_ptr, x_row, branch_row, eps,
     C: tl.constexpr, BC: tl.constexpr, BRANCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(PDL)
+    pdl_sync(PDL)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
     here = c < C
@@ -88,7 +88,7 @@ def add_rms_norm(
     else:
         summed, other = torch.empty_like(y), dense(branch)
     if rows:
-        block = power_of_two(cols)
+        block = next_power_of_2(cols)
         _add_rms_norm[(rows,)](
             y, summed, x, other, weight, x.stride(0), other.stride(0), eps,
             C=cols, BC=block, BRANCH=branch is not None, PDL=pdl, num_warps=min(16, max(1, block // 256)),
@@ -113,7 +113,7 @@ def _rope_write(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DIM: tl.constexpr, B: tl.constexpr,
     M: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(PDL)
+    pdl_sync(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * M + tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -176,10 +176,10 @@ def rope_write(
         return q
     norm = q_norm is not None and k_norm is not None
     rows = 8 if tokens <= 512 else 16  # few tokens: more programs
-    _rope_write[(tokens, ceil_div(all_heads, rows))](
+    _rope_write[(tokens, cdiv(all_heads, rows))](
         q, k_cache, v_cache, qkv, cos, sin, slots, q_norm if norm else qkv, k_norm if norm else qkv,
         *qkv.stride()[:2], cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
-        H=heads, K=kv_heads, D=dim, DP=power_of_two(dim), DIM=cos.shape[-1], B=block_size,
+        H=heads, K=kv_heads, D=dim, DP=next_power_of_2(dim), DIM=cos.shape[-1], B=block_size,
         M=rows, NORM=norm, PDL=pdl, num_warps=4, **pdl_option(pdl),
     )  # fmt: skip
     return q
@@ -187,7 +187,7 @@ def rope_write(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])  # they lie anywhere in a packed step
 def _take(y_ptr, table_ptr, rows_ptr, table_row, C, BC: tl.constexpr, PDL: tl.constexpr):
-    follow(PDL)
+    pdl_sync(PDL)
     place = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     row = tl.load(rows_ptr + place).to(tl.int64)
@@ -200,8 +200,8 @@ def take(table: Tensor, rows: Tensor, pdl: bool = False) -> Tensor:
     count, width = rows.shape[0], table.shape[1]
     y = torch.empty((count, width), dtype=table.dtype, device=table.device)
     if y.numel():
-        block = min(2048, power_of_two(width))
-        _take[(count, ceil_div(width, block))](
+        block = min(2048, next_power_of_2(width))
+        _take[(count, cdiv(width, block))](
             y, table, rows, table.stride(0), width, BC=block, PDL=pdl, num_warps=4, **pdl_option(pdl)
         )
     return y
@@ -211,7 +211,7 @@ def take(table: Tensor, rows: Tensor, pdl: bool = False) -> Tensor:
 def _gated(
     y_ptr, x_ptr, x_row, W, BW: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    follow(PDL)
+    pdl_sync(PDL)
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BW + tl.arange(0, BW)
     here = c < W
@@ -227,8 +227,8 @@ def gated(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
-        block = min(1024, power_of_two(width))
-        _gated[(rows, ceil_div(width, block))](
+        block = min(1024, next_power_of_2(width))
+        _gated[(rows, cdiv(width, block))](
             y, gate_up, gate_up.stride(0), width, BW=block, ACTIVATION=activation, PDL=pdl, num_warps=4,
             **pdl_option(pdl),
         )  # fmt: skip
@@ -241,7 +241,7 @@ _LEAST = tl.constexpr(-(2**63))  # below every packed pair
 @triton.jit
 def _best_of_part(best_ptr, x_ptr, x_row, V, BV: tl.constexpr, PDL: tl.constexpr):
     """The best of BV logits as one integer: the value's order above, the place below, the lowest place the highest."""
-    follow(PDL)
+    pdl_sync(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     c = part * BV + tl.arange(0, BV)
@@ -256,7 +256,7 @@ def _best_of_part(best_ptr, x_ptr, x_row, V, BV: tl.constexpr, PDL: tl.constexpr
 
 @triton.jit
 def _best_of_parts(place_ptr, best_ptr, parts, BP: tl.constexpr, PDL: tl.constexpr):
-    follow(PDL)
+    pdl_sync(PDL)
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, BP)
     best = tl.max(tl.load(best_ptr + row * parts + p, mask=p < parts, other=_LEAST), 0)
@@ -267,15 +267,15 @@ def argmax(logits: Tensor, pdl: bool = False) -> Tensor:
     """The place of each row's highest logit, [R, V] -> [R] int64: the first among equals, and NaN before any number."""
     logits = dense(logits)
     rows, vocab = logits.shape
-    block = min(2048, power_of_two(vocab))
-    parts = ceil_div(vocab, block)
+    block = min(2048, next_power_of_2(vocab))
+    parts = cdiv(vocab, block)
     best = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     places = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _best_of_part[(rows, parts)](
             best, logits, logits.stride(0), vocab, BV=block, PDL=pdl, num_warps=4, **pdl_option(pdl)
         )
-        _best_of_parts[(rows,)](places, best, parts, BP=power_of_two(parts), PDL=pdl, num_warps=1, **pdl_option(pdl))
+        _best_of_parts[(rows,)](places, best, parts, BP=next_power_of_2(parts), PDL=pdl, num_warps=1, **pdl_option(pdl))
     return places
 
 

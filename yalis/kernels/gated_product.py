@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from yalis.kernels.fused import gate
-from yalis.kernels.numbers import ceil_div
-from yalis.kernels.room import Room, room_of
-from yalis.kernels.tiles import describable, described
+from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
+from yalis.kernels.integer_math import cdiv
+from yalis.kernels.tma import make_descriptor, tma_compatible
 
 _BM, _BN, _BK, _STAGES, _WARPS = 128, 128, 64, 3, 8  # by search on an H200, for Llama-3.1-8B's matrix
 _SHARED = 181 << 10  # bytes that those take
@@ -60,9 +60,9 @@ def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel supports these dtypes, strides and sizes on this GPU."""
     if x.dtype == torch.float32 or weight.dtype != x.dtype:
         return False
-    room = room_of(x.device)
+    limits = gpu_limits(x.device)
     whole = weight.shape[0] // 2 * x.itemsize % 16 == 0  # outputs are stored by descriptor too
-    return whole and room.descriptors and room.shared >= _SHARED and describable(x, weight)
+    return whole and limits.has_tma and limits.max_shared_memory >= _SHARED and tma_compatible(x, weight)
 
 
 def gated_product(
@@ -70,17 +70,17 @@ def gated_product(
     weight: Tensor,  # [2W, K], the gate's rows before those of up
     activation: str,
     bias: Tensor | None = None,  # [2W]
-    room: Room | None = None,
+    limits: GpuLimits | None = None,
 ) -> Tensor:
     """activation(gate) * up, both products of x with their half of weight: [R, W]."""
     rows, inputs = x.shape
     width, row = weight.shape[0] // 2, weight.stride(0)
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    programs = (room or room_of(x.device)).processors
-    _gated_product[(min(programs, ceil_div(rows, _BM) * ceil_div(width, _BN)),)](
-        described(y, [_BM, _BN]),
-        described(x, [_BM, _BK]),
-        described(weight, [2, _BN, _BK], (2, width, inputs), (width * row, row, 1)),
+    programs = (limits or gpu_limits(x.device)).num_sms
+    _gated_product[(min(programs, cdiv(rows, _BM) * cdiv(width, _BN)),)](
+        make_descriptor(y, [_BM, _BN]),
+        make_descriptor(x, [_BM, _BK]),
+        make_descriptor(weight, [2, _BN, _BK], (2, width, inputs), (width * row, row, 1)),
         x if bias is None else bias, rows, width, inputs,
         PROGRAMS=programs, GROUP=_GROUP, BM=_BM, BN=_BN, BK=_BK, ACTIVATION=activation, BIAS=bias is not None,
         num_warps=_WARPS, num_stages=_STAGES,

@@ -1,20 +1,22 @@
-"""Attention read straight from the paged KV cache, in Triton. kernels/reference.py says the same in plain torch.
+"""Causal attention over the paged KV cache, in Triton. kernels/reference.py computes the same in plain torch.
 
-Two launches serve a step: `prefill` for sequences that bring several tokens, `decode` for those that bring one. Its
-contexts are cut into pieces, so that a small batch or one long context among short ones still fills the GPU. Which
-program reads which piece is decided on the device, from all lengths of the step: a launch depends on nothing but the
-number of sequences, and a captured one serves any contexts. The last piece of a context to arrive joins them, in their
-order. All query heads that share a key head are rows of one program, so a key is read once for them.
+    out = softmax(mask(scale * q k^T)) v, with grouped-query heads, an optional sliding window and score soft-capping
 
-Where a tile of keys never leaves its block, one instruction brings it: the cache comes as a descriptor (`WHOLE`).
-Otherwise each key is found by an address of its own, which is what blocks smaller than a tile cost.
+A step is at most two launches: `_paged_prefill_kernel` for sequences with several new tokens, `_paged_decode_kernel`
+for those with one. Both are flash attention with an online softmax (kernels/online_softmax.py); the query heads that
+share a KV head are rows of one tile, so each key is read once for all of them.
 
-Names: S sequences · H query heads · K key/value heads · G = H / K · D head_dim · B tokens a block holds ·
-M rows of a program (queries × group) · N keys it takes at a time.
+Decoding divides contexts into KV splits (flash-decoding; kernels/kv_splits.py), so that small batches, or one long
+context among short ones, still fill the GPU. The last split of a context to finish merges all of them in order, so the
+result does not depend on timing. Launch sizes depend on the number of sequences alone, so a captured CUDA graph serves
+any context lengths.
+
+Shapes: T tokens of a step, packed · S sequences · H query heads · K KV heads · G = H / K · D head_dim · N blocks of the
+cache · B tokens per block.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-# (a kernel's arguments are pointers and numbers of a language of its own)
+# (arguments of a Triton kernel are pointers and scalars without Python types)
 
 from __future__ import annotations
 
@@ -26,415 +28,389 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from yalis.kernels.fused import follow
-from yalis.kernels.numbers import ceil_div, power_of_two
+from yalis.kernels.fused import pdl_sync
+from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
+from yalis.kernels.integer_math import cdiv, next_power_of_2
+from yalis.kernels.kv_splits import BLOCK_SPLITS, plan_splits
+from yalis.kernels.online_softmax import MASKED_SCORE, load_block_ids, online_softmax_step
 from yalis.kernels.pdl import pdl_option
-from yalis.kernels.pieces import PLANNED, cut
-from yalis.kernels.room import Room, room_of
-from yalis.kernels.tiles import described
+from yalis.kernels.tma import make_descriptor
 
-LOG2E = tl.constexpr(1.4426950408889634)
-# Stands for "no key seen yet" and for masked scores: finite, so that a difference of two is never NaN.
-NEVER = tl.constexpr(-1.0e30)
-PROGRAMS = 4  # of a decode step, for each of a device's processors
-_JOINED = 4096  # numbers of parts that are joined at a time
-_COUNTERS = 1 << 20
+PROGRAMS_PER_SM = 4  # decode programs that keep an SM busy
+_MERGE_ELEMENTS = 4096  # elements of partial outputs that a program merges at a time
+_MAX_COUNTERS = 1 << 20
 
 
-@triton.jit
-def _blocks(table, table_step, start, end, B: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr):
-    """Those of the N keys from `start` on: one if WHOLE, else of each. Loops ask a tile ahead: keys wait for them."""
-    if WHOLE:
-        return tl.load(table + start // B * table_step, mask=start < end, other=0).to(tl.int32)
-    else:
-        position = start + tl.arange(0, N)
-        return tl.load(table + position // B * table_step, mask=position < end, other=0).to(tl.int64)
-
-
-@triton.jit
-def _rows(
-    cache, block, start, end, kv_head, block_step, slot_step, head_step,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr,
+# Arguments that vary from step to step are not specialized: each value would compile another kernel.
+@triton.jit(do_not_specialize=["stride_ts", "stride_tb", "window"])
+def _paged_prefill_kernel(
+    out_ptr, q_ptr, k_cache, v_cache, query_start_ptr, context_len_ptr, tables_ptr, tile_sequence_ptr, tile_start_ptr,
+    stride_ot, stride_oh, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ts, stride_tb, scale, window, softcap,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of one head from `start` on, [N, DP], in these blocks."""
-    if WHOLE:
-        return cache.load([block, start % B, kv_head * D]).reshape(N, DP)
-    else:
-        d = tl.arange(0, DP)
-        position = start + tl.arange(0, N)
-        here = position < end if MASKED else position >= 0
-        # Offsets are 64 bits wide: a pool may hold more than 2**31 numbers.
-        row = block * block_step + position % B * slot_step + kv_head * head_step
-        return tl.load(cache + row[:, None] + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
+    """Attention of sequences with several queries. Grid: (num_tiles, K).
 
-
-@triton.jit
-def _absorb(
-    q, m, total, acc, block, k_cache, v_cache, start, end, query, kv_head,
-    k_block, k_slot, k_head, v_block, v_slot, v_head, scale, window, softcap,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
-    WHOLE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One step of the running softmax: the N keys from `start` on, in these blocks, join m [M], total [M], acc [M, DP].
-
-    m is in units of log2. Without MASKED, every row sees all N keys.
+    A program computes one tile: BLOCK_M // GROUP consecutive queries of one sequence, with the GROUP query heads of one
+    KV head. Row r is query r // GROUP and head r % GROUP; rows beyond GROUP * (BLOCK_M // GROUP) are idle.
+    tile_sequence_ptr [num_tiles] maps a tile to its sequence, tile_start_ptr [S] a sequence to its first tile.
     """
-    position = start + tl.arange(0, N)
-    k = _rows(k_cache, block, start, end, kv_head, k_block, k_slot, k_head, D, DP, B, N, WHOLE, MASKED)
-    v = _rows(v_cache, block, start, end, kv_head, v_block, v_slot, v_head, D, DP, B, N, WHOLE, MASKED)
-    if WHOLE and MASKED:
-        v = tl.where((position < end)[:, None], v, 0.0)  # what lies behind may be NaN, which times 0 still is
-    score = tl.dot(q, tl.trans(k), input_precision="ieee")
-    unit = scale * LOG2E  # what a score counts in log2; above 0
-    if SOFTCAP:
-        score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * unit / softcap)) + 1.0))
-        unit = LOG2E
-    if MASKED:
-        seen = (position < end)[None, :] & (position[None, :] <= query[:, None])
-        if WINDOW:
-            seen = seen & (position[None, :] > query[:, None] - window)
-        score = tl.where(seen, score, NEVER)
-    m_new = tl.maximum(m, tl.max(score, 1) * unit)
-    weight = tl.exp2(score * unit - m_new[:, None])
-    if MASKED:
-        weight = tl.where(seen, weight, 0.0)
-    fade = tl.exp2(m - m_new)
-    total = total * fade + tl.sum(weight, 1)
-    acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return m_new, total, acc
-
-
-# Numbers that change from step to step must not each compile another kernel.
-@triton.jit(do_not_specialize=["table_row", "table_step", "window"])
-def _prefill(
-    out_ptr, q_ptr, k_cache, v_cache, query_start, context_len, tables, tile_sequence, tile_start,
-    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
-    scale, window, softcap,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WHOLE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    # Later tiles see more keys: they start first, so that short ones fill the end.
+    # Later tiles attend to more keys. They start first, so that short ones fill the tail of the launch.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence = tl.load(tile_sequence + tile)
-    row = tl.load(query_start + sequence).to(tl.int32)
-    count = tl.load(query_start + sequence + 1).to(tl.int32) - row
-    context = tl.load(context_len + sequence).to(tl.int32)
-    PER: tl.constexpr = M // G  # queries of a tile
-    begin = (tile - tl.load(tile_start + sequence)).to(tl.int32) * PER
-    if begin >= count:
-        return  # in a recorded prompt, what fills it up
+    sequence = tl.load(tile_sequence_ptr + tile)
+    first_token = tl.load(query_start_ptr + sequence).to(tl.int32)
+    num_queries = tl.load(query_start_ptr + sequence + 1).to(tl.int32) - first_token
+    context = tl.load(context_len_ptr + sequence).to(tl.int32)
+    QUERIES: tl.constexpr = BLOCK_M // GROUP  # of a tile
+    first_query = (tile - tl.load(tile_start_ptr + sequence)).to(tl.int32) * QUERIES
+    if first_query >= num_queries:
+        return  # padding of a captured prefill
 
-    r = tl.arange(0, M)
-    d = tl.arange(0, DP)
-    mine = begin + r // G
-    query = mine + (context - count)
-    head = kv_head * G + r % G
-    token = (row + mine).to(tl.int64)
-    live = (mine < count) & (r < PER * G)
-    access = live[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=access, other=0.0)
+    r = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    query = first_query + r // GROUP
+    query_position = query + (context - num_queries)
+    head = kv_head * GROUP + r % GROUP
+    token = (first_token + query).to(tl.int64)
+    row_mask = (query < num_queries) & (r < QUERIES * GROUP)
+    mask = row_mask[:, None] & (d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (token * stride_qt + head * stride_qh)[:, None] + d[None, :], mask=mask, other=0.0)
 
-    table = tables + sequence * table_row
-    m = tl.full([M], NEVER, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, DP], tl.float32)
+    table_ptr = tables_ptr + sequence * stride_ts
+    m_i = tl.full([BLOCK_M], MASKED_SCORE, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    earliest = context - count + begin
-    end = tl.minimum(context, earliest + PER)
-    stop = (end + N - 1) // N * N
-    # Keys [clear, full) are seen by every row; those before (the window) and after (causality) need a mask.
+    # Keys [low, stop) are visited. Every row attends to all of [clear, full); the tiles before (window) and after
+    # (causality) are masked.
+    first_position = context - num_queries + first_query
+    end = tl.minimum(context, first_position + QUERIES)
+    stop = (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     low = 0
     clear = 0
     if WINDOW:
-        low = tl.maximum(0, earliest - window + 1) // N * N
-        clear = tl.minimum((tl.maximum(0, end - window) + N - 1) // N * N, stop)
-    full = tl.maximum(clear, (earliest + 1) // N * N)
-    block = _blocks(table, table_step, low, end, B, N, WHOLE)
+        low = tl.maximum(0, first_position - window + 1) // BLOCK_N * BLOCK_N
+        clear = tl.minimum((tl.maximum(0, end - window) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, stop)
+    full = tl.maximum(clear, (first_position + 1) // BLOCK_N * BLOCK_N)
+    next_ids = load_block_ids(table_ptr, stride_tb, low, end, BLOCK_SIZE, BLOCK_N, USE_TMA)
     if WINDOW:
-        for start in range(low, clear, N):
-            here = block
-            block = _blocks(table, table_step, start + N, end, B, N, WHOLE)
-            m, total, acc = _absorb(
-                q, m, total, acc, here, k_cache, v_cache, start, end, query, kv_head,
-                k_block, k_slot, k_head, v_block, v_slot, v_head, scale, window, softcap,
-                D, DP, B, N, WHOLE, WINDOW, SOFTCAP, True,
+        for start in range(low, clear, BLOCK_N):
+            block_ids = next_ids
+            next_ids = load_block_ids(table_ptr, stride_tb, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, USE_TMA)
+            m_i, l_i, acc = online_softmax_step(
+                q, m_i, l_i, acc, block_ids, k_cache, v_cache, start, end, query_position, kv_head,
+                stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale, window, softcap,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, USE_TMA, WINDOW, SOFTCAP, True,
             )  # fmt: skip
-    for start in range(clear, full, N):
-        here = block
-        block = _blocks(table, table_step, start + N, end, B, N, WHOLE)
-        m, total, acc = _absorb(
-            q, m, total, acc, here, k_cache, v_cache, start, end, query, kv_head,
-            k_block, k_slot, k_head, v_block, v_slot, v_head, scale, window, softcap,
-            D, DP, B, N, WHOLE, WINDOW, SOFTCAP, False,
+    for start in range(clear, full, BLOCK_N):
+        block_ids = next_ids
+        next_ids = load_block_ids(table_ptr, stride_tb, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, USE_TMA)
+        m_i, l_i, acc = online_softmax_step(
+            q, m_i, l_i, acc, block_ids, k_cache, v_cache, start, end, query_position, kv_head,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale, window, softcap,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, USE_TMA, WINDOW, SOFTCAP, False,
         )  # fmt: skip
-    for start in range(full, stop, N):
-        here = block
-        block = _blocks(table, table_step, start + N, end, B, N, WHOLE)
-        m, total, acc = _absorb(
-            q, m, total, acc, here, k_cache, v_cache, start, end, query, kv_head,
-            k_block, k_slot, k_head, v_block, v_slot, v_head, scale, window, softcap,
-            D, DP, B, N, WHOLE, WINDOW, SOFTCAP, True,
+    for start in range(full, stop, BLOCK_N):
+        block_ids = next_ids
+        next_ids = load_block_ids(table_ptr, stride_tb, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, USE_TMA)
+        m_i, l_i, acc = online_softmax_step(
+            q, m_i, l_i, acc, block_ids, k_cache, v_cache, start, end, query_position, kv_head,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale, window, softcap,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, USE_TMA, WINDOW, SOFTCAP, True,
         )  # fmt: skip
 
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    at = out_ptr + (token * out_token + head * out_head)[:, None] + d[None, :]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=access)
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+    out_ptrs = out_ptr + (token * stride_ot + head * stride_oh)[:, None] + d[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_row", "table_step"])
-def _decode(
-    out_ptr, part_ptr, lse_ptr, arrived_ptr, q_ptr, k_cache, v_cache, query_start, cuts, tables,
-    out_token, out_head, q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, table_row, table_step,
-    scale, softcap,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    GP: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["stride_ts", "stride_tb"])
+def _paged_decode_kernel(
+    out_ptr, partial_out_ptr, partial_lse_ptr, counter_ptr, q_ptr, k_cache, v_cache, query_start_ptr, plan_ptr,
+    tables_ptr, stride_ot, stride_oh, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_vh, stride_ts, stride_tb, scale, softcap,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, MERGE_CHUNK: tl.constexpr,
+    USE_TMA: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(PDL)
+    """Attention of sequences with one query. Grid: (K, max_splits).
+
+    A program computes one KV split of one sequence for the GROUP query heads of one KV head, which are the first rows
+    of its BLOCK_M (tl.dot needs 16). plan_ptr [5, max_splits] is written by kv_splits.plan_splits. A context with one
+    split is written to out. Otherwise the program stores its normalized output, partial_out [K, max_splits, GROUP,
+    HEAD_DIM] float32, and log2-sum-exp2, partial_lse [K, max_splits, GROUP], and increments the counter [S, K] of its
+    context. The program that brings the counter to the number of splits merges them and resets it.
+    """
+    pdl_sync(PDL)
     kv_head = tl.program_id(0)
-    piece = tl.program_id(1)
-    pieces = tl.num_programs(1)
-    # All loads that need nothing but the piece at once: one that waits for another costs more than its keys.
-    sequence = tl.load(cuts + piece).to(tl.int64)
-    begin = tl.load(cuts + pieces + piece)
-    end = tl.load(cuts + 2 * pieces + piece)
-    number = tl.load(cuts + 3 * pieces + piece)
-    used = tl.load(cuts + 4 * pieces + piece)
+    split = tl.program_id(1)
+    max_splits = tl.num_programs(1)
+    # All loads that depend on the split alone are issued together. A chain of dependent loads takes longer than
+    # reading the keys of a short split.
+    sequence = tl.load(plan_ptr + split).to(tl.int64)
+    begin = tl.load(plan_ptr + max_splits + split)
+    end = tl.load(plan_ptr + 2 * max_splits + split)
+    index = tl.load(plan_ptr + 3 * max_splits + split)
+    num_splits = tl.load(plan_ptr + 4 * max_splits + split)
     if sequence < 0:
         return
-    table = tables + sequence * table_row
+    table_ptr = tables_ptr + sequence * stride_ts
 
-    r = tl.arange(0, M)
-    d = tl.arange(0, DP)
-    head = kv_head * G + r
-    access = (r < G)[:, None] & (d < D)[None, :]
-    token = tl.load(query_start + sequence).to(tl.int64)
-    q = tl.load(q_ptr + token * q_token + (head * q_head)[:, None] + d[None, :], mask=access, other=0.0)
-    m = tl.full([M], NEVER, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, DP], tl.float32)
-    query = tl.zeros([M], tl.int32) + end
-    full = begin + tl.maximum(0, end - begin) // N * N
-    block = _blocks(table, table_step, begin, end, B, N, WHOLE)
-    for start in range(begin, full, N):
-        here = block
-        block = _blocks(table, table_step, start + N, end, B, N, WHOLE)
-        m, total, acc = _absorb(
-            q, m, total, acc, here, k_cache, v_cache, start, end, query, kv_head,
-            k_block, k_slot, k_head, v_block, v_slot, v_head, scale, 0, softcap,
-            D, DP, B, N, WHOLE, False, SOFTCAP, False,
+    r = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + r
+    mask = (r < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    token = tl.load(query_start_ptr + sequence).to(tl.int64)
+    q = tl.load(q_ptr + token * stride_qt + (head * stride_qh)[:, None] + d[None, :], mask=mask, other=0.0)
+    m_i = tl.full([BLOCK_M], MASKED_SCORE, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    query_position = tl.zeros([BLOCK_M], tl.int32) + end  # after every key of the split: `end` alone masks
+    full = begin + tl.maximum(0, end - begin) // BLOCK_N * BLOCK_N  # end of the tiles without a mask
+    next_ids = load_block_ids(table_ptr, stride_tb, begin, end, BLOCK_SIZE, BLOCK_N, USE_TMA)
+    for start in range(begin, full, BLOCK_N):
+        block_ids = next_ids
+        next_ids = load_block_ids(table_ptr, stride_tb, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, USE_TMA)
+        m_i, l_i, acc = online_softmax_step(
+            q, m_i, l_i, acc, block_ids, k_cache, v_cache, start, end, query_position, kv_head,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale, 0, softcap,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, USE_TMA, False, SOFTCAP, False,
         )  # fmt: skip
     if full < end:
-        m, total, acc = _absorb(
-            q, m, total, acc, block, k_cache, v_cache, full, end, query, kv_head,
-            k_block, k_slot, k_head, v_block, v_slot, v_head, scale, 0, softcap,
-            D, DP, B, N, WHOLE, False, SOFTCAP, True,
+        m_i, l_i, acc = online_softmax_step(
+            q, m_i, l_i, acc, next_ids, k_cache, v_cache, full, end, query_position, kv_head,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, scale, 0, softcap,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, USE_TMA, False, SOFTCAP, True,
         )  # fmt: skip
 
-    acc = acc / total[:, None]  # every row saw a key
-    out_ptr += token * out_token
-    if used == 1:
-        tl.store(out_ptr + (head * out_head)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=access)
+    acc = acc / l_i[:, None]  # positive: a split has at least one key
+    out_ptr += token * stride_ot
+    if num_splits == 1:
+        out_ptrs = out_ptr + (head * stride_oh)[:, None] + d[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        at = kv_head.to(tl.int64) * pieces + piece
-        part = at * G + r
-        tl.store(part_ptr + (part * D)[:, None] + d[None, :], acc, mask=access)
-        tl.store(lse_ptr + part, m + tl.log2(total), mask=r < G)
-        # Every thread's stores come before the count, and the count before any load.
+        column = kv_head.to(tl.int64) * max_splits + split
+        row = column * GROUP + r
+        tl.store(partial_out_ptr + (row * HEAD_DIM)[:, None] + d[None, :], acc, mask=mask)
+        tl.store(partial_lse_ptr + row, m_i + tl.log2(l_i), mask=r < GROUP)
+        # The barrier orders the stores of all threads before the increment. acq_rel makes them visible to the program
+        # that merges, and orders its loads after the increment.
         tl.debug_barrier()
-        arrived_ptr += sequence * tl.num_programs(0) + kv_head
-        before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
-        if before == used - 1:
-            tl.store(arrived_ptr, 0)  # for the next launch
-            parts = (at - number) * G
-            _join(out_ptr, part_ptr, lse_ptr, parts, used, kv_head * G, out_head, G, GP, D, DP, CHUNK)
+        counter_ptr += sequence * tl.num_programs(0) + kv_head
+        finished = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+        if finished == num_splits - 1:
+            tl.store(counter_ptr, 0)  # for the next launch
+            _merge_splits(
+                out_ptr, partial_out_ptr, partial_lse_ptr, (column - index) * GROUP, num_splits, kv_head * GROUP,
+                stride_oh, GROUP, BLOCK_G, HEAD_DIM, BLOCK_D, MERGE_CHUNK,
+            )  # fmt: skip
 
 
 @triton.jit
-def _join(
-    out_ptr, part_ptr, lse_ptr, parts, used, first_head, out_head,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
+def _merge_splits(
+    out_ptr, partial_out_ptr, partial_lse_ptr, first_row, num_splits, first_head, stride_oh,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGE_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a context, CHUNK at a time, each by its share of the softmax's sum."""
-    g = tl.arange(0, GP)
-    d = tl.arange(0, DP)
-    m = tl.full([GP], NEVER, tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
-    for first in range(0, used, CHUNK):
-        c = first + tl.arange(0, CHUNK)
-        here = (c < used)[:, None] & (g < G)[None, :]
-        part = parts + c[:, None] * G + g[None, :]
-        lse = tl.load(lse_ptr + part, mask=here, other=NEVER, cache_modifier=".cg")
-        at = part_ptr + (part * D)[:, :, None] + d[None, None, :]
-        values = tl.load(at, mask=here[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        weight = tl.exp2(lse - m_new[None, :])
-        fade = tl.exp2(m - m_new)
-        total = total * fade + tl.sum(weight, 0)
-        acc = acc * fade[:, None] + tl.sum(values * weight[:, :, None], 0)
-        m = m_new
-    at = out_ptr + ((first_head + g) * out_head)[:, None] + d[None, :]
-    tl.store(at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+    """Merge the splits of one context, MERGE_CHUNK at a time in their order, and write the output of GROUP heads:
+
+    out = sum_s 2^lse_s partial_out_s / sum_s 2^lse_s
+    """
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    m_i = tl.full([BLOCK_G], MASKED_SCORE, tl.float32)
+    l_i = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for first in range(0, num_splits, MERGE_CHUNK):
+        s = first + tl.arange(0, MERGE_CHUNK)
+        mask = (s < num_splits)[:, None] & (g < GROUP)[None, :]
+        row = first_row + s[:, None] * GROUP + g[None, :]
+        # .cg reads from L2: other SMs wrote these, and L1 is not coherent.
+        lse = tl.load(partial_lse_ptr + row, mask=mask, other=MASKED_SCORE, cache_modifier=".cg")
+        ptrs = partial_out_ptr + (row * HEAD_DIM)[:, :, None] + d[None, None, :]
+        outs = tl.load(ptrs, mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m_i, tl.max(lse, 0))
+        p = tl.exp2(lse - m_new[None, :])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        acc = acc * alpha[:, None] + tl.sum(outs * p[:, :, None], 0)
+        m_i = m_new
+    out_ptrs = out_ptr + ((first_head + g) * stride_oh)[:, None] + d[None, :]
+    out_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(out_ptrs, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-class Launch(NamedTuple):
-    """How one step is launched; the same for every layer."""
+class LaunchPlan(NamedTuple):
+    """Launch sizes and index tensors of one step, shared by all layers."""
 
-    tiles: int  # programs of `prefill` for each key head
-    tile_sequence: Tensor  # [tiles] the sequence a tile belongs to
-    tile_start: Tensor  # [S] the first tile of each sequence
-    pieces: int  # of all decoding contexts together, at most; 0 when no sequence decodes
-    programs: int  # that keep the device busy
-    cuts: dict[int | None, Tensor]  # [5, pieces], by window: made for the first layer that has it
-
-
-class Shape(NamedTuple):
-    """A kernel's tile: M rows, N keys at a time, and how many warps and stages."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
+    num_tiles: int  # programs of the prefill kernel per KV head; 0 if no sequence has several queries
+    tile_sequence: Tensor  # [num_tiles] sequence of each tile
+    tile_start: Tensor  # [S] first tile of each sequence
+    max_splits: int  # upper bound on the KV splits of all decoding sequences; 0 if none decodes
+    target_programs: int  # decode programs that fill the GPU
+    split_plans: dict[int | None, Tensor]  # [5, max_splits] by window, computed by the first layer that needs it
 
 
-def prefill_shape(group: int, head_dim: int, dtype: torch.dtype, room: Room, whole: bool = False) -> Shape:
-    """Chosen on an H200 with 32 heads over 8 key heads of 128, bf16; the rows are the same by address and WHOLE."""
-    # Exact float32 products run outside the tensor cores, and wide heads fill registers: smaller tiles for both.
+class TileConfig(NamedTuple):
+    """Launch configuration of an attention kernel."""
+
+    block_m: int  # rows: queries times query heads per KV head
+    block_n: int  # keys per tile
+    num_warps: int
+    num_stages: int
+
+
+def prefill_config(
+    group: int, head_dim: int, dtype: torch.dtype, limits: GpuLimits, use_tma: bool = False
+) -> TileConfig:
+    """Return the prefill kernel's configuration. block_m does not depend on use_tma, since plan_launch relies on it.
+
+    Tuned on an H200 with 32 query heads, 8 KV heads and head_dim 128 in bfloat16.
+    """
+    # Exact float32 products do not use the tensor cores, and wide heads use many registers: smaller tiles for both.
     if dtype == torch.float32:
-        shape = Shape(32, 32, 4, 2)
+        config = TileConfig(32, 32, 4, 2)
     elif head_dim > 128:
-        shape = Shape(64, 32, 4, 2)
+        config = TileConfig(64, 32, 4, 2)
     else:
-        large = Shape(128, 64, 8, 3) if whole else Shape(128, 128, 8, 2)
-        shape = large if room.shared >= 160 << 10 else Shape(64, 64, 4, 2)
-    return shape._replace(m=max(shape.m, power_of_two(group)))
+        large = TileConfig(128, 64, 8, 3) if use_tma else TileConfig(128, 128, 8, 2)
+        config = large if limits.max_shared_memory >= 160 << 10 else TileConfig(64, 64, 4, 2)
+    return config._replace(block_m=max(config.block_m, next_power_of_2(group)))
 
 
-def decode_shape(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
-    """Chosen as above. Sixteen rows are the least a matrix product takes."""
+def decode_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """Return the decode kernel's configuration, tuned as above. tl.dot needs at least 16 rows."""
     if dtype == torch.float32:
-        shape = Shape(16, 32, 4, 2)
+        config = TileConfig(16, 32, 4, 2)
     else:
-        shape = Shape(16, 32, 2 if group <= 16 else 4, 3 if head_dim <= 128 else 2)
-    return shape._replace(m=max(shape.m, power_of_two(group)))
+        config = TileConfig(16, 32, 2 if group <= 16 else 4, 3 if head_dim <= 128 else 2)
+    return config._replace(block_m=max(config.block_m, next_power_of_2(group)))
 
 
 def plan_launch(
     query_start: Tensor, query_lens: tuple[int, ...], num_heads: int, num_kv_heads: int, head_dim: int,
-    dtype: torch.dtype, programs: int,
-) -> Launch:  # fmt: skip
-    """Sizes come from the lengths the host knows, index tensors from those on the device: nothing waits.
+    dtype: torch.dtype, target_programs: int,
+) -> LaunchPlan:  # fmt: skip
+    """Plan the launches of a step, without a device synchronization.
 
-    `programs` is how many decode programs keep the device busy.
+    Sizes come from the lengths on the host, index tensors from query_start [S + 1] on the device. `target_programs` is
+    the number of decode programs that fill the GPU.
     """
-    sequences = len(query_lens)
-    # Each context has its part of all programs, and one at least.
-    pieces = sequences + programs // num_kv_heads if 1 in query_lens else 0
-    if sequences == sum(query_lens):
-        return Launch(0, query_start, query_start, pieces, programs, {})
+    num_seqs = len(query_lens)
+    # Each context has at least one split, and the proportional shares add up to at most target_programs / K.
+    max_splits = num_seqs + target_programs // num_kv_heads if 1 in query_lens else 0
+    if num_seqs == sum(query_lens):
+        return LaunchPlan(0, query_start, query_start, max_splits, target_programs, {})
     group = num_heads // num_kv_heads
-    per = prefill_shape(group, head_dim, dtype, room_of(query_start.device)).m // group
-    tiles = sum(-(-n // per) for n in query_lens if n != 1)
-    if sequences == 1:  # a recorded prompt may have fewer tokens than it was recorded with
-        nothing = torch.zeros(tiles, dtype=torch.int64, device=query_start.device)
-        return Launch(tiles, nothing, nothing, pieces, programs, {})
+    queries = prefill_config(group, head_dim, dtype, gpu_limits(query_start.device)).block_m // group
+    num_tiles = sum(-(-n // queries) for n in query_lens if n != 1)
+    if num_seqs == 1:  # a captured prefill may be replayed with fewer tokens than it was captured with
+        zeros = torch.zeros(num_tiles, dtype=torch.int64, device=query_start.device)
+        return LaunchPlan(num_tiles, zeros, zeros, max_splits, target_programs, {})
     counts = query_start.diff().long()
-    needed = torch.where(counts == 1, 0, (counts + per - 1) // per)
-    everyone = torch.arange(sequences, device=query_start.device)
-    tile_sequence = torch.repeat_interleave(everyone, needed, output_size=tiles)
-    tile_start = needed.cumsum(0) - needed
-    return Launch(tiles, tile_sequence, tile_start, pieces, programs, {})
+    tiles = torch.where(counts == 1, 0, (counts + queries - 1) // queries)
+    sequences = torch.arange(num_seqs, device=query_start.device)
+    tile_sequence = torch.repeat_interleave(sequences, tiles, output_size=num_tiles)
+    tile_start = tiles.cumsum(0) - tiles
+    return LaunchPlan(num_tiles, tile_sequence, tile_start, max_splits, target_programs, {})
 
 
 def paged_attention(
     q: Tensor,  # [T, H, D]
     k_cache: Tensor,  # [N, B, K, D]
     v_cache: Tensor,  # [N, B, K, D]
-    query_start: Tensor,  # [S + 1] of any integers
-    context_len: Tensor,  # [S] of any integers
-    block_tables: Tensor,  # [S, most blocks] of any integers and strides
-    launch: Launch,
+    query_start: Tensor,  # [S + 1] any integer dtype
+    context_len: Tensor,  # [S] any integer dtype
+    block_tables: Tensor,  # [S, max blocks] any integer dtype and strides
+    plan: LaunchPlan,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens over its own blocks, [T, H, D]."""
+    """Return the causal attention [T, H, D] of each sequence's new tokens over its own blocks, those included.
+
+    With `pdl`, decode launches use programmatic dependent launch.
+    """
     num_tokens, heads, dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    group, sequences = heads // kv_heads, context_len.shape[0]
+    group, num_seqs = heads // kv_heads, context_len.shape[0]
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty((num_tokens, heads, dim), dtype=q.dtype, device=q.device)
-    padded = max(16, power_of_two(dim))
+    block_d = max(16, next_power_of_2(dim))
     strides = (
         *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *block_tables.stride()
     )  # fmt: skip
-    numbers = (scale, window or 0, softcap or 1.0)
-    flags = {"WINDOW": window is not None, "SOFTCAP": softcap is not None}
-    sizes = {"G": group, "D": dim, "DP": padded, "B": block_size}
-    room = room_of(q.device)
-    if launch.tiles:
-        shape = prefill_shape(group, dim, q.dtype, room, whole=True)
-        whole = in_blocks(k_cache, v_cache, shape, room)
-        if not whole:
-            shape = prefill_shape(group, dim, q.dtype, room)
-        k, v = (by_keys(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
-        _prefill[(launch.tiles, kv_heads)](
-            out, q, k, v, query_start, context_len, block_tables, launch.tile_sequence, launch.tile_start,
-            *strides, *numbers, **sizes, M=shape.m, N=shape.n, WHOLE=whole, **flags,
-            num_warps=shape.warps, num_stages=shape.stages,
+    sizes = {"GROUP": group, "HEAD_DIM": dim, "BLOCK_D": block_d, "BLOCK_SIZE": block_size}
+    limits = gpu_limits(q.device)
+    if plan.num_tiles:
+        config = prefill_config(group, dim, q.dtype, limits, use_tma=True)
+        use_tma = can_use_tma(k_cache, v_cache, config, limits)
+        if not use_tma:
+            config = prefill_config(group, dim, q.dtype, limits)
+        k, v = (kv_descriptor(cache, config.block_n) if use_tma else cache for cache in (k_cache, v_cache))
+        _paged_prefill_kernel[(plan.num_tiles, kv_heads)](
+            out, q, k, v, query_start, context_len, block_tables, plan.tile_sequence, plan.tile_start,
+            *strides, scale, window or 0, softcap or 1.0,
+            **sizes, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            USE_TMA=use_tma, WINDOW=window is not None, SOFTCAP=softcap is not None,
+            num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-    if launch.pieces:
-        shape = decode_shape(group, dim, q.dtype)
-        # Behind a window, pieces begin anywhere in a block.
-        whole = window is None and in_blocks(k_cache, v_cache, shape, room)
-        k, v = (by_keys(cache, shape.n) if whole else cache for cache in (k_cache, v_cache))
-        pieces = launch.pieces
-        part = torch.empty((kv_heads, pieces, group, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((kv_heads, pieces, group), dtype=torch.float32, device=q.device)
-        arrived = _counters(q.device)
-        assert sequences * kv_heads <= arrived.numel(), f"{sequences} sequences"
-        if window not in launch.cuts:
-            launch.cuts[window] = torch.empty((5, pieces), dtype=torch.int32, device=q.device)
-            cut[(ceil_div(pieces, PLANNED.value),)](
-                launch.cuts[window], query_start, context_len, sequences, kv_heads, pieces, launch.programs,
-                window or 0, N=shape.n, WINDOW=window is not None, PDL=pdl, num_warps=4, **pdl_option(pdl),
+    if plan.max_splits:
+        config = decode_config(group, dim, q.dtype)
+        # With a window, splits start anywhere in a block.
+        use_tma = window is None and can_use_tma(k_cache, v_cache, config, limits)
+        k, v = (kv_descriptor(cache, config.block_n) if use_tma else cache for cache in (k_cache, v_cache))
+        max_splits = plan.max_splits
+        partial_out = torch.empty((kv_heads, max_splits, group, dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((kv_heads, max_splits, group), dtype=torch.float32, device=q.device)
+        counters = _counters(q.device)
+        assert num_seqs * kv_heads <= counters.numel(), f"{num_seqs} sequences"
+        if window not in plan.split_plans:
+            plan.split_plans[window] = torch.empty((5, max_splits), dtype=torch.int32, device=q.device)
+            plan_splits[(cdiv(max_splits, BLOCK_SPLITS.value),)](
+                plan.split_plans[window], query_start, context_len, num_seqs, kv_heads, max_splits,
+                plan.target_programs, window or 0,
+                BLOCK_N=config.block_n, WINDOW=window is not None, PDL=pdl, num_warps=4, **pdl_option(pdl),
             )  # fmt: skip
-        rows = power_of_two(group)
-        _decode[(kv_heads, pieces)](
-            out, part, lse, arrived, q, k, v, query_start, launch.cuts[window], block_tables,
+        block_g = next_power_of_2(group)
+        _paged_decode_kernel[(kv_heads, max_splits)](
+            out, partial_out, partial_lse, counters, q, k, v, query_start, plan.split_plans[window], block_tables,
             *strides, scale, softcap or 1.0,
-            **sizes, M=shape.m, N=shape.n, GP=rows, CHUNK=max(1, min(32, _JOINED // (rows * padded))),
-            WHOLE=whole, SOFTCAP=softcap is not None, PDL=pdl,
-            num_warps=shape.warps, num_stages=shape.stages, **pdl_option(pdl),
+            **sizes, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            BLOCK_G=block_g, MERGE_CHUNK=max(1, min(32, _MERGE_ELEMENTS // (block_g * block_d))),
+            USE_TMA=use_tma, SOFTCAP=softcap is not None, PDL=pdl,
+            num_warps=config.num_warps, num_stages=config.num_stages, **pdl_option(pdl),
         )  # fmt: skip
     return out
 
 
-def in_blocks(k_cache: Tensor, v_cache: Tensor, shape: Shape, room: Room) -> bool:
-    """Whether a tile of keys never leaves its block, and the device brings what a descriptor describes.
+def can_use_tma(k_cache: Tensor, v_cache: Tensor, config: TileConfig, limits: GpuLimits) -> bool:
+    """Return whether tiles can be loaded by TMA: the GPU has it, and a tile of block_n keys lies within one block.
 
-    Exact float32 products take keys from registers: there a descriptor costs more of them than addresses do.
+    float32 caches are loaded by address. Their exact products take operands from registers, and TMA needs more of them.
     """
     _, block_size, _, dim = k_cache.shape
-    if not room.descriptors or k_cache.dtype == torch.float32 or block_size % shape.n or dim != power_of_two(dim):
+    if not limits.has_tma or k_cache.dtype == torch.float32:
         return False
-    dense = all(cache.stride()[2:] == (dim, 1) and cache.data_ptr() % 16 == 0 for cache in (k_cache, v_cache))
-    return dim >= 16 and dense
+    if block_size % config.block_n or dim != next_power_of_2(dim) or dim < 16:
+        return False
+    return all(cache.stride()[2:] == (dim, 1) and cache.data_ptr() % 16 == 0 for cache in (k_cache, v_cache))
 
 
-def by_keys(cache: Tensor, keys: int) -> Any:
-    """The cache as tiles of so many keys of one head."""
+def kv_descriptor(cache: Tensor, block_n: int) -> Any:
+    """Return a tensor descriptor of `cache` [N, B, K, D] for tiles of `block_n` keys of one head."""
     blocks, size, heads, dim = cache.shape
-    return described(cache, [1, keys, dim], (blocks, size, heads * dim), (cache.stride(0), cache.stride(1), 1))
+    return make_descriptor(cache, [1, block_n, dim], (blocks, size, heads * dim), (cache.stride(0), cache.stride(1), 1))
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """How many pieces of each context are done: all zero between launches, which follow each other in one stream.
+    """Return the counters of finished KV splits, shared by all launches on one stream; zero between launches.
 
-    Made by the first launch, which compiles the kernel too: not while a graph is captured.
+    The first launch allocates them. It also compiles the kernel, so it must not be captured in a CUDA graph.
     """
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    return torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)

@@ -38,10 +38,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.fused import gate
-from yalis.kernels.numbers import ceil_div, power_of_two
+from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
+from yalis.kernels.integer_math import cdiv, next_power_of_2
 from yalis.kernels.pdl import pdl_option
-from yalis.kernels.room import Room, room_of
-from yalis.kernels.tiles import describable, described
+from yalis.kernels.tma import make_descriptor, tma_compatible
 
 MOST_ROWS = 64
 TILED_ROWS = 128  # by descriptor; any fewer, and tiles that reach past the last row come slowly
@@ -222,7 +222,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, gated: bool = False) -> Problem:
-        rows = 1 if x.shape[0] == 1 else max(16, power_of_two(x.shape[0]))
+        rows = 1 if x.shape[0] == 1 else max(16, next_power_of_2(x.shape[0]))
         outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         return cls(rows, outputs, weight.shape[1], x.itemsize, gated)
 
@@ -259,30 +259,30 @@ TUNED: dict[Problem, Shape] = {
 
 
 @cache
-def choose(problem: Problem, room: Room) -> Shape:
-    """The launch found by search, else one that should do; always one that the device has room for."""
+def choose(problem: Problem, limits: GpuLimits) -> Shape:
+    """The launch found by search, else one that should do; always one that the device has limits for."""
     tuned = TUNED.get(problem)
-    if tuned is None or shared_bytes(problem, tuned) > room.shared:
-        return _guess(problem, room)
-    tile = power_of_two(tuned.outputs)
+    if tuned is None or shared_bytes(problem, tuned) > limits.max_shared_memory:
+        return _guess(problem, limits)
+    tile = next_power_of_2(tuned.outputs)
     if tuned.outputs == tile:
         return tuned
-    return tuned._replace(outputs=evenly(problem.outputs, tile, tuned.splits, room))  # as it was where it was found
+    return tuned._replace(outputs=evenly(problem.outputs, tile, tuned.splits, limits))  # as it was where it was found
 
 
 def shared_bytes(problem: Problem, shape: Shape) -> int:
     """Of shared memory, that the loads of several rows in flight take at most."""
     if problem.rows == 1:
         return 0
-    weights = power_of_two(shape.outputs) * (2 if problem.gated else 1)
+    weights = next_power_of_2(shape.outputs) * (2 if problem.gated else 1)
     return shape.stages * shape.inputs * (weights + problem.rows) * problem.itemsize
 
 
-def _guess(problem: Problem, room: Room) -> Shape:
+def _guess(problem: Problem, limits: GpuLimits) -> Shape:
     """About what won for Llama-3.1-8B's matrices on an H200."""
     wide = 16 // problem.itemsize  # what a thread loads at once
     if problem.rows == 1:
-        inputs = max(64, min(256 * wide, power_of_two(problem.inputs)))
+        inputs = max(64, min(256 * wide, next_power_of_2(problem.inputs)))
         while problem.inputs % inputs and inputs > 64 * wide:
             inputs //= 2
         return Shape(max(1, 64 * wide // inputs), inputs, max(1, inputs // (32 * wide)))
@@ -291,34 +291,38 @@ def _guess(problem: Problem, room: Room) -> Shape:
     else:
         outputs, inputs = 64, 64 if problem.gated and problem.rows > 32 else 128
         stages = 5 if problem.rows <= MOST_ROWS else 4
-    tiles = ceil_div(problem.outputs, outputs)
+    tiles = cdiv(problem.outputs, outputs)
     # A program for each processor, but a part is worth a few chunks at least.
-    splits = max(1, min(room.processors // tiles, ceil_div(problem.inputs, inputs) // 4, 8))
+    splits = max(1, min(limits.num_sms // tiles, cdiv(problem.inputs, inputs) // 4, 8))
     if problem.itemsize == 2 and problem.rows <= MOST_ROWS:
-        even = evenly(problem.outputs, outputs, splits, room)
+        even = evenly(problem.outputs, outputs, splits, limits)
         # With up to 16 rows it pays to look further ahead; narrow tiles that do not lost more than processors won.
         deep = Shape(even, 256, 4, 4, splits)
         if problem.rows > 16 or (problem.gated and 4 * even >= 3 * outputs):
             outputs = even
-        elif not problem.gated and problem.inputs >= 1024 * splits and shared_bytes(problem, deep) <= room.shared:
+        elif (
+            not problem.gated
+            and problem.inputs >= 1024 * splits
+            and shared_bytes(problem, deep) <= limits.max_shared_memory
+        ):
             return deep
     shape = Shape(outputs, inputs, 4, stages, splits)
-    while shared_bytes(problem, shape) > room.shared and shape.stages > 2:
+    while shared_bytes(problem, shape) > limits.max_shared_memory and shape.stages > 2:
         shape = shape._replace(stages=shape.stages - 1)
     return shape
 
 
-def evenly(outputs: int, tile: int, splits: int, room: Room) -> int:
+def evenly(outputs: int, tile: int, splits: int, limits: GpuLimits) -> int:
     """What a program owns if processors share `outputs` evenly, in as many rounds as whole tiles take.
 
     More than half of a tile, or all of it; in eights, since every number is a kernel of its own.
     """
-    rounds = ceil_div(ceil_div(outputs, tile) * splits, room.processors)
-    even = 8 * ceil_div(outputs, 8 * (rounds * room.processors // splits))
+    rounds = cdiv(cdiv(outputs, tile) * splits, limits.num_sms)
+    even = 8 * cdiv(outputs, 8 * (rounds * limits.num_sms // splits))
     return even if tile // 2 < even < tile else tile
 
 
-def candidates(problem: Problem, room: Room) -> Iterator[Shape]:
+def candidates(problem: Problem, limits: GpuLimits) -> Iterator[Shape]:
     """Launches worth trying, for a search."""
     wide = 16 // problem.itemsize
     if problem.rows == 1:
@@ -329,10 +333,10 @@ def candidates(problem: Problem, room: Room) -> Iterator[Shape]:
         return
     tiled = problem.rows > MOST_ROWS  # by descriptors, which bring whole tiles
     depths = (3, 4, 8) if tiled else (3, 4, 5)
-    most = min(210_000, room.shared - 2048)  # a kernel has some of its own
+    most = min(210_000, limits.max_shared_memory - 2048)  # a kernel has some of its own
     for tile, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), depths, (1, 2, 4, 8)):
-        for outputs in {tile} if tiled else {tile, evenly(problem.outputs, tile, splits, room)}:
-            programs = ceil_div(problem.outputs, outputs) * splits
+        for outputs in {tile} if tiled else {tile, evenly(problem.outputs, tile, splits, limits)}:
+            programs = cdiv(problem.outputs, outputs) * splits
             if programs < 90 or (splits > 1 and programs > 1200):
                 continue
             for warps in {16: (2,), 128: (4, 8)}.get(tile, (4,)):
@@ -369,14 +373,14 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pdl
     assert 1 <= rows <= MOST_ROWS or rows == TILED_ROWS, f"{rows} rows"
     assert weight.stride(1) == 1, "the numbers of a row lie side by side"
     problem = Problem.of(x, weight, activation != "")
-    shape = shape or choose(problem, room_of(x.device))
+    shape = shape or choose(problem, gpu_limits(x.device))
     if x.stride(1) != 1:
         x = x.contiguous()
     outputs = problem.outputs
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    tiles = ceil_div(outputs, shape.outputs)
+    tiles = cdiv(outputs, shape.outputs)
     given = {
-        "BN": power_of_two(shape.outputs), "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
+        "BN": next_power_of_2(shape.outputs), "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
         "PDL": pdl, "num_warps": shape.warps, **pdl_option(pdl),
     }  # fmt: skip
     if rows == 1:
@@ -393,8 +397,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pdl
     tiled = rows == TILED_ROWS
     if tiled:
         assert given["BN"] == shape.outputs, "descriptors bring whole tiles"
-        x_tiles = described(x, [problem.rows, shape.inputs])
-        w_tiles = described(weight, [shape.outputs, shape.inputs])
+        x_tiles = make_descriptor(x, [problem.rows, shape.inputs])
+        w_tiles = make_descriptor(weight, [shape.outputs, shape.inputs])
     _few_rows[(tiles, shape.splits)](
         y, x, x_tiles, weight, w_tiles, x if bias is None else bias, part, arrived,
         x.stride(0), weight.stride(0), rows, outputs, inputs,
@@ -415,13 +419,13 @@ def suits(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
 
 def tileable(x: Tensor, weight: Tensor) -> bool:
     """Whether descriptors may bring the tiles; exact products run outside the tensor cores."""
-    return room_of(x.device).descriptors and x.itemsize == 2 and describable(x, weight)
+    return gpu_limits(x.device).has_tma and x.itemsize == 2 and tma_compatible(x, weight)
 
 
 def _lines(shape: Shape, problem: Problem) -> int:
     """Cache lines of each matrix row to ask for early: a power of two."""
-    held = power_of_two(-(-problem.inputs * problem.itemsize // (shape.splits * _LINE_BYTES)))
-    return max(1, min(held, _LINES // (power_of_two(shape.outputs) * (2 if problem.gated else 1))))
+    held = next_power_of_2(-(-problem.inputs * problem.itemsize // (shape.splits * _LINE_BYTES)))
+    return max(1, min(held, _LINES // (next_power_of_2(shape.outputs) * (2 if problem.gated else 1))))
 
 
 @cache

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from yalis.kernels.fused import argmax, dense, follow
-from yalis.kernels.numbers import ceil_div
+from yalis.kernels.fused import argmax, dense, pdl_sync
+from yalis.kernels.integer_math import cdiv
 from yalis.kernels.pdl import pdl_option
 
 _BLOCK = 128
@@ -22,7 +22,7 @@ _BLOCK = 128
 
 @triton.jit(do_not_specialize=["R"])
 def _use_last_tokens(out_ptr, ids_ptr, last_ptr, request_slots_ptr, R, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    follow(PDL)
+    pdl_sync(PDL)
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = r < R
     ids = tl.load(ids_ptr + r, mask=mask, other=0)
@@ -35,7 +35,7 @@ def use_last_tokens(token_ids: Tensor, last_tokens: Tensor, request_slots: Tenso
     """Return token_ids [R] with each negative id replaced by the last token of its request slot."""
     out = torch.empty_like(token_ids)
     rows = token_ids.shape[0]
-    _use_last_tokens[(ceil_div(rows, _BLOCK),)](
+    _use_last_tokens[(cdiv(rows, _BLOCK),)](
         out, token_ids, last_tokens, request_slots, rows, BLOCK=_BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl)
     )
     return out
@@ -46,7 +46,7 @@ def _pick_greedy(
     out_ptr, best_ids_ptr, logits_ptr, logits_row, last_ptr, request_slots_ptr, R, NONE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    follow(PDL)
+    pdl_sync(PDL)
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = r < R
     best_id = tl.load(best_ids_ptr + r, mask=mask, other=0)
@@ -63,7 +63,7 @@ def pick_greedy(logits: Tensor, last_tokens: Tensor, request_slots: Tensor, none
     best_ids = argmax(logits, pdl)
     out = torch.empty_like(best_ids)
     rows = logits.shape[0]
-    _pick_greedy[(ceil_div(rows, _BLOCK),)](
+    _pick_greedy[(cdiv(rows, _BLOCK),)](
         out, best_ids, logits, logits.stride(0), last_tokens, request_slots, rows,
         NONE=none, BLOCK=_BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl),
     )  # fmt: skip

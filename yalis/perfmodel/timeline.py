@@ -23,7 +23,7 @@ _COMMUNICATES = re.compile(
 )
 _ATTENDS = re.compile(
     r"^native::attend$|^aten::_?(scaled_dot_product|flash_attention|efficient_attention|flex_attention)"
-    r"|^_(prefill|decode|join)$|flash_?(fwd|attn|attention)|fmha|flex_attention|_sdpa_|cudnn.*(sdpa|attention)",
+    r"|^_(paged_)?(prefill|decode|join)(_kernel)?$|flash_?(fwd|attn|attention)|fmha|flex_attention|_sdpa_|cudnn.*(sdpa|attention)",
     re.IGNORECASE,
 )
 _MULTIPLIES = re.compile(

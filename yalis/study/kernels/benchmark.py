@@ -166,7 +166,7 @@ def tune(
     problems: Iterable[Problem], dtype: torch.dtype, report: Callable[[str], None] = lambda text: None
 ) -> dict[Problem, Shape]:
     """The fastest launch of each product on this GPU, of those whose result is right: what skinny.TUNED holds."""
-    from yalis.kernels.room import room_of
+    from yalis.kernels.gpu_limits import gpu_limits
     from yalis.kernels.skinny import candidates
 
     found: dict[Problem, Shape] = {}
@@ -176,7 +176,7 @@ def tune(
             trial = make_product(problem, dtype, device)
             expected = trial.run(Reference())
             tried: list[tuple[float, Shape]] = []
-            for shape in candidates(problem, room_of(device)):
+            for shape in candidates(problem, gpu_limits(device)):
                 kit = Kernels(pdl=True, shape=shape)  # as a decode step launches them
                 if fits(trial, kit) and find_error(trial, kit, expected) <= _TOLERANCE[dtype]:
                     taken = times(partial(trial.run, kit), len(trial.copies), device, 5)

@@ -17,8 +17,8 @@ from torch import Tensor
 from yalis import env
 from yalis.engine.device import resolve_block_size
 from yalis.errors import YalisError
+from yalis.kernels.gpu_limits import gpu_limits
 from yalis.kernels.ops import FUSED_GATE_MIN_ROWS
-from yalis.kernels.room import room_of
 from yalis.perfmodel.floors import ModelDims
 from yalis.study.kernels.backends import Kit
 
@@ -102,7 +102,7 @@ def _products(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: t
 
 def _many(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[Trial]:
     """Gate and up of as many rows as a long prefill has, where that is a kernel of ours."""
-    if not room_of(device).descriptors or find_spec("triton") is None:
+    if not gpu_limits(device).has_tma or find_spec("triton") is None:
         return
     from yalis.kernels.gated_product import suits
 
@@ -203,9 +203,9 @@ def _launch(starts: Tensor, lens: tuple[int, ...], dims: ModelDims, dtype: torch
     """As our kernels need it; none where they do not run."""
     if not (starts.is_cuda or env.triton_interpreted()) or find_spec("triton") is None:
         return None
-    from yalis.kernels.paged_attention import PROGRAMS, plan_launch
+    from yalis.kernels.paged_attention import PROGRAMS_PER_SM, plan_launch
 
-    programs = PROGRAMS * room_of(starts.device).processors
+    programs = PROGRAMS_PER_SM * gpu_limits(starts.device).num_sms
     return plan_launch(starts, lens, dims.heads, dims.kv_heads, dims.head_dim, dtype, programs)
 
 
