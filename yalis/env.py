@@ -28,15 +28,6 @@ def log_level() -> str:
     return level
 
 
-def rank() -> int:
-    """This process's rank, for the log; 0 without a launcher. `launch.environment` knows the whole place."""
-    for name in ("YALIS_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        value = os.environ.get(name, "")
-        if value.isdecimal():
-            return int(value)
-    return 0
-
-
 def variables() -> dict[str, str]:
     """All variables, as a copy: what launchers set, and what a child process is given."""
     return dict(os.environ)

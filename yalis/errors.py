@@ -24,8 +24,8 @@ class YalisFailure(YalisError):
     done: Any = None
 
 
-class NotHeard(YalisFailure):
-    """A rank that could not reach rank 0, which speaks for all: it says so itself."""
+class Rank0Unreachable(YalisFailure):
+    """This rank could not reach rank 0. It prints the error itself; all others are printed by rank 0."""
 
 
 def first_line(error: Exception) -> str:

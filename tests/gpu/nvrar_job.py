@@ -102,14 +102,14 @@ class Storm:
     def settle(self) -> dict[str, object]:
         """What went wrong in all of it, over all ranks."""
         torch.cuda.synchronize(self.device)
-        told = self.world.exchange([int(self.wrong), [int(digest) for digest in self.digests]])
+        told = self.world.all_gather_object([int(self.wrong), [int(digest) for digest in self.digests]])
         alike = True
         for which, (_, ranks) in enumerate(self.groups):
             alike = alike and len({told[rank][1][which] for rank in ranks}) == 1
         return {"wrong": sum(one[0] for one in told), "alike": self.all_agree(alike)}
 
     def all_agree(self, mine: bool) -> bool:
-        return all(self.world.exchange(mine))
+        return all(self.world.all_gather_object(mine))
 
 
 def beside(device: torch.device) -> Callable[[], None]:
@@ -200,7 +200,7 @@ def norm(
                 apart = (normed.float() - right.float()).abs() / right.float().abs().clamp(min=0.1)
                 worst = max(worst, float(apart.max()) / torch.finfo(dtype).eps)
                 held = hashlib.sha256(normed.float().cpu().numpy().tobytes()).hexdigest()
-                alike = alike and len(set(world.exchange(held))) == 1
+                alike = alike and len(set(world.all_gather_object(held))) == 1
     return {"worst_ulps": worst, "alike": alike}
 
 
@@ -272,7 +272,7 @@ def leave(
             time.sleep(120)
         if done % 64 == 0:
             torch.cuda.current_stream(device).synchronize()
-            world.exchange(done)
+            world.all_gather_object(done)
         weather.step()
     return {}
 

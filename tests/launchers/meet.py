@@ -6,8 +6,8 @@ import sys
 from yalis.launch.join import join
 
 world = join(int(sys.argv[1]), [])
-squares = world.exchange(world.rank**2)
-links = world.links(0)
+squares = world.all_gather_object(world.rank**2)
+links = world.open_links(0)
 if world.rank == 0:
     for rank, link in links.items():
         link.send(["hello", rank])

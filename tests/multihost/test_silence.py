@@ -11,15 +11,15 @@ from tests.multihost.hosts import Hosts
 RANK = """
 import sys, time
 from yalis.errors import YalisFailure
-from yalis.launch import link, watch
-link.SILENCE_S = watch.SILENCE_S = 6  # a tenth of the real one
+from yalis.launch import link, liveness
+link.SILENCE_S = liveness.SILENCE_S = 6  # a tenth of the real one
 from yalis.launch.join import join
 world = join(2, ["unused"])
 world.phase = "running"
-world.exchange(None)
+world.all_gather_object(None)
 print("there", flush=True)
 if world.rank == 0:
-    world.exchange(None)
+    world.all_gather_object(None)
 time.sleep(60)
 """
 
@@ -40,4 +40,4 @@ def test_a_host_that_falls_silent_is_named() -> None:
         for mine, other in ((0, 1), (1, 0)):
             assert ranks[mine].returncode == 1
             assert f"yalis: rank {other} on {hosts.names[other]} (pid " in errors[mine]
-            assert "has not answered for 6 s while running: its host or network is gone" in errors[mine]
+            assert "has not answered for 6 s while running: its host or network is down" in errors[mine]

@@ -47,7 +47,7 @@ class Checks:
     def same_bits(self, x: Tensor, what: str) -> None:
         """Every rank of the world holds these bytes."""
         held = hashlib.sha256(x.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        self.require(len(set(self.world.exchange(held))) == 1, f"{what}: ranks hold different bits")
+        self.require(len(set(self.world.all_gather_object(held))) == 1, f"{what}: ranks hold different bits")
 
     def sums(self) -> None:
         ranks = range(self.world.size)
@@ -158,7 +158,7 @@ class Checks:
         elif self.world.rank == 1:
             got = self.all.recv(torch.empty(1 << 21, device=self.device), 0)
             self.require(bool((got == 1).all()), "a large message")
-        self.world.exchange(None)
+        self.world.all_gather_object(None)
 
     def grid(self) -> None:
         """Rows and columns of a grid beside the whole, their calls interleaved."""
@@ -251,7 +251,7 @@ def run_all(checks: Checks) -> None:
         start = time.monotonic()
         check()
         times[check.__name__] = round(time.monotonic() - start, 2)
-    done = checks.world.exchange(checks.done)
+    done = checks.world.all_gather_object(checks.done)
     if checks.world.rank == 0:
         print(json.dumps({"backend": checks.backend.name, "checks": done, "seconds": times}), flush=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.launchers.launch import make_model
-from tests.multiprocess.engine_job import Nursery
+from tests.multiprocess.engine_job import ForkServer
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("jobs"))
-    yield nursery
-    nursery.close()
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    fork_server = ForkServer(tmp_path_factory.mktemp("jobs"))
+    yield fork_server
+    fork_server.close()

@@ -99,13 +99,13 @@ class Job:
         return processes_of(self.pids, self.mark)
 
 
-class Nursery:
-    """A process that jobs are forked from; see nursery.py."""
+class ForkServer:
+    """A process that jobs are forked from; see fork_server.py."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.multiprocess.nursery"],
+            [sys.executable, "-m", "tests.multiprocess.fork_server"],
             env=environment(),
             cwd=ROOT,
             stdin=subprocess.PIPE,

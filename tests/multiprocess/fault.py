@@ -1,7 +1,7 @@
 """What happens to one rank of a test's job: $YALIS_TEST_FAULT is "RANK ACTION MOMENT [NOTE]".
 
 `install` arranges it: in ranks that rank 0 starts, and under torchrun, through `shim/sitecustomize.py`; in those of
-`nursery.py` directly. When the moment has come, the time is written into the file NOTE before the action.
+`fork_server.py` directly. When the moment has come, the time is written into the file NOTE before the action.
 """
 
 from __future__ import annotations

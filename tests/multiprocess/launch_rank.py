@@ -10,8 +10,8 @@ import time
 
 from yalis.errors import YalisError
 from yalis.launch import rendezvous
-from yalis.launch.environment import find_place
 from yalis.launch.join import join
+from yalis.launch.launchers import detect_launcher
 from yalis.launch.serving import serving
 from yalis.launch.world import World
 
@@ -26,11 +26,11 @@ def show_members(world: World) -> None:
 
 def talk(world: World) -> None:
     """Values to all, and links in two groups; then once more over a second set of links."""
-    values = world.exchange({"rank": world.rank, "text": "ä" * 1000})
+    values = world.all_gather_object({"rank": world.rank, "text": "ä" * 1000})
     leader = 0 if world.rank < 2 else 2
     answers = []
     for _ in range(2):
-        links = world.links(leader)
+        links = world.open_links(leader)
         if world.rank == leader:
             for rank, link in links.items():
                 link.send(["to", rank, "x" * 300_000])
@@ -40,8 +40,8 @@ def talk(world: World) -> None:
             links[leader].send([message[1], len(message[2]), list(links)])
         for link in links.values():
             link.close()
-    empty = world.links(None)
-    everyone = world.exchange(answers)
+    empty = world.open_links(None)
+    everyone = world.all_gather_object(answers)
     print(f"printed by rank {world.rank}\n", end="", flush=True)  # one write, also where Python is told not to buffer
     if world.rank == 0:
         members = [[m.rank, m.host, m.node, m.local_rank, m.address] for m in world.members]
@@ -51,23 +51,23 @@ def talk(world: World) -> None:
 def wait(world: World) -> None:
     """Rank 0 is inside the world, the others are busy."""
     world.phase = "loading the model"
-    world.exchange(None)
+    world.all_gather_object(None)
     if world.rank == 0:
         show_members(world)
-        world.exchange(None)
+        world.all_gather_object(None)
     time.sleep(100)
 
 
 def serve(world: World) -> None:
     """The others serve rank 0, which does nothing that touches the world for a long time."""
-    links = world.links(0)
+    links = world.open_links(0)
     world.phase = "running"
     if world.rank:
         with serving(world):
-            world.exchange(None)
+            world.all_gather_object(None)
             links[0].receive()
         return
-    world.exchange(None)
+    world.all_gather_object(None)
     show_members(world)
     time.sleep(100)
 
@@ -87,7 +87,7 @@ def idle(world: World) -> None:
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         children = file.read().split()
     try:
-        world.exchange(None)
+        world.all_gather_object(None)
     except YalisError as error:
         show(failure=str(error), known=world.failure, children=children)
     world.close()
@@ -95,7 +95,7 @@ def idle(world: World) -> None:
 
 
 def exchange(world: World) -> None:
-    everyone = world.exchange(world.rank)
+    everyone = world.all_gather_object(world.rank)
     if world.rank == 0:
         show(ranks=everyone)
 
@@ -123,9 +123,9 @@ def stuck(world: World) -> None:
     """Rank 0 leaves while the others are in something that does not end, such as a collective with it."""
     if world.rank:
         with serving(world):
-            world.exchange(None)
+            world.all_gather_object(None)
             time.sleep(100)
-    world.exchange(None)
+    world.all_gather_object(None)
 
 
 def leave(world: World) -> None:
@@ -134,15 +134,15 @@ def leave(world: World) -> None:
         return
     if world.rank:
         with serving(world):
-            world.exchange(1)
+            world.all_gather_object(1)
     time.sleep(0.5)
     assert world.failure is None
-    world.exchange(0)
+    world.all_gather_object(0)
 
 
 def unclosed(world: World) -> None:
     """Rank 0 forgets to close."""
-    links = world.links(0)
+    links = world.open_links(0)
     if world.rank:
         with serving(world):
             links[0].receive()
@@ -152,7 +152,7 @@ def unclosed(world: World) -> None:
 
 def again(world: World) -> None:
     """A second engine under the same launcher."""
-    world.exchange(1)
+    world.all_gather_object(1)
     world.close()
     second = join(world.size, ["unused"])
     assert second is world
@@ -160,7 +160,7 @@ def again(world: World) -> None:
 
 
 def start(scenario: str, size: int, timeout: float) -> None:
-    rank = find_place().rank
+    rank = detect_launcher().rank
     if (scenario, rank) == ("absent", 2):
         time.sleep(100)
     if (scenario, rank) == ("early", 2):
@@ -177,5 +177,5 @@ if __name__ == "__main__":
     try:
         start(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 30)
     except YalisError as error:
-        sys.stderr.write(f"yalis[{find_place().rank}]: {error}\n")
+        sys.stderr.write(f"yalis[{detect_launcher().rank}]: {error}\n")
         sys.exit(error.exit_code)

@@ -16,7 +16,7 @@ import torch
 
 from tests.multiprocess.splits import DRAWN, GREEDY, STEPS, WAVE, Trial
 from yalis import LLM, SamplingParams
-from yalis.launch.environment import find_place
+from yalis.launch.launchers import detect_launcher
 from yalis.models.decoder import Block
 from yalis.sampling.sampler import Sampler
 
@@ -50,7 +50,7 @@ class Digests:
 
 
 def main(plan: Path, out: Path) -> None:
-    rank, digests = find_place().rank, Digests()
+    rank, digests = detect_launcher().rank, Digests()
     answers, seen = [], []
     for fields in json.loads(plan.read_text()):
         trial = Trial(**fields)

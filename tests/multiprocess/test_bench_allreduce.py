@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.multiprocess.engine_job import Nursery
+from tests.multiprocess.engine_job import ForkServer
 from yalis import results
 from yalis.comm.hierarchical import HierarchicalBackend
 
@@ -69,9 +69,9 @@ sys.exit(main(ARGUMENTS))
 """
 
 
-def test_ranks_that_the_command_starts(nursery: Nursery) -> None:
+def test_ranks_that_the_command_starts(fork_server: ForkServer) -> None:
     asked = ["--ranks", "2", "--ranks-per-node", "1", "--backends", "gloo,hierarchical", "--dtypes", "float32,bfloat16"]
-    ended = nursery.run(["bench", "allreduce", *asked, *SIZES, "--json"])
+    ended = fork_server.run(["bench", "allreduce", *asked, *SIZES, "--json"])
     assert ended.statuses == [0], ended.errors
     result = json.loads(ended.outputs[0])
     results.check(result, "what was printed")
@@ -89,11 +89,11 @@ def test_ranks_that_the_command_starts(nursery: Nursery) -> None:
     assert result["topology"] == {"ranks": 2, "ranks_per_host": [2], "launcher": ""}  # hosts as they are
 
 
-def test_a_launchers_ranks_find_wrong_sums(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_launchers_ranks_find_wrong_sums(fork_server: ForkServer, tmp_path: Path) -> None:
     arguments = ["bench", "allreduce", *SIZES, "--backends", "rank,torch,bits,lazy", "--json"]
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.replace("ARGUMENTS", repr(arguments)))
-    ended = nursery.run([str(script)], ranks=2)
+    ended = fork_server.run([str(script)], ranks=2)
     assert ended.statuses == [1, 0], ended.errors
     assert not ended.outputs[1]
     statuses = {row["backend"]: row["status"] for row in json.loads(ended.outputs[0])["rows"] if row["bytes"] == 12}
@@ -108,13 +108,13 @@ def test_a_launchers_ranks_find_wrong_sums(nursery: Nursery, tmp_path: Path) -> 
     )
 
 
-def test_tuning_tries_the_options_and_keeps_the_times(nursery: Nursery, tmp_path: Path) -> None:
+def test_tuning_tries_the_options_and_keeps_the_times(fork_server: ForkServer, tmp_path: Path) -> None:
     arguments = ["bench", "allreduce", *SIZES, "--tune", "--ranks-per-node", "1", "--json"]
     script = tmp_path / "choosy.py"
     backends = ["--backends", "choosy,gloo,hierarchical"]
     keep = f"import os\nos.environ['YALIS_CACHE'] = {str(tmp_path)!r}\n"
     script.write_text(keep + CHOOSY.replace("ARGUMENTS", repr(arguments + backends)))
-    ended = nursery.run([str(script)], ranks=2)
+    ended = fork_server.run([str(script)], ranks=2)
     assert ended.statuses == [0, 0], ended.errors
     rows = json.loads(ended.outputs[0])["rows"]
     tried = HierarchicalBackend.candidate_options(12)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.engine_job import Job, Nursery, start
+from tests.multiprocess.engine_job import ForkServer, Job, start
 from tests.multiprocess.launch_job import HOST, free_port
 
 DEADLINE = 10.0
@@ -36,12 +36,12 @@ def wait_for(note: Path, seconds: float = 60) -> None:
     ("moment", "split"), [(moment, ("--pp", "2")) for moment in DOING] + [("decode", ("--dp", "2"))]
 )
 def test_a_killed_rank_of_a_launchers_job(
-    nursery: Nursery, model: str, tmp_path: Path, moment: str, split: tuple[str, str]
+    fork_server: ForkServer, model: str, tmp_path: Path, moment: str, split: tuple[str, str]
 ) -> None:
     """Rank 2 is in the second stage, or leads the second replica."""
     note, port = tmp_path / "note", free_port()
     argv = generate(model, "--prompt-ids", "7,8", "--tp", "2", *split)
-    job = nursery.start(argv, 4, fault=f"2 kill {moment} {note}", port=port)
+    job = fork_server.start(argv, 4, fault=f"2 kill {moment} {note}", port=port)
     ended = job.finish()
     assert ended.within(DEADLINE, note)
     assert ended.statuses == [1, 1, -signal.SIGKILL, 1]
@@ -53,9 +53,9 @@ def test_a_killed_rank_of_a_launchers_job(
 
 
 @pytest.mark.parametrize("moment", ["loading", "decode"])
-def test_everyone_ends_when_rank_0_is_killed(nursery: Nursery, model: str, tmp_path: Path, moment: str) -> None:
+def test_everyone_ends_when_rank_0_is_killed(fork_server: ForkServer, model: str, tmp_path: Path, moment: str) -> None:
     note, port = tmp_path / "note", free_port()
-    job = nursery.start(generate(model, "--tp", "2", "--pp", "2"), 4, fault=f"0 kill {moment} {note}", port=port)
+    job = fork_server.start(generate(model, "--tp", "2", "--pp", "2"), 4, fault=f"0 kill {moment} {note}", port=port)
     ended = job.finish()
     assert ended.within(DEADLINE, note)
     assert ended.statuses == [-signal.SIGKILL, 1, 1, 1]
@@ -79,19 +79,19 @@ def test_a_killed_rank_under_torchrun(model: str, tmp_path: Path) -> None:
     ("rank", "moment", "split"), [(3, "loading", "--pp"), (3, "decode", "--pp"), (2, "decode", "--dp")]
 )
 def test_a_bug_on_one_rank_ends_the_job_with_its_name(
-    nursery: Nursery, model: str, rank: int, moment: str, split: str
+    fork_server: ForkServer, model: str, rank: int, moment: str, split: str
 ) -> None:
     argv = generate(model, "--prompt-ids", "7,8", "--tp", "2", split, "2")
-    ended = nursery.run(argv, 4, fault=f"{rank} raise {moment}")
+    ended = fork_server.run(argv, 4, fault=f"{rank} raise {moment}")
     assert all(ended.statuses)
     assert f"rank {rank} on {HOST}: a bug" in ended.errors
     assert ended.errors.count("Traceback") == 1  # where the bug is
     assert "died" not in ended.errors
 
 
-def test_a_rank_that_never_comes_is_named(nursery: Nursery, model: str, tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_is_named(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     argv = generate(model, "--tp", "2", "--pp", "2", "--join-timeout", "2")
-    job = nursery.start(argv, 4, fault="2 sleep arriving")
+    job = fork_server.start(argv, 4, fault="2 sleep arriving")
     time.sleep(5)
     os.kill(job.pids[2], signal.SIGKILL)  # as the launcher will
     ended = job.finish()
@@ -102,8 +102,8 @@ def test_a_rank_that_never_comes_is_named(nursery: Nursery, model: str, tmp_path
     assert "within 2 s" in ended.errors
 
 
-def test_others_say_that_rank_0_never_came(nursery: Nursery, model: str) -> None:
-    job = nursery.start(generate(model, "--tp", "2", "--join-timeout", "2"), 2, fault="0 sleep arriving")
+def test_others_say_that_rank_0_never_came(fork_server: ForkServer, model: str) -> None:
+    job = fork_server.start(generate(model, "--tp", "2", "--join-timeout", "2"), 2, fault="0 sleep arriving")
     time.sleep(5)
     os.kill(job.pids[0], signal.SIGKILL)
     ended = job.finish()
@@ -154,10 +154,12 @@ attempt("sleep arriving", join_timeout=2)
 """
 
 
-def test_a_user_catches_what_became_of_ranks_and_starts_anew(nursery: Nursery, model: str, tmp_path: Path) -> None:
+def test_a_user_catches_what_became_of_ranks_and_starts_anew(
+    fork_server: ForkServer, model: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAULTS.replace("ARGUMENTS", repr((model, str(tmp_path / "note")))))
-    ended = nursery.start([str(script)]).finish(120)
+    ended = fork_server.start([str(script)]).finish(120)
     assert ended.statuses == [0], ended.errors
     found = [json.loads(line) for line in ended.outputs[0].splitlines()]
     assert all(took < DEADLINE for *_, took, _ in found)
@@ -173,9 +175,9 @@ def test_a_user_catches_what_became_of_ranks_and_starts_anew(nursery: Nursery, m
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_command_ends_with_a_killed_rank(nursery: Nursery, model: str, tmp_path: Path, victim: int) -> None:
+def test_the_command_ends_with_a_killed_rank(fork_server: ForkServer, model: str, tmp_path: Path, victim: int) -> None:
     note = tmp_path / "note"
-    ended = nursery.run(generate(model, "--tp", "2"), fault=f"{victim} kill decode {note}")
+    ended = fork_server.run(generate(model, "--tp", "2"), fault=f"{victim} kill decode {note}")
     assert ended.within(DEADLINE, note)
     assert ended.statuses == [1 if victim else -signal.SIGKILL]
     (line,) = ended.errors.splitlines()
@@ -211,9 +213,9 @@ def terminate(job: Job) -> None:
     ],
     ids=["INT", "INT-twice", "TERM"],
 )
-def test_a_signal_in_the_middle(nursery, model, tmp_path, fault, send, status, seconds) -> None:
+def test_a_signal_in_the_middle(fork_server, model, tmp_path, fault, send, status, seconds) -> None:
     note = tmp_path / "note"
-    job = nursery.start(generate(model, "--tp", "2"), fault=f"1 {fault} decode {note}")
+    job = fork_server.start(generate(model, "--tp", "2"), fault=f"1 {fault} decode {note}")
     wait_for(note)
     note.write_text(str(time.time()))
     send(job)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.engine_job import Ended, Nursery, environment, start
+from tests.multiprocess.engine_job import Ended, ForkServer, environment, start
 from tests.multiprocess.launch_job import HOST
 from yalis import LLM, SamplingParams, __version__
 
@@ -64,46 +64,46 @@ def test_a_plain_script_needs_no_guard_and_no_close(model: str, tmp_path: Path) 
     ids=["tp", "grid", "pp"],
 )
 def test_an_impossible_split_starts_no_rank_and_reads_no_weight(
-    nursery: Nursery, model: str, tmp_path: Path, flags: tuple[str, str], sentence: str
+    fork_server: ForkServer, model: str, tmp_path: Path, flags: tuple[str, str], sentence: str
 ) -> None:
     started, read = tmp_path / "started", tmp_path / "read"
-    ended = nursery.run(generate(model, *flags), fault=f"1 note arriving {started}")
+    ended = fork_server.run(generate(model, *flags), fault=f"1 note arriving {started}")
     refused(ended, sentence)
     assert ended.statuses == [2]
     assert not started.exists()
-    ended = nursery.run(generate(model, *flags), fault=f"0 note reading {read}")
+    ended = fork_server.run(generate(model, *flags), fault=f"0 note reading {read}")
     assert ended.statuses == [2]
     assert not read.exists()
 
 
-def test_a_number_of_ranks_that_does_not_match(nursery: Nursery, model: str) -> None:
-    ended = nursery.run(generate(model, "--tp", "3"), 2)
+def test_a_number_of_ranks_that_does_not_match(fork_server: ForkServer, model: str) -> None:
+    ended = fork_server.run(generate(model, "--tp", "3"), 2)
     refused(ended, r"this model is split over 3 ranks and torchrun started 2; type torchrun --nproc-per-node 3 .*")
     assert ended.statuses == [2, 2]
 
 
-def test_an_impossible_split_under_a_launcher(nursery: Nursery, model: str, tmp_path: Path) -> None:
+def test_an_impossible_split_under_a_launcher(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     read = tmp_path / "read"
-    ended = nursery.run(generate(model, "--pp", "4"), 4, fault=f"1 note reading {read}")
+    ended = fork_server.run(generate(model, "--pp", "4"), 4, fault=f"1 note reading {read}")
     refused(ended, r"pp 4 leaves stages without a layer: \S+ has 3; give pp 1 to 3")
     assert not read.exists()
 
 
-def test_ranks_with_different_settings(nursery: Nursery, model: str) -> None:
-    ended = nursery.run(
+def test_ranks_with_different_settings(fork_server: ForkServer, model: str) -> None:
+    ended = fork_server.run(
         generate(model, "--tp", "2"), 2, each={1: {"argv": generate(model, "--tp", "2", "--dtype", "bfloat16")}}
     )
     refused(ended, rf"the ranks do not agree: dtype is 'bfloat16' on rank 1 on {HOST} and 'auto' on rank 0 on .*")
 
 
-def test_ranks_with_different_models(nursery: Nursery, model: str, tmp_path: Path) -> None:
+def test_ranks_with_different_models(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(model, other)
-    ended = nursery.run(generate(model, "--tp", "2"), 2, each={1: {"argv": generate(str(other), "--tp", "2")}})
+    ended = fork_server.run(generate(model, "--tp", "2"), 2, each={1: {"argv": generate(str(other), "--tp", "2")}})
     refused(ended, rf"the ranks do not agree: model is '{other}' on rank 1 on {HOST} and '{model}' on rank 0 on .*")
 
 
-def test_ranks_with_one_name_for_different_models(nursery: Nursery, model: str, tmp_path: Path) -> None:
+def test_ranks_with_one_name_for_different_models(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     each = {}
     for rank in range(2):
         folder = tmp_path / f"host{rank}"
@@ -111,15 +111,15 @@ def test_ranks_with_one_name_for_different_models(nursery: Nursery, model: str, 
         each[rank] = {"cwd": str(folder)}
     config = tmp_path / "host1" / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.5}))
-    ended = nursery.run(generate("./model", "--tp", "2"), 2, each=each)
+    ended = fork_server.run(generate("./model", "--tp", "2"), 2, each=each)
     refused(
         ended,
         rf"the ranks do not agree: the checkpoint's fingerprint is '\w+' on rank 1 on {HOST} and '\w+' on rank 0 .*",
     )
 
 
-def test_ranks_with_different_versions(nursery: Nursery, model: str) -> None:
-    ended = nursery.run(generate(model, "--tp", "2"), 2, fault="1 age arriving")
+def test_ranks_with_different_versions(fork_server: ForkServer, model: str) -> None:
+    ended = fork_server.run(generate(model, "--tp", "2"), 2, fault="1 age arriving")
     version = re.escape(__version__)
     refused(ended, rf"rank 1 on {HOST} \(pid \d+\) runs yalis 0.0.0.other and rank 0 on {HOST} runs {version}; .*")
 
@@ -133,9 +133,11 @@ def test_ranks_with_different_versions(nursery: Nursery, model: str) -> None:
     ],
     ids=["model", "input", "device"],
 )
-def test_what_rank_0_finds_wrong_is_said_once(nursery: Nursery, model: str, argv: list[str], sentence: str) -> None:
+def test_what_rank_0_finds_wrong_is_said_once(
+    fork_server: ForkServer, model: str, argv: list[str], sentence: str
+) -> None:
     begin = time.time()
-    ended = nursery.run([model if word == "MODEL" else word for word in argv], 2)
+    ended = fork_server.run([model if word == "MODEL" else word for word in argv], 2)
     refused(ended, sentence)
     assert ended.statuses[0] == 2
     assert max(ended.times) - begin < 10
@@ -150,7 +152,9 @@ def test_nobody_reads_the_output(model: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_an_engine_left_in_the_middle_makes_way_for_the_next(nursery: Nursery, model: str, tmp_path: Path) -> None:
+def test_an_engine_left_in_the_middle_makes_way_for_the_next(
+    fork_server: ForkServer, model: str, tmp_path: Path
+) -> None:
     """Steps are on their way through the stages when it is closed; under a launcher the ranks stay for another one."""
     script = tmp_path / "left.py"
     script.write_text(
@@ -164,6 +168,6 @@ def test_an_engine_left_in_the_middle_makes_way_for_the_next(nursery: Nursery, m
         "    if llm.rank == 0:\n"
         "        print(len(llm.generate([[5, 6, 7]], long)[0].token_ids))\n"
     )
-    ended = nursery.run([str(script)], 2)
+    ended = fork_server.run([str(script)], 2)
     assert ended.statuses == [0, 0], ended.errors
     assert ended.outputs == ["40\n", ""]

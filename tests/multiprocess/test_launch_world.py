@@ -101,7 +101,7 @@ def test_a_second_process_for_a_rank_is_refused() -> None:
         with Job("exchange", 3, 20, ranks=[1], port=job.port) as imitation:
             statuses, _, errors = imitation.finish(10)
         assert statuses == [1]
-        assert f"came second: rank 1 is pid {job.processes[1].pid} on {HOST} already" in errors
+        assert f"is a duplicate: pid {job.processes[1].pid} on {HOST} is rank 1 already" in errors
         with Job("exchange", 3, 20, ranks=[2], port=job.port) as rest:
             assert job.read() == {"ranks": [0, 1, 2]}
             assert job.finish(10)[0] + rest.finish(10)[0] == [0, 0, 0]
@@ -115,7 +115,7 @@ def test_a_rank_that_dies_while_others_arrive_is_named_to_those_who_come_later()
         statuses, _, late = run("exchange", 3, 20, ranks=[2], port=job.port, within=10)
         statuses += job.finish(10)[0]
         assert statuses == [1, 1, -signal.SIGKILL]
-        assert f"rank 1 on {HOST} (pid {job.processes[1].pid}) died while ranks were still arriving" in late
+        assert f"rank 1 on {HOST} (pid {job.processes[1].pid}) died before all ranks had joined" in late
 
 
 def await_connections(port: int, count: int) -> None:
@@ -136,7 +136,7 @@ def test_strangers_do_not_disturb() -> None:
         with reach(job.port) as browser:
             browser.sendall(b"GET / HTTP/1.0\r\n\r\n")
             browser.settimeout(5)
-            assert b"did not understand" in browser.recv(1000)
+            assert b"received an unknown message" in browser.recv(1000)
         with reach(job.port) as guest:
             guest.sendall(b"\0\0\0\x02{}")
             guest.settimeout(5)

@@ -19,7 +19,7 @@ from yalis.comm.topology import Topology
 from yalis.comm.torch_dist import GlooGroup
 from yalis.comm.tuning import Choice, ShapeTimings, Timing, TuningTable
 from yalis.errors import YalisError
-from yalis.launch.world import Member, World
+from yalis.launch.world import RankInfo, World
 
 CPU = torch.device("cpu")
 NODES = ((0, 1), (2, 3))
@@ -40,10 +40,10 @@ class Thread(World):
     """A rank of a world of threads."""
 
     def __init__(self, comm: Memory, told: list[Any]) -> None:
-        super().__init__(comm.rank, tuple(Member(rank, "here", 0, rank, "127.0.0.1", 1) for rank in range(comm.size)))
+        super().__init__(comm.rank, tuple(RankInfo(rank, "here", 0, rank, "127.0.0.1", 1) for rank in range(comm.size)))
         self.gate, self.told = comm.board.gate, told
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         self.told[self.rank] = json.loads(json.dumps(value))
         self.gate.wait(30)
         told = list(self.told)

@@ -18,7 +18,7 @@ from yalis.comm.mpi import MpiBackend
 from yalis.comm.selection import open_backend
 from yalis.comm.torch_dist import TorchBackend
 from yalis.errors import YalisError
-from yalis.launch.world import Member, World
+from yalis.launch.world import RankInfo, World
 
 CPU = torch.device("cpu")
 
@@ -27,10 +27,10 @@ class Pair(World):
     """Rank 0 of two; the other one answers the same, save for the backends that it lacks."""
 
     def __init__(self, lacks: dict[str, str] | None = None) -> None:
-        super().__init__(0, tuple(Member(rank, f"host{rank}", rank, 0, "127.0.0.1", 1) for rank in (0, 1)))
+        super().__init__(0, tuple(RankInfo(rank, f"host{rank}", rank, 0, "127.0.0.1", 1) for rank in (0, 1)))
         self.lacks = lacks or {}
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         asked = isinstance(value, dict) and value.keys() & self.lacks.keys()
         return [value, {name: self.lacks[name] for name in asked} if asked else value]
 
@@ -41,7 +41,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "hierarchical", "auto"])
-@pytest.mark.parametrize("world", [World.alone, Pair])
+@pytest.mark.parametrize("world", [World.single_process, Pair])
 def test_a_backend_by_its_name(name: str, world: Callable[[], World]) -> None:
     backend = open_backend(name, world(), CPU)
     assert (type(backend), backend.name) == (BACKENDS.load(name), name)
@@ -63,11 +63,13 @@ def test_one_rank_that_lacks_it_speaks_for_all() -> None:
 def test_an_unknown_backend() -> None:
     accepted = "accepted: torch, mpi, hierarchical, nvrar, auto"
     with pytest.raises(YalisError, match=f"unknown communication backend 'nccl'; {accepted}"):
-        open_backend("nccl", World.alone(), CPU)
+        open_backend("nccl", World.single_process(), CPU)
 
 
 def test_a_device_torch_cannot_join() -> None:
-    assert TorchBackend.unusable(World.alone(), torch.device("mps")) == "torch joins CPUs and CUDA GPUs, not mps"
+    assert (
+        TorchBackend.unusable(World.single_process(), torch.device("mps")) == "torch joins CPUs and CUDA GPUs, not mps"
+    )
 
 
 def test_mpi_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +90,7 @@ def test_mpi_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", [TorchBackend, MpiBackend, HierarchicalBackend, AutoBackend])
 def test_a_world_of_one_needs_nothing(backend: type[CommBackend]) -> None:
-    made = backend(World.alone(), CPU)
+    made = backend(World.single_process(), CPU)
     assert isinstance(made.group("all", [0]), SingleRank)
     made.close()
 

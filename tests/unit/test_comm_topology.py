@@ -6,11 +6,11 @@ import pytest
 
 from yalis.comm.topology import Topology
 from yalis.errors import YalisError
-from yalis.launch.world import Member, World
+from yalis.launch.world import RankInfo, World
 
 
 def world_of(*nodes: int) -> World:
-    return World(0, tuple(Member(rank, f"host{node}", node, 0, "127.0.0.1", 1) for rank, node in enumerate(nodes)))
+    return World(0, tuple(RankInfo(rank, f"host{node}", node, 0, "127.0.0.1", 1) for rank, node in enumerate(nodes)))
 
 
 def test_nodes_as_found() -> None:
@@ -20,7 +20,7 @@ def test_nodes_as_found() -> None:
     assert found.by_node([0, 2]) == ((0,), (2,))
     assert found.by_node([3, 1, 2]) == ((3, 2), (1,))
     assert found.ranks_per_node([0, 2]) == 1
-    assert str(Topology.of(World.alone())) == "1 node x 1 rank"
+    assert str(Topology.of(World.single_process())) == "1 node x 1 rank"
 
 
 def test_uneven_and_scattered_nodes() -> None:

@@ -115,7 +115,7 @@ def test_something_else_is_refused(pair: Pair, data: bytes) -> None:
 
 def test_a_message_over_the_limit_is_not_sent(pair: Pair) -> None:
     pair[0].limit = 100
-    with pytest.raises(ValueError, match="longer than"):
+    with pytest.raises(ValueError, match="exceeds the link"):
         pair[0].send("x" * 100)
 
 
@@ -127,17 +127,17 @@ class Broken:
 
 
 def test_a_failure_elsewhere_ends_the_wait(pair: Pair) -> None:
-    guard = Broken()
-    pair[0].guard = guard
-    threading.Timer(0.2, lambda: setattr(guard, "failure", "known")).start()
+    job = Broken()
+    pair[0].failure_source = job
+    threading.Timer(0.2, lambda: setattr(job, "failure", "known")).start()
     with pytest.raises(YalisFailure, match="rank 7 on z died"):
         pair[0].receive()
 
 
 def test_a_failure_elsewhere_or_an_end_breaks_off_sending(pair: Pair) -> None:
-    guard = Broken()
-    pair[0].guard = guard
-    threading.Timer(0.2, lambda: setattr(guard, "failure", "known")).start()
+    job = Broken()
+    pair[0].failure_source = job
+    threading.Timer(0.2, lambda: setattr(job, "failure", "known")).start()
     with pytest.raises(YalisFailure, match="rank 7 on z died"):
         pair[0].send("x" * 50_000_000)  # nobody receives it
     threading.Timer(0.2, pair[0].close).start()
@@ -151,9 +151,9 @@ def test_waiting_for_any(pair: Pair) -> None:
     wait_any([pair[1], pair[0]])
     assert time.monotonic() - begin >= 0.2
     assert pair[0].receive() == 1
-    guard = Broken()
-    pair[0].guard = guard
-    threading.Timer(0.1, lambda: setattr(guard, "failure", "known")).start()
+    job = Broken()
+    pair[0].failure_source = job
+    threading.Timer(0.1, lambda: setattr(job, "failure", "known")).start()
     with pytest.raises(YalisFailure, match="rank 7 on z died"):
         wait_any([pair[0], pair[1]])
 

@@ -23,7 +23,7 @@ def test_without_a_gpu_that_is_what_is_missing_first(monkeypatch: pytest.MonkeyP
     none = "it joins NVIDIA GPUs, and torch sees none here"
     for lacking, told in ((None, none), ("there is no nvcc", f"{none}; besides, there is no nvcc")):
         monkeypatch.setattr("yalis.comm.nvrar.group.missing", lambda lacking=lacking: lacking)
-        assert NvrarBackend.unusable(World.alone(), torch.device("cpu")) == told
+        assert NvrarBackend.unusable(World.single_process(), torch.device("cpu")) == told
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_launches() -> None:
 def test_a_wait_that_never_ended_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_NVRAR_TIMEOUT", "30")
     session = object.__new__(Session)
-    session.world, session.names = World.alone(), {3: "tp"}
+    session.world, session.names = World.single_process(), {3: "tp"}
     session.status = Status(reported=1, group=3, phase=2, step=1, peer=0, number=4711)
     name = session.world.name(0)
     assert session.describe() == (

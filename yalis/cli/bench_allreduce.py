@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from yalis.cli.flags import add_common_flags, number, whole
 from yalis.cli.terminal import tell
 from yalis.errors import YalisError
-from yalis.launch.environment import find_place
+from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
 
 if TYPE_CHECKING:
     from yalis.results import Result
@@ -24,7 +24,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=whole, metavar="N", help="ranks to start on this machine (without torchrun, srun or mpirun)")
+    add("--ranks", type=whole, metavar="N", help=f"ranks to start on this machine (without {EXTERNAL_LAUNCHERS})")
     add(
         "--sizes",
         type=_sizes,
@@ -78,8 +78,8 @@ def measure(args: argparse.Namespace, command: str, report: Callable[[str], None
             if getattr(args, flag) is not None:
                 raise YalisError(f"--{flag.replace('_', '-')} is for a lab of hosts; give --hosts as well")
         return allreduce.measure(plan, args.ranks, command, report)
-    if args.ranks is not None or find_place().size > 1:
-        raise YalisError("--hosts starts the ranks itself; leave --ranks and torchrun, srun or mpirun out")
+    if args.ranks is not None or detect_launcher().size > 1:
+        raise YalisError(f"--hosts starts its own ranks; run it without --ranks and without {EXTERNAL_LAUNCHERS}")
     return measure_in_lab(plan, _lab_plan(args), command, report)
 
 

@@ -15,7 +15,7 @@ from yalis.cli.flags import add_common_flags, add_engine_flags, number, whole
 from yalis.cli.signals import INTERRUPTED
 from yalis.cli.terminal import ProgressLine, tell
 from yalis.errors import YalisError
-from yalis.launch.environment import find_place
+from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     from yalis.study.scaling.summary import failed, find_result, gather
     from yalis.study.throughput import prepare
 
-    if find_place().size > 1:
-        raise YalisError("bench scaling starts every setting itself; leave torchrun, srun and mpirun out")
+    if detect_launcher().size > 1:
+        raise YalisError(f"bench scaling starts its own ranks; run it without {EXTERNAL_LAUNCHERS}")
     if args.plot is not None:
         plots.check_plot(args.plot, made=args.out)
     config, plan = work_config(args), _plan(args)

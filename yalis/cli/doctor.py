@@ -152,15 +152,15 @@ def _device(device: torch.device) -> Finding:
 
 def _launcher() -> Finding:
     from yalis.errors import YalisError
-    from yalis.launch.environment import find_place
+    from yalis.launch.launchers import detect_launcher
 
     try:
-        place = find_place()
+        info = detect_launcher()
     except YalisError as error:
         return Finding("ranks", "launcher", False, str(error))
-    if not place.launcher:
-        return Finding("ranks", "launcher", True, "none here: yalis starts the ranks that --tp, --pp and --dp ask for")
-    return Finding("ranks", "launcher", True, f"{place.launcher}, this is rank {place.rank} of {place.size}")
+    if not info.launcher:
+        return Finding("ranks", "launcher", True, "none: yalis starts the ranks for --tp, --pp and --dp itself")
+    return Finding("ranks", "launcher", True, f"{info.launcher}, this is rank {info.rank} of {info.size}")
 
 
 def _lab() -> Finding:
@@ -172,13 +172,14 @@ def _lab() -> Finding:
 
 def _communication(device: torch.device) -> Iterator[Finding]:
     from yalis.comm.base import BACKENDS
+    from yalis.launch.launchers import OPEN_MPI
     from yalis.launch.world import World
 
-    world = World.alone()
+    world = World.single_process()
     for name in BACKENDS.names():
         reason = BACKENDS.load(name).unusable(world, device)
-        told = "usable where mpirun starts the ranks" if name == "mpi" else "usable"
-        yield Finding(f"communication on {device.type}", name, reason is None, reason or told)
+        usable = f"usable if {OPEN_MPI.name} starts the ranks" if name == "mpi" else "usable"
+        yield Finding(f"communication on {device.type}", name, reason is None, reason or usable)
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:

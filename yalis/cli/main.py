@@ -21,9 +21,9 @@ from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, p
 from yalis.cli.flags import Parser, engine_config
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import tell
-from yalis.errors import NotHeard, YalisError
-from yalis.launch.environment import find_place
-from yalis.log import show_logs
+from yalis.errors import Rank0Unreachable, YalisError
+from yalis.launch.launchers import detect_launcher, process_rank
+from yalis.log import configure_logging
 
 VERBS = {
     "generate": (generate, "complete one or more prompts"),
@@ -73,7 +73,7 @@ def _answer(given: list[str]) -> int:
             raise YalisError(
                 'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
             )
-        show_logs()
+        configure_logging(process_rank())
         env.share_cores()  # before torch comes
         status = _run(args)
         sys.stdout.flush()
@@ -81,7 +81,7 @@ def _answer(given: list[str]) -> int:
     except KeyboardInterrupt as stop:
         if debug:
             traceback.print_exc()
-        if env.rank() == 0:
+        if process_rank() == 0:
             _say(f"stopped: {stop}" if str(stop) else "stopped")
         return INTERRUPTED
     except BrokenPipeError:
@@ -90,7 +90,7 @@ def _answer(given: list[str]) -> int:
     except (YalisError, OSError, MemoryError) as error:
         if debug:
             traceback.print_exc()
-        if env.rank() == 0 or isinstance(error, NotHeard):  # rank 0 says it for all
+        if process_rank() == 0 or isinstance(error, Rank0Unreachable):  # rank 0 says it for all
             _say(f"error: {_sentence(error)}")
         if isinstance(error, OSError):
             _drop_stdout()
@@ -106,7 +106,7 @@ def _answer(given: list[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     """The verb, on the one rank that reads and prints; other ranks of a launcher serve it until it is done."""
     run: Callable[[argparse.Namespace], int] = args.run
-    if not getattr(args, "serves_ranks", False) or find_place().size == 1:
+    if not getattr(args, "serves_ranks", False) or detect_launcher().size == 1:
         return run(args)
     from yalis.engine.worker import lead_or_serve
 

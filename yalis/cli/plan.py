@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from yalis import env
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config
 from yalis.config import EngineConfig
+from yalis.launch.launchers import process_rank
 
 if TYPE_CHECKING:
     from yalis.parallel.memory import Part, RankMemory
@@ -65,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     plan = make_plan(engine_config(args))
-    if env.rank() > 0:
+    if process_rank() > 0:
         return 0
     if args.json:
         print(json.dumps(_as_json(plan)))

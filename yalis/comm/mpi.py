@@ -19,6 +19,7 @@ from yalis.comm.contiguous_group import ContiguousGroup
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
 from yalis.errors import first_line
+from yalis.launch.launchers import OPEN_MPI, launch_command
 from yalis.launch.world import World
 
 # How many messages may be under way before a further send waits for one of them.
@@ -123,9 +124,10 @@ class MpiBackend(CommBackend):
             return None
         if not env.variables().keys() & {"OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK"}:
             # MPI is not even asked: a process that no mpirun started would become an MPI job of its own.
-            if shutil.which("mpirun") is None:
+            if shutil.which(OPEN_MPI.name) is None:
                 return "mpirun did not start these ranks, and is not installed (on Debian: apt install openmpi-bin)"
-            return f"mpirun did not start these ranks (type mpirun -n {world.size} before the same command)"
+            command = " ".join(launch_command(OPEN_MPI.name, world.size))
+            return f"mpirun did not start these ranks (type {command} before the same command)"
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:

@@ -34,7 +34,7 @@ def open_backend(name: str, world: World, device: torch.device, topology: Topolo
 
 def unusable_on_any_rank(name: str, world: World, device: torch.device) -> str | None:
     """Why a backend cannot be used, the same on every rank: one that misses mpi4py speaks for all."""
-    told = world.exchange({name: BACKENDS.load(name).unusable(world, device)})
+    told = world.all_gather_object({name: BACKENDS.load(name).unusable(world, device)})
     for rank, own in enumerate(told):
         if own[name] is not None:
             where = f" on rank {rank} ({world.members[rank].host})" if world.size > 1 else ""

@@ -234,7 +234,7 @@ class TorchBackend(CommBackend):
                 timeout=PATIENCE,
                 master_listen_fd=server.detach(),
             )
-        told = self.world.exchange({"port": port, "gpu": gpu})
+        told = self.world.all_gather_object({"port": port, "gpu": gpu})
         if self.world.rank != 0:
             self._store = dist.TCPStore(address, told[0]["port"], wait_for_workers=False, timeout=PATIENCE)
         return [entry["gpu"] for entry in told]

@@ -144,7 +144,7 @@ def load_on_all_ranks(world: World, device: torch.device) -> TuningTable:
     own: dict[str, Any] = {}
     if world.rank == 0:
         own = {shape: [asdict(timing) for timing in tuned.timings] for shape, tuned in load(device).shapes.items()}
-    told = world.exchange(own)[0]
+    told = world.all_gather_object(own)[0]
     return TuningTable({shape: _tuned(timings) for shape, timings in told.items()})
 
 

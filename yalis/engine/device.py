@@ -33,7 +33,7 @@ def rank_device(config: EngineConfig, world: World) -> torch.device:
     if config.device not in ("auto", "cpu", "cuda"):
         raise YalisError(f"device is {config.device!r}, but there are {world.size} ranks; give auto, cpu or cuda")
     # A launcher may show a rank all GPUs of its machine or only its own: they are told apart by their names.
-    visible: list[list[str]] = world.exchange(_visible_gpus() if config.device != "cpu" else [])
+    visible: list[list[str]] = world.all_gather_object(_visible_gpus() if config.device != "cpu" else [])
     blind = [rank for rank, names in enumerate(visible) if not names]
     if config.device == "cpu" or (config.device == "auto" and len(blind) == world.size):
         return resolve_device("cpu")

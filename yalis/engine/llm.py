@@ -25,8 +25,8 @@ from yalis.engine.replicas import Replicas
 from yalis.engine.step_profiler import Profile, RankProfile
 from yalis.engine.worker import WORKER, serve_rank
 from yalis.errors import YalisError, YalisFailure, first_line
-from yalis.launch.environment import find_place
 from yalis.launch.join import join
+from yalis.launch.launchers import detect_launcher
 from yalis.parallel.plan import Split
 from yalis.sampling.noise import derive_seed
 from yalis.scheduling.plan import Emitted
@@ -65,7 +65,7 @@ class LLM:
         self._ranks: ReplicaRanks | None = None
         split = split_of(self.config)
         # Ranks that a launcher started meet first, so that all of them hear what is wrong with the model.
-        self._world = None if find_place().size == 1 else join(split.size, WORKER, self.config.join_timeout)
+        self._world = None if detect_launcher().size == 1 else join(split.size, WORKER, self.config.join_timeout)
         #: 0 for the process that reads requests and gets results
         self.rank = 0 if self._world is None else self._world.rank
         if self._world is not None and self.rank > 0:
@@ -99,7 +99,7 @@ class LLM:
             agree_on_model(world, checkpoint, eos)
             self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
             engine = Engine(config, self.spec, self._ranks, eos)
-            self._engine = engine if config.dp == 1 else Replicas(engine, world.links(0), config.max_num_seqs)
+            self._engine = engine if config.dp == 1 else Replicas(engine, world.open_links(0), config.max_num_seqs)
         finally:
             checkpoint.close()
 
@@ -227,7 +227,7 @@ class LLM:
         return RankTopology(
             tuple(member.host for member in members),
             tuple(member.node for member in members),
-            find_place().launcher,
+            detect_launcher().launcher,
         )
 
     @contextmanager
@@ -290,7 +290,7 @@ class LLM:
 
     def _leave(self) -> None:
         """Ranks that we started end with the engine; those of a launcher wait for the next one."""
-        if self._world is not None and find_place().size == 1:
+        if self._world is not None and detect_launcher().size == 1:
             self._world.close()
         self._world = None
 

@@ -63,14 +63,14 @@ def agree(world: World, config: EngineConfig | None) -> EngineConfig | None:
 def agree_on_model(world: World, checkpoint: Checkpoint, eos: frozenset[int] | None) -> frozenset[int]:
     """Check that every rank opened the same checkpoint, and return rank 0's end-of-sequence token ids."""
     _agreed(world, {"torch": torch.__version__, "the checkpoint's fingerprint": checkpoint.fingerprint()})
-    found = world.exchange(None if eos is None else sorted(eos))[0]
+    found = world.all_gather_object(None if eos is None else sorted(eos))[0]
     return frozenset(found)
 
 
 def _agreed(world: World, values: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return rank 0's values; raise YalisError where another rank has different ones. None takes no part."""
     values = json.loads(json.dumps(values))  # tuples become lists, as in the values that other ranks receive
-    by_rank = world.exchange(values)
+    by_rank = world.all_gather_object(values)
     expected: dict[str, Any] | None = by_rank[0]
     for rank, found in enumerate(by_rank):
         for name, value in expected.items() if expected is not None and found is not None else ():
@@ -130,7 +130,7 @@ class ReplicaRanks:
 
         def min_over_ranks(blocks: int) -> int:
             """Return the KV blocks that fit on every rank: a block holds the same tokens on all of them."""
-            by_rank = world.exchange(blocks)
+            by_rank = world.all_gather_object(blocks)
             return min(by_rank[rank] for rank in ranks)
 
         try:
@@ -142,7 +142,7 @@ class ReplicaRanks:
             raise
         self._bytes_read = checkpoint.bytes_read
         self.is_driver = world.rank == driver
-        self._links = world.links(driver) if world.size > 1 else {}
+        self._links = world.open_links(driver) if world.size > 1 else {}
         self._reporter = self.split.reporter(coords.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
         world.phase = "running" if world.rank else "idle"  # rank 0 sets it to "running" during calls of the user

@@ -16,8 +16,8 @@ from yalis.engine.engine import Engine
 from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import serve_replica
 from yalis.errors import YalisError, YalisFailure, first_line
-from yalis.launch.environment import find_place
 from yalis.launch.join import join
+from yalis.launch.launchers import detect_launcher
 from yalis.launch.serving import serving
 from yalis.launch.world import World
 from yalis.spec import read_spec
@@ -47,7 +47,7 @@ def _serve(world: World, config: EngineConfig | None) -> bool:
         ranks = ReplicaRanks(world, agreed, spec, checkpoint, eos)
     finally:
         checkpoint.close()
-    to_router = world.links(0 if ranks.is_driver else None) if agreed.dp > 1 else {}
+    to_router = world.open_links(0 if ranks.is_driver else None) if agreed.dp > 1 else {}
     try:
         if ranks.is_driver:
             serve_replica(Engine(agreed, spec, ranks, eos), to_router[0])
@@ -66,7 +66,7 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
 
     Every other rank serves the engines that rank 0 creates inside its block. It yields False once rank 0 has left it.
     """
-    if find_place().size == 1:
+    if detect_launcher().size == 1:
         yield True
         return
     world = join(split_of(config).size, WORKER, config.join_timeout)
@@ -92,7 +92,7 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
 
 
 def main() -> int:
-    place = find_place()
+    place = detect_launcher()
     try:
         world = join(place.size, WORKER)
         serve_rank(world, None)

@@ -1,4 +1,4 @@
-"""Becoming one of a job's ranks, whoever started them."""
+"""Joining the job: every rank of it, however it was started, calls `join`."""
 
 from __future__ import annotations
 
@@ -7,80 +7,72 @@ import secrets
 from collections.abc import Sequence
 
 from yalis.errors import YalisError, YalisFailure
-from yalis.launch.environment import Place, find_place
+from yalis.launch.endpoint import Endpoint, find_endpoint, open_endpoint
+from yalis.launch.launchers import YALIS, LaunchInfo, detect_launcher, launch_command, yalis_variables
 from yalis.launch.link import listen
 from yalis.launch.local import LocalRanks
-from yalis.launch.meeting import Meeting, find_meeting, open_meeting
-from yalis.launch.rendezvous import Reception, visit
+from yalis.launch.rendezvous import CONTROL, LIVENESS, RendezvousServer, connect_to_rank0
 from yalis.launch.world import World, make_world
 
-_HOW = {"torchrun": "torchrun --nproc-per-node {}", "srun": "srun -n {}", "mpirun": "mpirun -n {}"}
-
-_kept: World | None = None  # a launcher's ranks meet once, and stay together for the next engine
+_persistent: World | None = None  # the ranks of an external launcher meet once; later engines use the same world
 
 
 def join(size: int, worker: Sequence[str], timeout: float = 300) -> World:
-    """The world of `size` ranks that this process belongs to.
+    """Return the world of `size` ranks that this process belongs to.
 
-    Without a launcher this process is rank 0 and starts the others: `python -m WORKER`, which come here too. Under
-    torchrun, srun or mpirun all ranks come here. Gives up after `timeout` seconds, naming the ranks that are missing.
+    Without a launcher, this process is rank 0 and starts the other ranks as `python -m WORKER`; WORKER calls `join`
+    too. Under torchrun, srun or mpirun every rank calls it. Fails after `timeout` seconds, naming the missing ranks.
     """
-    global _kept
-    place = find_place()
-    if place.launcher and place.size != size:
-        how = _HOW.get(place.launcher, "{} ranks").format(size)
+    global _persistent
+    info = detect_launcher()
+    if info.launcher and info.size != size:
+        command = " ".join(launch_command(info.launcher, size)) or f"{size} ranks"
         raise YalisError(
-            f"this model is split over {size} rank{'s' * (size > 1)} and {place.launcher} started {place.size}; type "
-            f"{how} (over all nodes), or choose --tp, --pp and --dp whose product is {place.size}"
+            f"this model is split over {size} rank{'s' * (size > 1)} and {info.launcher} started {info.size}; type "
+            f"{command} (over all nodes), or choose --tp, --pp and --dp whose product is {info.size}"
         )
-    if _kept:
-        if _kept.failure:
-            raise YalisFailure(_kept.failure)
-        return _kept
-    if not place.launcher:
-        return World.alone() if size == 1 else _start(size, worker, timeout)
-    kept = place.launcher != "yalis"
-    world = _visit(place, timeout, kept) if place.rank else _receive(place, timeout)
-    if kept:
-        _kept = world
+    if _persistent:
+        if _persistent.failure:
+            raise YalisFailure(_persistent.failure)
+        return _persistent
+    if not info.launcher:
+        return World.single_process() if size == 1 else _start_ranks(size, worker, timeout)
+    persistent = info.launcher != YALIS.name
+    world = _join_rank0(info, timeout, persistent) if info.rank else _accept_ranks(info, timeout)
+    if persistent:
+        _persistent = world
     return world
 
 
-def _start(size: int, worker: Sequence[str], timeout: float) -> World:
-    """Rank 0 of ranks that it starts itself, on this machine."""
+def _start_ranks(size: int, worker: Sequence[str], timeout: float) -> World:
+    """Start the other ranks on this host and return the world as rank 0."""
     server = listen("127.0.0.1", 0)
-    meeting = Meeting("127.0.0.1", (server.getsockname()[1],), f"yalis pid {os.getpid()}", secrets.token_hex(16))
-    place = {
-        "YALIS_SIZE": str(size),
-        "YALIS_ADDRESS": meeting.host,
-        "YALIS_PORT": str(meeting.ports[0]),
-        "YALIS_JOB": meeting.job,
-        "YALIS_SECRET": meeting.secret,
-        "YALIS_PARENT": str(os.getpid()),
-    }
+    endpoint = Endpoint("127.0.0.1", (server.getsockname()[1],), f"yalis pid {os.getpid()}", secrets.token_hex(16))
+    variables = yalis_variables(size, endpoint.host, endpoint.ports[0], endpoint.job, endpoint.secret)
     try:
-        local = LocalRanks(worker, range(1, size), place)
+        local = LocalRanks(worker, range(1, size), variables)
     except BaseException:
         server.close()
         raise
     try:
-        reception = Reception(server, meeting, size, local)
-        members = reception.receive_all(timeout)
-        return make_world(0, members, reception.links["control"], reception.links["watch"], local)
+        rendezvous = RendezvousServer(server, endpoint, size, local)
+        members = rendezvous.wait_for_ranks(timeout)
+        return make_world(0, members, rendezvous.links[CONTROL], rendezvous.links[LIVENESS], local)
     except BaseException:
         local.stop(0.5)
         raise
 
 
-def _receive(place: Place, timeout: float) -> World:
-    """Rank 0 of a launcher's ranks."""
-    server, meeting = open_meeting(place, timeout)
-    reception = Reception(server, meeting, place.size, None)
-    members = reception.receive_all(timeout)
-    return make_world(0, members, reception.links["control"], reception.links["watch"], kept=True)
+def _accept_ranks(info: LaunchInfo, timeout: float) -> World:
+    """Wait for the other ranks of an external launcher and return the world as rank 0."""
+    server, endpoint = open_endpoint(info, timeout)
+    rendezvous = RendezvousServer(server, endpoint, info.size, None)
+    members = rendezvous.wait_for_ranks(timeout)
+    return make_world(0, members, rendezvous.links[CONTROL], rendezvous.links[LIVENESS], persistent=True)
 
 
-def _visit(place: Place, timeout: float, kept: bool) -> World:
-    """Any other rank."""
-    members, links = visit(find_meeting(place, timeout), place.rank, place.size, timeout, place.parent)
-    return make_world(place.rank, members, {0: links["control"]}, {0: links["watch"]}, kept=kept)
+def _join_rank0(info: LaunchInfo, timeout: float, persistent: bool) -> World:
+    """Connect to rank 0 and return the world as any other rank."""
+    endpoint = find_endpoint(info, timeout)
+    members, links = connect_to_rank0(endpoint, info.rank, info.size, timeout, info.parent_pid)
+    return make_world(info.rank, members, {0: links[CONTROL]}, {0: links[LIVENESS]}, persistent=persistent)

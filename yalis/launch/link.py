@@ -1,4 +1,4 @@
-"""Messages between two ranks: framed JSON over TCP."""
+"""A connection between two ranks that carries JSON messages over TCP, each with a 4-byte length in front."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from typing import Any, Protocol
 from yalis.errors import YalisFailure
 
 MAX_FRAME = 256 << 20
-SILENCE_S = 60  # a network or machine that has said nothing for so long is gone
+SILENCE_S = 60  # a host that has answered no TCP keepalive for so long counts as down
 _HEADER = struct.Struct(">I")
 _CHUNK = 1 << 18
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
 class LinkLost(YalisFailure):
-    """The other end of a link is gone, or talks something else."""
+    """The peer of a link has disconnected, or sent data that is not a message."""
 
-    def __init__(self, sentence: str, peer: str, *, silent: bool = False) -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, peer: str, *, silent: bool = False) -> None:
+        super().__init__(message)
         self.peer = peer
-        self.silent = silent  # the network went quiet, so nobody knows whether the other process lives
+        self.silent = silent  # the network stopped answering; the peer's process may still be alive
 
 
-class Guard(Protocol):
-    """Who knows why a link broke."""
+class FailureSource(Protocol):
+    """Explains why a link broke. A `World` is one."""
 
     @property
     def failure(self) -> str | None: ...
@@ -46,46 +46,49 @@ class Guard(Protocol):
 class Link:
     """One end of a connection to `peer`; used by one thread at a time in each direction.
 
-    A send() that has to wait takes in what arrives meanwhile, so two ends that send at once do not wait for each other.
-    `fileno()` may be quiet while whole messages wait in the buffer: ask `poll(0)` before waiting for it.
+    A send() that blocks reads incoming data meanwhile, so that two ends that send at once do not deadlock.
+    `fileno()` may not be readable while complete messages are in the buffer: call `poll(0)` before waiting on it.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, guard: Guard | None = None, limit: int = MAX_FRAME) -> None:
-        self.peer, self.guard, self.limit = peer, guard, limit
+    def __init__(
+        self, sock: socket.socket, peer: str, failure_source: FailureSource | None = None, limit: int = MAX_FRAME
+    ) -> None:
+        """`limit`: the longest message to accept or send, in bytes."""
+        self.peer, self.failure_source, self.limit = peer, failure_source, limit
         self._socket = sock
         self._buffer = bytearray()
-        self._reading = threading.Lock()  # held by whoever takes in what arrives
+        self._reading = threading.Lock()  # held by the thread that reads the socket
         self._lost: LinkLost | None = None
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(sock)
         _close_in_forks(self)
-        self._poller = select.poll()
-        self._poller.register(sock, select.POLLIN)
-        self._both = select.poll()
-        self._both.register(sock, select.POLLIN | select.POLLOUT)
+        self._read_poller = select.poll()
+        self._read_poller.register(sock, select.POLLIN)
+        self._read_write_poller = select.poll()
+        self._read_write_poller.register(sock, select.POLLIN | select.POLLOUT)
 
     def send(self, value: Any) -> None:
         data = json.dumps(value, separators=(",", ":")).encode()
         if len(data) > self.limit:
-            raise ValueError(f"a message of {len(data)} bytes is longer than a link's {self.limit}")
-        left = memoryview(_HEADER.pack(len(data)) + data)
-        while left:
+            raise ValueError(f"a message of {len(data)} bytes exceeds the link's limit of {self.limit}")
+        unsent = memoryview(_HEADER.pack(len(data)) + data)
+        while unsent:
             try:
-                left = left[self._socket.send(left, socket.MSG_DONTWAIT) :]
+                unsent = unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                self._await_room()
+                self._wait_writable()
             except OSError as error:
-                raise self._reason(self._describe(error)) from error
+                raise self._explain(self._describe(error)) from error
 
     def receive(self) -> Any:
-        """The next message; waits for it."""
+        """Wait for the next message and return it."""
         with self._reading:
-            while not self._complete():
+            while not self._has_message():
                 if self._lost:
-                    raise self._reason(self._lost)
-                if self._poller.poll(1000):
-                    self._pull()
+                    raise self._explain(self._lost)
+                if self._read_poller.poll(1000):
+                    self._read_socket()
                 else:
                     self.check_job()
             (length,) = _HEADER.unpack_from(self._buffer)
@@ -95,71 +98,71 @@ class Link:
         try:
             return json.loads(data)
         except ValueError:
-            self._lost = LinkLost(f"{self.peer} sent something that is not a message", self.peer)
+            self._lost = LinkLost(f"{self.peer} sent data that is not a message", self.peer)
             raise self._lost from None
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Whether receive() returns (or raises) without waiting, within `timeout` seconds."""
+        """Wait up to `timeout` seconds. Returns whether receive() would return or raise without blocking."""
         deadline = time.monotonic() + timeout
         with self._reading:
-            while not self._complete() and not self._lost:
-                if not self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            while not self._has_message() and not self._lost:
+                if not self._read_poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                     return False
-                self._pull()
+                self._read_socket()
         return True
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def addresses(self) -> tuple[str, str]:
-        """The IPs of this end and of the other."""
+        """Return the IP addresses of this end and of the peer."""
         return plain_address(self._socket.getsockname()[0]), plain_address(self._socket.getpeername()[0])
 
     def close(self) -> None:
         if self._socket.fileno() < 0:
             return
         self._lost = self._lost or LinkLost(f"the link to {self.peer} is closed", self.peer)
-        with contextlib.suppress(OSError):  # the other end went first
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in receive()
+        with contextlib.suppress(OSError):  # the peer has closed first
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that blocks in receive()
         self._socket.close()
 
     def abandon(self) -> None:
-        """Let go of the connection in this process only; a fork's parent keeps it."""
-        self._lost = self._lost or LinkLost(f"the link to {self.peer} is another process's", self.peer)
+        """Close the connection in this forked process only; the parent keeps using it."""
+        self._lost = self._lost or LinkLost(f"the link to {self.peer} belongs to the parent process", self.peer)
         self._socket.close()
 
-    def _await_room(self) -> None:
-        """Wait until the other end takes more, and take what it sends: it may be waiting for the same."""
-        if not self._reading.acquire(blocking=False):  # another thread takes it in
+    def _wait_writable(self) -> None:
+        """Wait until the socket accepts more data, reading meanwhile: the peer may be blocked in a send() too."""
+        if not self._reading.acquire(blocking=False):  # another thread reads
             time.sleep(0.001)
             return
         try:
-            events = self._both.poll(1000)
+            events = self._read_write_poller.poll(1000)
             if not events:
                 self.check_job()
             elif any(event & ~select.POLLOUT for _, event in events):
-                self._pull()
+                self._read_socket()
                 if self._lost:
-                    raise self._reason(self._lost)
+                    raise self._explain(self._lost)
         finally:
             self._reading.release()
 
     def check_job(self) -> None:
-        """Raise what ended the job, if something did."""
-        if self.guard and self.guard.failure:  # the peer may live in a network that does not
-            raise self._reason(LinkLost(f"the job ended while {self.peer} was awaited", self.peer))
+        """Raise the failure that ended the job, if there is one."""
+        if self.failure_source and self.failure_source.failure:  # an unreachable peer does not close the link
+            raise self._explain(LinkLost(f"the job ended while waiting for {self.peer}", self.peer))
 
-    def _complete(self) -> bool:
+    def _has_message(self) -> bool:
         if len(self._buffer) < _HEADER.size:
             return False
         (length,) = _HEADER.unpack_from(self._buffer)
         if length > self.limit:
             self._buffer.clear()
-            self._lost = LinkLost(f"{self.peer} sent something that is not a message", self.peer)
+            self._lost = LinkLost(f"{self.peer} sent data that is not a message", self.peer)
             return False
         return len(self._buffer) >= _HEADER.size + length
 
-    def _pull(self) -> None:
+    def _read_socket(self) -> None:
         try:
             data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -173,15 +176,15 @@ class Link:
             self._lost = self._lost or LinkLost(f"{self.peer} closed its connection", self.peer)
 
     def _describe(self, error: OSError) -> LinkLost:
-        sentence = f"the connection to {self.peer} broke ({error.strerror or error})"
-        return LinkLost(sentence, self.peer, silent=error.errno in _SILENT)
+        message = f"the connection to {self.peer} broke ({error.strerror or error})"
+        return LinkLost(message, self.peer, silent=error.errno in _SILENT)
 
-    def _reason(self, lost: LinkLost) -> YalisFailure:
-        return (self.guard.explain(lost) if self.guard else None) or lost
+    def _explain(self, lost: LinkLost) -> YalisFailure:
+        return (self.failure_source.explain(lost) if self.failure_source else None) or lost
 
 
 def wait_any(links: Sequence[Link]) -> None:
-    """Until one of them has something to read. Whole messages must have been received before: see Link.fileno."""
+    """Wait until one of them is readable. Buffered messages must have been received before: see `Link`."""
     poller = select.poll()
     for link in links:
         poller.register(link, select.POLLIN)
@@ -193,7 +196,7 @@ _open: weakref.WeakSet[Link] | None = None
 
 
 def _close_in_forks(link: Link) -> None:
-    """A forked child that held a copy of a rank's connections would keep the rank alive in the others' eyes."""
+    """Close the link in forked children: a copy there would keep the connection open after this rank has died."""
     global _open
     if _open is None:
         _open = weakref.WeakSet()
@@ -207,7 +210,7 @@ def _close_all() -> None:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel ask after a quiet peer; the peer's kernel answers even while its process is busy or stopped."""
+    """Turn on TCP keepalive. The peer's kernel answers it even while its process is busy or stopped."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
@@ -217,12 +220,12 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def plain_address(address: str) -> str:
-    """Without what a dual-stack socket adds to an IPv4 address, and without an interface's name."""
+    """Return the address without the IPv6 prefix of a dual-stack socket and without an interface name."""
     return address.removeprefix("::ffff:").partition("%")[0]
 
 
 def listen(address: str, port: int, backlog: int = 512) -> socket.socket:
-    """A socket that accepts on `address`, or on all of this host's where that is empty."""
+    """Return a socket that listens on `address`; on all addresses of this host if it is empty."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=backlog)

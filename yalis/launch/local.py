@@ -1,4 +1,4 @@
-"""Ranks on this machine, started by rank 0."""
+"""Ranks that rank 0 starts as processes on its own host."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from yalis import env
 from yalis.errors import YalisFailure
-
-# What a launcher of one rank set would mislead MPI, torch and ourselves in a process that it did not start.
-_LAUNCHERS = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "TORCHELASTIC_")
-_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+from yalis.launch.launchers import YALIS, environment_without_launcher
 
 
 class LocalRanks:
-    """Processes by rank. Each has its own session, so a Ctrl-C in the terminal reaches rank 0 alone."""
+    """Processes by rank. Each has its own session, so that Ctrl-C in the terminal reaches rank 0 only."""
 
-    def __init__(self, worker: Sequence[str], ranks: Sequence[int], place: Mapping[str, str]) -> None:
-        """Run `python -m WORKER` (or WORKER itself, where it begins with a path) for each rank."""
+    def __init__(self, worker: Sequence[str], ranks: Sequence[int], variables: Mapping[str, str]) -> None:
+        """Run `python -m WORKER` for each rank, or WORKER itself if it begins with an absolute path."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         command = list(worker) if os.path.isabs(worker[0]) else [sys.executable, "-m", *worker]
         try:
             for rank in ranks:
                 self.processes[rank] = subprocess.Popen(
                     command,
-                    env=rank_environment({**place, "YALIS_RANK": str(rank)}),
+                    env=rank_environment({**variables, YALIS.rank_variable: str(rank)}),
                     stdin=subprocess.DEVNULL,
-                    stdout=_standard_error(),  # results are rank 0's to print
+                    stdout=_standard_error(),  # stdout is for results, which rank 0 prints
                     start_new_session=True,
                 )
         except OSError as error:
@@ -42,8 +38,8 @@ class LocalRanks:
             self.stop(0)
             raise
 
-    def ended(self, rank: int, wait: float = 0.0) -> str | None:
-        """How this rank's process ended, if it has."""
+    def exit_status(self, rank: int, wait: float = 0.0) -> str | None:
+        """Return how this rank's process ended, such as "killed by SIGKILL"; None if it runs after `wait` seconds."""
         try:
             status = self.processes[rank].wait(wait)
         except subprocess.TimeoutExpired:
@@ -56,21 +52,21 @@ class LocalRanks:
             return f"killed by signal {-status}"
 
     def stop(self, grace: float) -> None:
-        """Wait for all to end on their own, then make them; none is left when this returns."""
+        """Wait `grace` seconds for all processes to exit, then kill those that have not."""
         try:
             if not self._wait(grace):
                 self._signal(signal.SIGTERM)
                 self._wait(1.0)
-        finally:  # a Ctrl-C while waiting cuts it short
+        finally:  # also when Ctrl-C interrupts the wait
             self._signal(signal.SIGKILL)
             self._wait(10.0)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes.values():
-            process.send_signal(number)  # nothing happens to one that has ended
+            process.send_signal(number)  # does nothing if it has exited
 
     def _wait(self, seconds: float) -> bool:
-        """Whether all have ended within this time, or before."""
+        """Return whether all processes have exited within this time."""
         deadline = time.monotonic() + seconds
         try:
             for process in self.processes.values():
@@ -80,23 +76,14 @@ class LocalRanks:
         return True
 
 
-def plain_environment() -> dict[str, str]:
-    """This process's, without a launcher's words."""
-    return {
-        name: value
-        for name, value in env.variables().items()
-        if name not in _TORCHRUN and not name.startswith(_LAUNCHERS)
-    }
-
-
 def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's, for a rank that it starts: with this package, and without another launcher's words."""
-    kept = plain_environment()
-    # The package as this process found it, and not whatever lies in the current directory.
+    """Return the environment for a rank that this process starts: no launcher's variables, and this same package."""
+    variables = environment_without_launcher()
+    # Import yalis from where this process did, and not from the current directory.
     home = str(Path(__file__).resolve().parents[2])
     if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [home, kept.get("PYTHONPATH")]))
-    return {**kept, "PYTHONSAFEPATH": "1", **extra}
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [home, variables.get("PYTHONPATH")]))
+    return {**variables, "PYTHONSAFEPATH": "1", **extra}
 
 
 def _standard_error() -> int:

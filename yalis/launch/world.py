@@ -1,4 +1,4 @@
-"""The ranks of a job as one of them sees it."""
+"""The ranks of a job, and the messages between them."""
 
 from __future__ import annotations
 
@@ -15,158 +15,165 @@ from typing import Any
 
 from yalis.errors import YalisFailure, first_line
 from yalis.launch.link import MAX_FRAME, Link, LinkLost, listen
+from yalis.launch.liveness import LivenessMonitor, Rank0Monitor, WorkerMonitor
 from yalis.launch.local import LocalRanks
-from yalis.launch.member import Member
-from yalis.launch.watch import HubWatch, SpokeWatch, Watch
+from yalis.launch.rank_info import RankInfo
 
-_EXPLAIN_S = 3.0  # the watch hears of a death within milliseconds
-_PEERS_FAULT = (YalisFailure, RuntimeError, OSError)  # what links, torch's and MPI's collectives raise
-_LINK_S = 60.0
-_GRACE_S = 8.0  # for self-started ranks to end on their own
+_EXPLAIN_S = 3.0  # the monitor normally detects a death within milliseconds
+# Raised by links and by the collectives of torch and MPI after a peer has died.
+_PEER_ERRORS = (YalisFailure, RuntimeError, OSError)
+_CONNECT_S = 60.0
+_GRACE_S = 8.0  # for ranks that rank 0 started to exit on their own
 
-__all__ = ["Member", "World"]
+__all__ = ["RankInfo", "World"]
 
 
 class World:
-    """All ranks of a job."""
+    """All ranks of a job, as seen by one of them. Failures of any rank surface here as `YalisFailure`."""
 
     def __init__(
         self,
         rank: int,
-        members: tuple[Member, ...],
+        members: tuple[RankInfo, ...],
         controls: dict[int, Link] | None = None,
-        watch: Watch | None = None,
+        monitor: LivenessMonitor | None = None,
         local: LocalRanks | None = None,
-        kept: bool = False,
+        persistent: bool = False,
     ) -> None:
-        """`controls` go from rank 0 to each rank, and from those to rank 0. A kept world outlives close()."""
+        """`controls`: on rank 0 a link to each rank, elsewhere {0: link}. A persistent world outlives close()."""
         self.rank, self.members = rank, members
         self._controls = controls or {}
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
-        self._watch, self._local, self._kept = watch, local, kept
+        self._monitor, self._local, self._persistent = monitor, local, persistent
         self._own_failure: str | None = None
         self._pid = os.getpid()
         self._closed = False
         for peer, link in self._controls.items():
-            link.guard, link.peer = self, self.name(peer)
-        if watch:
-            watch.start()
+            link.failure_source, link.peer = self, self.name(peer)
+        if monitor:
+            monitor.start()
             atexit.register(self._at_exit)
 
     @classmethod
-    def alone(cls) -> World:
-        """A job of this process only: no socket, no thread."""
-        return cls(0, (Member(0, socket.gethostname(), 0, 0, "127.0.0.1", os.getpid()),))
+    def single_process(cls) -> World:
+        """Return a world of this process only, without sockets or threads."""
+        return cls(0, (RankInfo(0, socket.gethostname(), 0, 0, "127.0.0.1", os.getpid()),))
 
     @property
     def size(self) -> int:
         return len(self.members)
 
     def name(self, rank: int) -> str:
-        """ "rank 3 on HOST"."""
+        """Return "rank 3 on HOST"."""
         return str(self.members[rank])
 
     @property
     def phase(self) -> str:
-        """What this rank is doing, for the sentence that is said if it dies; "idle" in rank 0 while nothing runs."""
-        return self._watch.phase if self._watch else ""
+        """What this rank is doing, for the message if it dies; rank 0 is "idle" while no request runs."""
+        return self._monitor.phase if self._monitor else ""
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        if self._watch:
-            self._watch.set_phase(phase)
+        if self._monitor:
+            self._monitor.set_phase(phase)
 
     @property
     def failure(self) -> str | None:
-        """The sentence of what broke the job, once known."""
-        return self._watch.failure if self._watch else self._own_failure
+        """The message of what ended the job; None while it is healthy."""
+        return self._monitor.failure if self._monitor else self._own_failure
 
     @property
-    def over(self) -> bool:
-        """Whether rank 0 has said goodbye to this rank."""
-        return isinstance(self._watch, SpokeWatch) and self._watch.over.is_set()
+    def rank0_left(self) -> bool:
+        """Whether rank 0 has left the job without an error. Always False on rank 0."""
+        return isinstance(self._monitor, WorkerMonitor) and self._monitor.rank0_left.is_set()
 
-    def wait_over(self, timeout: float) -> bool:
-        """Whether rank 0 says goodbye within this time."""
-        return isinstance(self._watch, SpokeWatch) and self._watch.over.wait(timeout)
+    def wait_rank0_left(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for rank 0 to leave. Returns whether it has."""
+        return isinstance(self._monitor, WorkerMonitor) and self._monitor.rank0_left.wait(timeout)
 
     @contextlib.contextmanager
-    def in_service(self) -> Iterator[None]:
-        """Inside, this rank has no purpose of its own: it is ended if it cannot come out after rank 0's goodbye."""
-        if isinstance(self._watch, SpokeWatch):
-            self._watch.serve()
+    def serving_rank0(self) -> Iterator[None]:
+        """Mark the block as work for rank 0: the process is killed if it is stuck there after rank 0 has left."""
+        if isinstance(self._monitor, WorkerMonitor):
+            self._monitor.start_serving()
         try:
             yield
         finally:
-            if isinstance(self._watch, SpokeWatch):
-                self._watch.leave()
+            if isinstance(self._monitor, WorkerMonitor):
+                self._monitor.stop_serving()
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Everyone's value (anything JSON can carry), by rank; everyone calls this."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank. Collective; a value is anything that JSON can represent."""
         self._check()
         if self.rank:
             self._controls[0].send(value)
-            everyone: list[Any] = self._controls[0].receive()
-            return everyone
-        everyone = [value, *(self._controls[rank].receive() for rank in range(1, self.size))]
+            values: list[Any] = self._controls[0].receive()
+            return values
+        values = [value, *(self._controls[rank].receive() for rank in range(1, self.size))]
         for link in self._controls.values():
-            link.send(everyone)
-        return everyone
+            link.send(values)
+        return values
 
-    def links(self, leader: int | None) -> dict[int, Link]:
-        """Links from each leader to its followers; everyone calls this, naming its leader.
+    def open_links(self, leader: int | None) -> dict[int, Link]:
+        """Open a link between each leader and its followers. Collective: each rank passes the rank of its leader.
 
-        A leader names itself and gets a link to each follower, a follower gets {leader: link}, None takes no part.
+        A leader passes its own rank and gets a link to each follower; a follower gets {leader: link}. A rank that
+        passes None gets no link.
         """
-        leaders = self.exchange(leader)
+        leaders = self.all_gather_object(leader)
         for rank, chosen in enumerate(leaders):
             if chosen is not None and leaders[chosen] != chosen:
-                raise ValueError(f"rank {rank} follows rank {chosen}, which does not lead")
+                raise ValueError(f"rank {rank} follows rank {chosen}, which is not a leader")
         followers = [rank for rank, chosen in enumerate(leaders) if chosen == self.rank != rank]
         server = listen(self.members[self.rank].address, 0) if followers else None
         try:
-            door = [server.getsockname()[1], secrets.token_hex(16)] if server else None
-            doors = self.exchange(door)
-            if server and door:
-                return self._receive_followers(server, door[1], followers)
+            endpoint = [server.getsockname()[1], secrets.token_hex(16)] if server else None  # port and secret
+            endpoints = self.all_gather_object(endpoint)
+            if server and endpoint:
+                return self._accept_followers(server, endpoint[1], followers)
         finally:
             if server:
                 server.close()
-        return {} if leader is None or leader == self.rank else {leader: self._follow(leader, *doors[leader])}
+        return {} if leader is None or leader == self.rank else {leader: self._connect(leader, *endpoints[leader])}
 
-    def fail(self, sentence: str, aside: bool = False) -> None:
-        """Tell everyone that this rank cannot go on; returns in rank 0 only. `aside`: said by a thread that looks on,
-        while another one may be stuck in the job."""
-        if self._watch:
-            self._watch.fail(sentence, aside)
+    def fail(self, message: str, background: bool = False) -> None:
+        """End the job because this rank cannot continue. Returns on rank 0 only; other ranks exit.
+
+        `background`: the caller is not the thread that runs the job, which may be stuck.
+        """
+        if self._monitor:
+            self._monitor.fail(message, background)
         else:
-            self._own_failure = sentence
+            self._own_failure = message
 
     def explain(self, error: BaseException) -> YalisFailure | None:
-        """What ended the job, if `error` follows from it; waits a little for that to become known."""
-        if not self._watch or self._closed or not isinstance(error, _PEERS_FAULT):
+        """Return the failure that ended the job if it caused `error`, else None.
+
+        Waits a few seconds for the failure to be detected.
+        """
+        if not self._monitor or self._closed or not isinstance(error, _PEER_ERRORS):
             return None
         peer = error.peer if isinstance(error, LinkLost) else None
-        self._watch.wait(peer, _EXPLAIN_S)
-        if self._watch.failure:
-            self._watch.noticed.set()
-            return YalisFailure(self._watch.failure)
-        return YalisFailure(f"{peer} has already ended") if self._watch.has_left(peer) else None
+        self._monitor.wait(peer, _EXPLAIN_S)
+        if self._monitor.failure:
+            self._monitor.noticed.set()
+            return YalisFailure(self._monitor.failure)
+        return YalisFailure(f"{peer} has already ended") if self._monitor.has_left(peer) else None
 
     def close(self) -> None:
-        """Leave the job. Under a launcher the ranks stay together for the next engine until the process ends."""
-        if not self._kept:
+        """Leave the job. A persistent world stays until the process exits, for the next engine to use."""
+        if not self._persistent:
             self._leave()
 
     def _leave(self) -> None:
-        if self._closed or self._pid != os.getpid():  # a fork has no part in this
+        if self._closed or self._pid != os.getpid():  # a forked child does not belong to the job
             return
         self._closed = True
         atexit.unregister(self._at_exit)
         failed = self.failure is not None
         try:
-            if self._watch:
-                self._watch.close()
+            if self._monitor:
+                self._monitor.close()
             for link in (*self._controls.values(), *self._links):
                 link.close()
         finally:
@@ -176,7 +183,7 @@ class World:
     def _at_exit(self) -> None:
         if self.rank and self._pid == os.getpid():
             uncaught = getattr(sys, "last_value", None)
-            if uncaught is not None and not self.over:
+            if uncaught is not None and not self.rank0_left:
                 self.fail(first_line(uncaught))
         self._leave()
 
@@ -184,13 +191,13 @@ class World:
         if self._closed:
             raise YalisFailure("this rank has left its job")
         if self.failure:
-            if self._watch:
-                self._watch.noticed.set()
+            if self._monitor:
+                self._monitor.noticed.set()
             raise YalisFailure(self.failure)
 
-    def _receive_followers(self, server: socket.socket, secret: str, followers: list[int]) -> dict[int, Link]:
+    def _accept_followers(self, server: socket.socket, secret: str, followers: list[int]) -> dict[int, Link]:
         links: dict[int, Link] = {}
-        deadline = time.monotonic() + _LINK_S
+        deadline = time.monotonic() + _CONNECT_S
         server.settimeout(0.5)
         while len(links) < len(followers):
             try:
@@ -198,28 +205,28 @@ class World:
             except TimeoutError:
                 self._check()
                 if time.monotonic() > deadline:
-                    late = ", ".join(self.name(rank) for rank in followers if rank not in links)
+                    missing = ", ".join(self.name(rank) for rank in followers if rank not in links)
                     raise YalisFailure(
-                        f"{late} did not reach {self.name(self.rank)} at {self.members[self.rank].address} within "
-                        f"{_LINK_S:g} s; hosts of one job must reach each other's ports"
+                        f"{missing} did not reach {self.name(self.rank)} at {self.members[self.rank].address} within "
+                        f"{_CONNECT_S:g} s; hosts of one job must reach each other's ports"
                     ) from None
                 continue
             link = Link(sock, "an unknown process", limit=1 << 10)
             hello = None
-            with contextlib.suppress(LinkLost):  # that was no follower
+            with contextlib.suppress(LinkLost):  # not a follower
                 hello = link.receive() if link.poll(5) else None
             if not isinstance(hello, list) or len(hello) != 2 or hello[0] != secret or hello[1] not in followers:
                 link.close()
                 continue
-            link.peer, link.guard, link.limit = self.name(hello[1]), self, MAX_FRAME
+            link.peer, link.failure_source, link.limit = self.name(hello[1]), self, MAX_FRAME
             links[hello[1]] = link
             self._links.add(link)
         return {rank: links[rank] for rank in followers}
 
-    def _follow(self, leader: int, port: int, secret: str) -> Link:
+    def _connect(self, leader: int, port: int, secret: str) -> Link:
         address = self.members[leader].address
         try:
-            sock = socket.create_connection((address, port), timeout=_LINK_S)
+            sock = socket.create_connection((address, port), timeout=_CONNECT_S)
         except OSError as error:
             failure = YalisFailure(
                 f"{self.name(self.rank)} cannot reach {self.name(leader)} at {address}, port {port} "
@@ -234,12 +241,16 @@ class World:
 
 def make_world(
     rank: int,
-    members: tuple[Member, ...],
+    members: tuple[RankInfo, ...],
     controls: dict[int, Link],
-    watches: dict[int, Link],
+    liveness_links: dict[int, Link],
     local: LocalRanks | None = None,
-    kept: bool = False,
+    persistent: bool = False,
 ) -> World:
-    """A world of ranks that have met."""
-    watch = SpokeWatch(members, rank, watches[0]) if rank else HubWatch(members, watches, local, kept)
-    return World(rank, members, controls, watch, local, kept)
+    """Return the world of ranks that have completed the rendezvous."""
+    monitor: LivenessMonitor
+    if rank:
+        monitor = WorkerMonitor(members, rank, liveness_links[0])
+    else:
+        monitor = Rank0Monitor(members, liveness_links, local, launched=persistent)
+    return World(rank, members, controls, monitor, local, persistent)

@@ -19,8 +19,8 @@ from yalis.comm import tuning
 from yalis.comm.base import BACKENDS
 from yalis.comm.tuning import Choice, ShapeTimings, Timing
 from yalis.errors import YalisError, YalisFailure, first_line
-from yalis.launch.environment import find_place
 from yalis.launch.join import join
+from yalis.launch.launchers import detect_launcher
 from yalis.launch.serving import serving
 from yalis.perfmodel.collectives import BETWEEN, Link, Shape, hierarchical, one_shot, ring
 from yalis.study.spread import spread
@@ -111,7 +111,7 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
     """Start or find the ranks and measure; None on all ranks but the first."""
     from yalis.study.allreduce_rank import take_part
 
-    place = find_place()
+    place = detect_launcher()
     size = ranks if ranks is not None else place.size
     if size < 2:
         raise YalisError("an all-reduce takes at least 2 ranks; give --ranks 2 or more, or start several with torchrun")

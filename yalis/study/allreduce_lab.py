@@ -14,8 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from yalis import env, results
+from yalis import results
 from yalis.errors import YalisError, YalisFailure
+from yalis.launch.launchers import process_rank
 from yalis.study.allreduce import PLAIN, AllReducePlan, Report, Row, add_speedups, measure
 from yalis.study.lab.hosts import Lab, missing
 from yalis.study.lab.ranks import mpi_missing, mpi_version, started
@@ -126,7 +127,7 @@ def main() -> int:
         if result is not None:
             _write(Path(told), asdict(result))
     except YalisError as error:
-        if env.rank() == 0:
+        if process_rank() == 0:
             _write(Path(told), {"error": str(error), "status": error.exit_code})
         return error.exit_code
     return 0
@@ -139,7 +140,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 def _report(text: str) -> None:
-    if env.rank() == 0:
+    if process_rank() == 0:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 

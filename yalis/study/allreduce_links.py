@@ -47,7 +47,7 @@ def _ping(world: World, group: Communicator, peer: int) -> Link:
                 group.send(group.recv(x, 0), 0)
             times.append((time.perf_counter() - begin) / 2)
         measured.append((Load(1, 1, size), median(times)))
-    told: dict[str, float] = world.exchange(asdict(fit(measured)))[0]
+    told: dict[str, float] = world.all_gather_object(asdict(fit(measured)))[0]
     return Link(**told)
 
 

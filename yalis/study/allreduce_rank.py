@@ -34,8 +34,8 @@ from yalis.comm.tuning import Choice, ShapeTimings, Timing, TuningTable
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
 from yalis.errors import YalisError, YalisFailure
-from yalis.launch.environment import find_place
 from yalis.launch.join import join
+from yalis.launch.launchers import detect_launcher
 from yalis.launch.serving import serving
 from yalis.launch.world import World
 from yalis.results import usable_cores
@@ -57,7 +57,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[str, Any]:
     """Measure with the other ranks what rank 0's plan says: the same rows on every rank, and what they were made on."""
-    plan = AllReducePlan.told(world.exchange(asdict(plan) if plan else None)[0])
+    plan = AllReducePlan.told(world.all_gather_object(asdict(plan) if plan else None)[0])
     world.phase = "measuring"
     config = EngineConfig(device=plan.device, ranks_per_gpu=plan.ranks_per_gpu, ranks_per_node=plan.ranks_per_node)
     device = rank_device(config, world)
@@ -112,14 +112,14 @@ class Start:
 
     def __init__(self, world: World, comm: Communicator) -> None:
         self._world, self._comm = world, comm
-        boots = world.exchange(_BOOT.read_text() if _BOOT.exists() else None)
+        boots = world.all_gather_object(_BOOT.read_text() if _BOOT.exists() else None)
         self.shared = len(set(boots)) == 1 and boots[0] is not None
         self._spin = _SPIN_S if world.size <= usable_cores() else 0.0
         self._pace = 0.0  # seconds that the slowest rank took for one operation and what prepares it
 
     def times(self, prepare: Callable[[], None], act: Act, count: int, period: float) -> list[float]:
         """The slowest rank's seconds for each `act`. `period`: from one start to the next, where a clock says when."""
-        moment = max(self._world.exchange(time.monotonic())) + _LEAD_S
+        moment = max(self._world.all_gather_object(time.monotonic())) + _LEAD_S
         own, paces = [], []
         for _ in range(count):
             entered = time.perf_counter()
@@ -135,7 +135,7 @@ class Start:
             ended = time.perf_counter()
             own.append(ended - begin if told is None else told)
             paces.append(ended - begin + ready - entered)
-        everyone = self._world.exchange([own, max(paces[1:] or paces)])
+        everyone = self._world.all_gather_object([own, max(paces[1:] or paces)])
         self._pace = max(pace for _, pace in everyone)
         return [max(ranks) for ranks in zip(*(times for times, _ in everyone), strict=True)]
 
@@ -234,7 +234,7 @@ class Entry:
         """All ranks have the sum, and whether with the same bits."""
         self.checked += 1
         bits = hashlib.blake2b(out.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-        told = self._world.exchange([self._wanted.fault(out), bits])
+        told = self._world.all_gather_object([self._wanted.fault(out), bits])
         for rank, (fault, other) in enumerate(told):
             if fault or (other != told[0][1] and self._promised):
                 self.wrong = f"wrong: {fault or 'not the bits of rank 0'} on rank {rank}"
@@ -403,7 +403,7 @@ class Field:
 
 
 def main() -> int:
-    place = find_place()
+    place = detect_launcher()
     try:
         world = join(place.size, WORKER)
         with serving(world):

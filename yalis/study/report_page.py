@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from yalis.launch.launchers import launch_command
 from yalis.results import Result
 from yalis.study.plots import machine_name
 from yalis.study.report_cards import Card, Column, Given, Section, Table, machines_of
@@ -99,12 +100,7 @@ def _command(result: Result) -> str:
     if result.topology is None or result.parameters.get("lab"):
         return result.command
     ranks, hosts = result.topology["ranks"], result.topology["ranks_per_host"]
-    words = {
-        "mpirun": f"mpirun -n {ranks}",
-        "srun": f"srun -N {len(hosts)} -n {ranks}",
-        "torchrun": f"torchrun --nnodes {len(hosts)} --nproc-per-node {max(hosts)} --no-python",
-    }
-    return f"{words.get(result.topology.get('launcher', ''), '')} {result.command}".strip()
+    return " ".join([*launch_command(result.topology.get("launcher", ""), ranks, hosts), result.command])
 
 
 def make_page(title: str, found: Sequence[Given], machines: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:

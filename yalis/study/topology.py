@@ -10,14 +10,14 @@ import torch
 from yalis import results
 from yalis.config import EngineConfig
 from yalis.engine.replica_ranks import split_of
-from yalis.launch.environment import find_place
+from yalis.launch.launchers import SRUN, detect_launcher
 from yalis.launch.world import World
 
 
 def topology_of(world: World | None) -> dict[str, Any]:
     """As results tell it."""
     assert world is not None, "the engine is closed"
-    return results.topology([member.node for member in world.members], find_place().launcher)
+    return results.topology([member.node for member in world.members], detect_launcher().launcher)
 
 
 def has_floor(config: EngineConfig, device: torch.device) -> bool:
@@ -38,6 +38,6 @@ def crowding(result: results.Result) -> str:
     if result.devices[0]["type"] == "cpu":
         cores = result.host["cores"]
         # Slurm gives every rank cores of its own, and the first sees only those.
-        return f"{most} ranks on {cores} cores" if most > cores and topology.get("launcher") != "srun" else ""
+        return f"{most} ranks on {cores} cores" if most > cores and topology.get("launcher") != SRUN.name else ""
     shared = min(most, result.parameters["engine"]["ranks_per_gpu"])
     return f"{shared} ranks on a GPU" if shared > 1 else ""

@@ -94,7 +94,7 @@ class Session:
         torch.cuda.set_device(device)
         torch.cuda.current_stream(device).synchronize()  # the context exists before NVSHMEM asks for it
         properties = torch.cuda.get_device_properties(device)
-        gpus = world.exchange(str(properties.uuid))
+        gpus = world.all_gather_object(str(properties.uuid))
         sharing = gpus.count(gpus[world.rank])
         # A block that waits holds its SM. All that share a GPU leave half of it to those they wait for.
         self.max_blocks = properties.multi_processor_count // 2 // sharing
@@ -109,9 +109,9 @@ class Session:
         nodes = [member.node for member in world.members]
         if nodes.index(nodes[world.rank]) == world.rank:  # one builds for its machine, if that is still to be done
             build(architecture)
-        world.exchange(None)
+        world.all_gather_object(None)
         self.library = Library(build(architecture))
-        id = world.exchange(self.library.make_id() if world.rank == 0 else None)[0]
+        id = world.all_gather_object(self.library.make_id() if world.rank == 0 else None)[0]
         self.library.start(torch.cuda.current_device(), world.rank, world.size, id, self.arena)
         self.status: Status = self.library.status()
         self.names: dict[int, str] = {}
@@ -127,7 +127,7 @@ class Session:
                 self.status.stop = 1
                 return
             if self.status.reported:
-                self.world.fail(self.describe(), aside=True)
+                self.world.fail(self.describe(), background=True)
                 return
 
     def describe(self) -> str:

@@ -14,7 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from yalis.errors import YalisError
-from yalis.launch.local import plain_environment, rank_environment
+from yalis.launch.launchers import (
+    OPEN_MPI,
+    OPEN_MPI_OVERSUBSCRIBE,
+    environment_without_launcher,
+    torchrun_variables,
+)
+from yalis.launch.local import rank_environment
 from yalis.study.lab.hosts import Lab, find_program
 
 _GRACE_S = 2.0  # for ranks to end when asked to
@@ -23,14 +29,14 @@ PORT = 29600  # of rank 0; hosts of a lab have all ports to themselves
 
 # As root, on fewer cores than ranks, where a rank that waits must let the others work; over the lab's links alone.
 _MPIRUN = (
-    *("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"),
+    *("--allow-run-as-root", *OPEN_MPI_OVERSUBSCRIBE),
     *("--mca", "btl", "tcp,vader,self", "--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"),
 )
 
 
 def mpi_missing() -> str | None:
     """What of MPI is missing here and how to install it."""
-    if find_program("mpirun") is None:
+    if find_program(OPEN_MPI.name) is None:
         return "mpirun is not installed; on Debian type apt install openmpi-bin"
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed; type pip install mpi4py"
@@ -39,7 +45,7 @@ def mpi_missing() -> str | None:
 
 def mpi_version() -> str:
     """ "mpirun (Open MPI) 4.1.6"."""
-    return subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+    return subprocess.run([OPEN_MPI.name, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
 
 
 def realtime() -> list[str]:
@@ -107,7 +113,7 @@ def _running(
 ) -> Iterator[list[subprocess.Popen[str]]]:  # fmt: skip
     """`own`: the command is a part of this package, which the ranks must find."""
     words = [*(realtime() if first_in_line else []), *command]
-    base = rank_environment({}) if own else plain_environment()
+    base = rank_environment({}) if own else environment_without_launcher()
     if mpi is None:
         ranks = _plain(lab, per_host, words, base, out, errors)
     else:
@@ -130,12 +136,8 @@ def _plain(
 ) -> list[subprocess.Popen[str]]:
     ranks = []
     for rank in range(len(lab.names) * per_host):
-        place = {
-            "RANK": rank, "WORLD_SIZE": len(lab.names) * per_host,
-            "LOCAL_RANK": rank % per_host, "LOCAL_WORLD_SIZE": per_host,
-            "MASTER_ADDR": lab.addresses[0], "MASTER_PORT": PORT,
-        }  # fmt: skip
-        environment = {**base, **{name: str(value) for name, value in place.items()}}
+        variables = torchrun_variables(rank, per_host, len(lab.names), lab.addresses[0], PORT)
+        environment = {**base, **variables}
         said = errors if rank else out
         ranks.append(lab.run(rank // per_host, command, environment, stdout=said, stderr=errors, text=True))
     return ranks
@@ -152,5 +154,5 @@ def _mpirun(
     agent.write_text(f'#!/bin/sh\nhost=$1\nshift\nexec {enter} sh -c "$*"\n')
     agent.chmod(0o755)
     hosts = ",".join(f"{name}:{per_host}" for name in lab.names)
-    mpirun = ["mpirun", *_MPIRUN, "--mca", "plm_rsh_agent", str(agent), *parameters, "--host", hosts, *command]
+    mpirun = [OPEN_MPI.name, *_MPIRUN, "--mca", "plm_rsh_agent", str(agent), *parameters, "--host", hosts, *command]
     return lab.run(0, mpirun, base, stdout=out, stderr=errors, text=True)

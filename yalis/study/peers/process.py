@@ -23,7 +23,7 @@ from typing import Any
 import yalis
 from yalis import env
 from yalis.errors import YalisFailure
-from yalis.launch.local import plain_environment
+from yalis.launch.launchers import environment_without_launcher
 from yalis.registry import Registry
 from yalis.study.peers.peer import Peer, PeerSetup, Timing, explain_failure
 
@@ -73,7 +73,7 @@ class PeerProcess:
         self._gone = ""  # why it can be asked no more
         home, self._chatter = Path(self._folder.name), Path(self._folder.name, "chatter")
         (home / "yalis").symlink_to(Path(yalis.__file__).parent)  # this package alone, not what is installed beside it
-        variables = env.without_shared_cores(plain_environment())
+        variables = env.without_shared_cores(environment_without_launcher())
         path = os.pathsep.join(filter(None, [str(home), variables.get("PYTHONPATH")]))
         self._socket, theirs = socket.socketpair()
         with theirs, self._chatter.open("wb") as chatter:

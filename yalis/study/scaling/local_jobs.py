@@ -14,6 +14,7 @@ from typing import TextIO
 
 from yalis.config import EngineConfig
 from yalis.errors import YalisFailure
+from yalis.launch.launchers import OPEN_MPI, OPEN_MPI_OVERSUBSCRIBE, launch_command
 from yalis.launch.local import rank_environment
 from yalis.study.lab.ranks import mpi_missing, mpi_version
 from yalis.study.scaling.settings import ENDED, LOG, ScalingPlan, Setting, command_line, command_words
@@ -113,8 +114,8 @@ def _launcher(setting: Setting) -> list[str]:
     """Ranks start each other, except that MPI's are started by mpirun."""
     if setting.allreduce != "mpi":
         return []
-    words = ["mpirun", "-n", str(setting.ranks)]
+    words = launch_command(OPEN_MPI.name, setting.ranks)
     if "Open MPI" in mpi_version():  # which otherwise wants a core for each rank, and no root
-        words += ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        words += OPEN_MPI_OVERSUBSCRIBE
         words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return words

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from yalis.config import EngineConfig
 from yalis.errors import YalisError, YalisFailure
+from yalis.launch.launchers import SRUN
 from yalis.study.scaling.local_jobs import make_folder
 from yalis.study.scaling.settings import LOG, ScalingPlan, Setting, command_line, command_words
 from yalis.study.scaling.summary import find_result
@@ -63,9 +64,9 @@ def _script(config: EngineConfig, plan: ScalingPlan, slurm: SlurmPlan, setting: 
         f"--output={shlex.quote(str(there.folder / setting.folder / LOG))}",
         *slurm.options,
     ]
-    srun, mpi = ["srun"], []
+    srun, mpi = [SRUN.name], []
     if setting.allreduce == "mpi":  # mpi4py has to be told by srun who its ranks are
-        srun, mpi = ["srun", "--mpi=pmix"], ["# CHANGE --mpi to what `srun --mpi=list` offers for the site's MPI."]
+        srun, mpi = [SRUN.name, "--mpi=pmix"], ["# CHANGE --mpi to what `srun --mpi=list` offers for the site's MPI."]
     words = shlex.join([*srun, sys.executable, "-m", "yalis", *command_words(config, there, setting)])
     return "\n".join(
         [

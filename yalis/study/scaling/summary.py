@@ -12,6 +12,7 @@ from typing import Any
 from yalis import result_rows, results
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
+from yalis.launch.launchers import SRUN
 from yalis.results import Result
 from yalis.study.requests import ThroughputPlan, digest_of, read_dataset
 from yalis.study.scaling.settings import ENDED, LOG, ScalingPlan, Setting, command_line
@@ -203,7 +204,7 @@ def _cores(result: Result) -> int:
     """Cores that the ranks of a CPU job can use together."""
     topology = result.topology or results.topology([0])
     wanted: int = topology["ranks"] * result.devices[0].get("threads", 1)
-    if topology.get("launcher") == "srun":
+    if topology.get("launcher") == SRUN.name:
         return wanted
     return min(wanted, result.host["cores"] * len(topology["ranks_per_host"]))
 

@@ -1,4 +1,4 @@
-"""One rank, as the others know it."""
+"""What the ranks of a job learn about each other at the rendezvous."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Member:
+class RankInfo:
+    """One rank of a job: where it runs and how to reach it."""
+
     rank: int
     host: str
-    node: int  # index of its machine, in order of each machine's first rank
-    local_rank: int  # among the ranks of its machine
-    address: str  # IP under which the others reach it
+    node: int  # index of its host, in order of each host's lowest rank
+    local_rank: int  # index among the ranks of its host
+    address: str  # IP address under which the other ranks reach it
     pid: int
 
     def __str__(self) -> str:
@@ -20,7 +22,7 @@ class Member:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 1 and 2", "ranks 1, 2 and 5"."""
+    """Return "rank 3", "ranks 1 and 2" or "ranks 1, 2 and 5"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

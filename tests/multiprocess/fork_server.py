@@ -1,6 +1,6 @@
 """Ranks forked from a process that has imported torch, so that a job of many costs no more than its work.
 
-`python -m tests.multiprocess.nursery` reads a job as a line of JSON and says which processes it made, then how each
+`python -m tests.multiprocess.fork_server` reads a job as a line of JSON and says which processes it made, then how each
 ended. A rank runs the command line, or a script if its first argument is one, to the interpreter's own end.
 """
 
@@ -24,7 +24,7 @@ def say(**values: object) -> None:
 
 
 def breed() -> dict[str, Any] | None:
-    """What this process is to run; None in the nursery itself once there are no more jobs."""
+    """What this process is to run; None in the fork_server itself once there are no more jobs."""
     jobs = os.fdopen(os.dup(0))  # a rank's sys.stdin is to be unused
     say(ready=True)
     while line := jobs.readline():
