@@ -1,4 +1,4 @@
-"""YALIS: large language models across many GPUs and nodes, and how that scales.
+"""YALIS: LLM inference on many GPUs and nodes, and measurements of how it scales.
 
     from yalis import LLM, SamplingParams
     llm = LLM("smollm2-135m")
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from yalis.engine.llm import LLM as LLM
     from yalis.errors import YalisError as YalisError
     from yalis.types import Completion as Completion
+    from yalis.types import RequestEvent as RequestEvent
     from yalis.types import RequestOutput as RequestOutput
     from yalis.types import SamplingParams as SamplingParams
     from yalis.types import StreamChunk as StreamChunk
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOME = {
     "LLM": "yalis.engine.llm",
     "SamplingParams": "yalis.types",
+    "RequestEvent": "yalis.types",
     "RequestOutput": "yalis.types",
     "Completion": "yalis.types",
     "StreamChunk": "yalis.types",
@@ -37,5 +39,5 @@ __all__ = [*_HOME, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'yalis' has no attribute {name!r}")
-    env.share_cores()  # before torch comes
+    env.share_cores()  # must run before torch is imported
     return getattr(import_module(_HOME[name]), name)

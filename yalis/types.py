@@ -173,6 +173,19 @@ class StreamChunk:
 
 
 @dataclass(frozen=True)
+class RequestEvent:
+    """New output of one completion of a submitted request, since the completion's previous event."""
+
+    request_id: int
+    completion_index: int  # which of the request's n completions
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None  # set on the last event of the completion
+    completion: Completion | None = None  # the whole completion, on its last event
+    output: RequestOutput | None = None  # the whole result, on the last event of the request
+
+
+@dataclass(frozen=True)
 class RankTopology:
     """Where the ranks of an LLM run; the tuples have one entry for each rank."""
 

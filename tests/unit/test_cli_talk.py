@@ -94,7 +94,7 @@ def test_generate_several(
     ("words", "sentence"),
     [
         ([""], "the prompt is empty"),
-        (["--prompt-ids", "1,99999"], "token id 99999 is not one of this model's"),
+        (["--prompt-ids", "1,99999"], "token id 99999 is not in this model's vocabulary"),
         (["x" * 40_000], "40000 tokens"),
         (["a\udcff"], "the text holds \\udcff, which is half a character or a byte that is not UTF-8"),
         (["x", "--device", "cuda:77"], "device 'cuda:77' is not there"),

@@ -136,8 +136,78 @@ def test_generate_and_stream_leave_other_results_alone(llm, ref):
     assert done[other].token_ids == ref.tokens[2][:3]
 
 
+def test_events_are_the_deltas_of_submitted_requests(llm, ref):
+    ids = [llm.submit(prompt, plain(n=2)) for prompt in ref.prompts]
+    tokens: dict[tuple[int, int], list[int]] = {}
+    outputs = {}
+    for event in llm.events():
+        assert event.request_id not in outputs, "an event came after the request's last one"
+        key = event.request_id, event.completion_index
+        tokens.setdefault(key, []).extend(event.token_ids)
+        assert (event.finish_reason is None) == (event.completion is None)
+        if event.completion is not None:
+            assert (event.finish_reason, event.completion.token_ids) == ("length", tokens[key])
+        if event.output is not None:
+            outputs[event.request_id] = event.output
+    assert tokens == {(id, index): ref.tokens[i] for i, id in enumerate(ids) for index in range(2)}
+    assert {id: len(output.completions) for id, output in outputs.items()} == dict.fromkeys(ids, 2)
+    assert llm.poll() == []  # a result is delivered once
+    assert list(llm.events()) == []
+
+
+def test_events_can_be_left_and_continued(llm, ref):
+    first = llm.submit(ref.prompts[0], plain())
+    seen: dict[int, list[int]] = {first: []}
+    for event in llm.events():
+        seen[first] += event.token_ids
+        if len(seen[first]) == 3:
+            break
+    second = llm.submit(ref.prompts[1], plain())
+    seen[second] = []
+    for event in llm.events():
+        seen[event.request_id] += event.token_ids
+        if len(seen[second]) == 4:
+            llm.cancel(second)
+    assert event.request_id == first
+    assert seen[first] == ref.tokens[0]
+    assert seen[second] == ref.tokens[1][: len(seen[second])]
+    assert 4 <= len(seen[second]) < STEPS
+
+
+def test_poll_takes_results_and_drops_their_events(llm, ref):
+    short, long = llm.submit(ref.prompts[0], plain(max_tokens=2)), llm.submit(ref.prompts[1], plain())
+    done = {}
+    while short not in done:
+        done.update(llm.poll())
+    events = list(llm.events())
+    assert {event.request_id for event in events} == {long}
+    assert [token for event in events for token in event.token_ids] == ref.tokens[1]
+    assert events[-1].output.token_ids == ref.tokens[1]
+
+
+def test_events_leave_out_the_requests_of_generate_and_stream(llm, ref):
+    mine = llm.submit(ref.prompts[2], plain(max_tokens=3))
+    stream = llm.stream(ref.prompts[0], plain())
+    next(stream)
+    assert llm.generate(ref.prompts[1], plain())[0].token_ids == ref.tokens[1]
+    events = list(llm.events())
+    assert {event.request_id for event in events} == {mine}
+    assert [token for event in events for token in event.token_ids] == ref.tokens[2][:3]
+    stream.close()
+    assert llm.num_unfinished == 0
+
+
+def test_output_that_is_only_polled_is_not_kept(llm, ref):
+    for _ in range(3):
+        llm.submit(ref.prompts[0], plain())
+        while llm.num_unfinished:
+            llm.poll()
+    assert not llm._submitted._changed
+    assert not llm._submitted.finished
+
+
 def test_streams_and_jobs_inside_each_other(llm, ref):
-    """Whoever advances the engine, each call gets its own tokens and its own end."""
+    """Whichever call runs the steps, each call gets its own tokens and its own end."""
     seen: list[int] = []
     for chunk in llm.stream(ref.prompts[0], plain()):
         seen += chunk.token_ids
@@ -241,10 +311,10 @@ def test_progress_counts_up(llm, ref):
     [
         ([], "empty"),
         ("text", "no tokenizer"),
-        ([1, VOCAB], f"which are 0 to {VOCAB - 1}"),
-        ([1, -1], "not one of this model's"),
-        ([1.5], "not one of this model's"),
-        ([1, "a"], "not one of this model's"),
+        ([1, VOCAB], f"give ids from 0 to {VOCAB - 1}"),
+        ([1, -1], "not in this model's vocabulary"),
+        ([1.5], "not in this model's vocabulary"),
+        ([1, "a"], "not in this model's vocabulary"),
         (list(range(64)), "64 tokens, but the context holds 64"),
         ([{"role": "user", "content": "hi"}], "no tokenizer"),
         (3, "give a string"),
@@ -259,7 +329,7 @@ def test_bad_prompts_are_a_sentence(llm, prompt, says):
 @pytest.mark.parametrize(
     ("fields", "held", "says"),
     [
-        ({}, 256, "shorten it: the model was made for no more$"),
+        ({}, 256, "shorten it: the model supports no longer context$"),
         ({"max_model_len": 32}, 32, "shorten it, or raise --max-model-len$"),
         ({"kv_blocks": 4, "block_size": 4}, 16, "shorten it, or raise --kv-memory or --kv-blocks$"),
     ],
@@ -272,7 +342,7 @@ def test_long_prompt_names_what_bounds_the_context(ref, fields, held, says):
 
 
 def test_one_bad_prompt_queues_nothing(llm, ref):
-    with pytest.raises(YalisError, match="not one of"):
+    with pytest.raises(YalisError, match="not in this"):
         llm.generate([ref.prompts[0], [VOCAB]], plain())
     llm.poll()
     assert llm.num_unfinished == 0
