@@ -34,13 +34,13 @@ startup() {
   YALIS_CACHE=$folder/cache "$python" - "$(date +%s.%N)" "$shapes" <<'P'
 import sys, time
 from yalis import LLM, SamplingParams
-from yalis.study.bandwidth import describe
+from yalis.study.bandwidth import describe_device
 
 with LLM(f"{sys.argv[2]}/llama-3.1-8b.json", load="random", dtype="bfloat16") as llm:
     ready = time.time() - float(sys.argv[1])
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True))
     first = time.time() - float(sys.argv[1])
-    print(f"{describe(llm.device)['name']}: ready after {ready:.1f} s, first token after {first:.1f} s")
+    print(f"{describe_device(llm.device)['name']}: ready after {ready:.1f} s, first token after {first:.1f} s")
 P
 }
 export -f startup

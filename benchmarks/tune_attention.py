@@ -32,8 +32,8 @@ from yalis.kernels import reference
 from yalis.kernels.gpu_limits import gpu_limits
 from yalis.kernels.paged_attention import TileConfig
 from yalis.kernels.pdl import enable_pdl
-from yalis.study.bandwidth import clock
-from yalis.study.kernels.benchmark import captured
+from yalis.study.bandwidth import time_work
+from yalis.study.kernels.benchmark import capture_graph
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 PARAMS = AttentionParams(DIM**-0.5)
@@ -212,9 +212,9 @@ def microseconds(backend: AttentionBackend, step: Step) -> float:
             backend.attend(step.q, step.caches[i % len(step.caches)], step.batch, shared, PARAMS)
 
     attend(1)  # what happens once in a step: contexts are cut
-    replay = captured(lambda: attend(launches))
+    replay = capture_graph(lambda: attend(launches))
     replay()
-    return 1e6 * median(clock(replay, step.q.device) for _ in range(_REPLAYS)) / launches
+    return 1e6 * median(time_work(replay, step.q.device) for _ in range(_REPLAYS)) / launches
 
 
 def expect(step: Step) -> Tensor:

@@ -1,4 +1,4 @@
-"""A scaling study as Slurm jobs: written, submitted to a real Slurm, and gathered."""
+"""A scaling study as Slurm jobs: scripts written, submitted to a real Slurm, and results gathered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_study_as_slurm_jobs(slurm: Slurm, model: str, tmp_path: Path, capsys:
     words += ["--device", "cpu", "--model", model, "--cpus-per-task", "1", "--sbatch=--partition=all"]
     assert main([*words, "--slurm", str(tmp_path / "scripts")]) == 0
     assert f"wrote 2 scripts; type `bash {tmp_path}/scripts/submit.sh`" in capsys.readouterr().err
-    # There is no Slurm with PMIx here: the other job fails, and the study is told without it.
+    # This Slurm has no PMIx: the other job fails, and the study is summarized without it.
     (tmp_path / "scripts" / "tp2-mpi.sh").write_text("#!/bin/bash\n#SBATCH --output=/dev/null\nexit 1\n")
     submitted = slurm.run(["bash", str(tmp_path / "scripts" / "submit.sh")])
     assert submitted.returncode == 0, submitted.stderr

@@ -1,4 +1,4 @@
-"""`yalis bench scaling` with real ranks: stopped, continued, and going on after a setting that fails."""
+"""`yalis bench scaling` with real ranks: interrupted, continued, and with a setting that fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_stopped_study_continues_and_a_failed_setting_does_not_end_it(
         study.kill()
         study.wait()
     assert study.returncode == 130, err
-    assert err.endswith(f"stopped: {tmp_path / 'study'} holds 1 of 3 settings; the same command continues\n")
+    assert err.endswith(f"stopped: {tmp_path / 'study'} has 1 of 3 settings; the same command continues\n")
     assert not [command for command in commands() if str(tmp_path / "study") in command]
     (first,) = (tmp_path / "study" / "tp1").glob("*.json")
     written = first.stat().st_mtime_ns
@@ -54,6 +54,6 @@ def test_a_stopped_study_continues_and_a_failed_setting_does_not_end_it(
     assert ten["status"].startswith("tp 10x1 leaves ranks without a shard")
     assert two["speedup"] == pytest.approx(one["seconds"] / two["seconds"])
     assert two["same_tokens"] == 1
-    told = results.read(tmp_path / "study" / two["file"])
-    assert told.topology == {"ranks": 2, "ranks_per_host": [2], "launcher": ""}
-    assert told.rows[0]["floor_s"] is None  # two ranks of one machine share its memory
+    second_result = results.read(tmp_path / "study" / two["file"])
+    assert second_result.topology == {"ranks": 2, "ranks_per_host": [2], "launcher": ""}
+    assert second_result.rows[0]["floor_s"] is None  # two ranks on one machine share its memory bandwidth

@@ -1,4 +1,4 @@
-"""Where results go, before there are any."""
+"""Checks of --out before a benchmark runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_refused_command_leaves_no_folder(words: str, tmp_path: Path, capsys: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_could_not_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     check_folder(Path("."))
     check_folder(Path("to/come"))

@@ -1,4 +1,4 @@
-"""The latency benchmark on a tiny model, with its peer in the same run."""
+"""The latency benchmark on a tiny model, with peers in the same run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import bandwidth
-from yalis.study.latency import Floors, LatencyPlan, Ours, _tabulate, _take_turns, fit
+from yalis.study.latency import Floors, LatencyPlan, YalisEngine, _run_case, _tabulate, size_engine
 from yalis.study.peers import engines as peer_engines
 from yalis.study.peers.peer import Peer, PeerSetup, Timing
 from yalis.study.peers.process import PEERS, start_peer
-from yalis.study.topology import has_floor, unlike_peers
+from yalis.study.topology import has_floor, note_peer_devices
 from yalis.study.workloads import Workload
 
 
@@ -53,7 +53,7 @@ def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_measurements")
-def test_ours_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yalis_and_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
     capsys.readouterr()  # saving draws a progress bar
     words = "bench latency --batch 1,3 --prompt-len 9 --output-len 5 --repeats 2 --threads 1"
@@ -76,15 +76,15 @@ def test_ours_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     name = "a_package_that_is_not_there"
     assert missing["status"] == f"{name} is not installed: make peers, or pip install {name}"
     assert broken["decode_ms"] is missing["decode_ms"] is None
-    assert "batch 3: a decode step of transformers takes" in out
-    assert "x ours; same tokens\n" in out
+    assert "batch 3: decode step of transformers: " in out
+    assert "x the time of yalis; same tokens\n" in out
     assert f"not installed: make peers, or pip install {name}" in out
 
 
-class Gives:
-    """An engine whose answers have so many tokens."""
+class FixedLengths:
+    """An engine whose answers have the given numbers of tokens."""
 
-    name, version = "gives", "1"
+    name, version = "fixed", "1"
 
     def __init__(self, *counts: int) -> None:
         self._counts = counts
@@ -93,35 +93,39 @@ class Gives:
         return Timing(1.0, [1.0], 2.0, [[7] * count for count in self._counts])
 
 
-def test_an_engine_that_gives_too_little_measured_nothing() -> None:
+def test_answers_of_the_wrong_length_are_refused() -> None:
     case, plan = Workload(2, 3, 4), LatencyPlan(warmup=0, repeats=1)
-    why = "2 requests for 4 tokens gave {} in {} answers, so nothing was measured"
-    engines: list[tuple[str, Peer | str]] = [("good", Gives(4, 4)), ("short", Gives(4, 3)), ("none", Gives())]
-    good, *bad = _take_turns(case, plan, engines, 10, lambda text: None)
+    why = "2 requests for 4 tokens returned {} tokens in {} answers, so the times are not valid"
+    engines: list[tuple[str, Peer | str]] = [
+        ("good", FixedLengths(4, 4)),
+        ("short", FixedLengths(4, 3)),
+        ("none", FixedLengths()),
+    ]
+    good, *bad = _run_case(case, plan, engines, 10, lambda text: None)
     assert len(good) == 1
     assert bad == [why.format(7, 2), why.format(0, 0)]
-    with pytest.raises(YalisFailure, match="gave 7 in 2 answers"):
-        _take_turns(case, plan, engines[1:], 10, lambda text: None)  # ours is the first
+    with pytest.raises(YalisFailure, match="returned 7 tokens in 2 answers"):
+        _run_case(case, plan, engines[1:], 10, lambda text: None)  # YALIS is the first
 
 
-def test_a_floor_is_of_the_devices_that_each_engine_has() -> None:
-    engines: list[tuple[str, Peer | str]] = [("yalis", Gives()), ("transformers", Gives())]
-    taken: list[list[Timing] | str] = [[Gives(4).run([], 4)], [Gives(4).run([], 4)]]
+def test_the_floor_of_an_engine_counts_its_own_devices() -> None:
+    engines: list[tuple[str, Peer | str]] = [("yalis", FixedLengths()), ("transformers", FixedLengths())]
+    timings: list[list[Timing] | str] = [[FixedLengths(4).run([], 4)], [FixedLengths(4).run([], 4)]]
     case = Workload(1, 3, 4)
-    ours, theirs = _tabulate(case, engines, taken, Floors(0.8, 0.4), 2, comparable=True)
+    ours, theirs = _tabulate(case, engines, timings, Floors(0.8, 0.4), 2, comparable=True)
     assert (ours["prefill_floor_ms"], ours["floor_ms"], ours["share_of_floor"]) == (400.0, 200.0, 0.2)
     assert (theirs["prefill_floor_ms"], theirs["floor_ms"], theirs["share_of_floor"]) == (800.0, 400.0, 0.4)
-    ours, theirs = _tabulate(case, engines, taken, None, 2, comparable=True)
+    ours, theirs = _tabulate(case, engines, timings, None, 2, comparable=True)
     assert ours["floor_ms"] is theirs["share_of_floor"] is None
 
     one, two = EngineConfig("m"), EngineConfig("m", tp=(2, 1))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert has_floor(one, cpu)
     assert has_floor(two, cuda)
-    assert not has_floor(two, cpu)  # its ranks share the memory
+    assert not has_floor(two, cpu)  # its ranks share the memory bandwidth
     assert not has_floor(replace(two, ranks_per_gpu=2), cuda)
-    assert unlike_peers(one, ["vllm"]) == unlike_peers(two, []) == []
-    assert unlike_peers(two, ["vllm"]) == ["yalis ran on 2 ranks and vllm on one device"]
+    assert note_peer_devices(one, ["vllm"]) == note_peer_devices(two, []) == []
+    assert note_peer_devices(two, ["vllm"]) == ["yalis ran on 2 ranks and vllm on one device"]
 
 
 def _check(row: dict[str, Any]) -> None:
@@ -135,9 +139,7 @@ def _check(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("small_measurements")
-def test_random_weights_are_not_compared_and_json_is_the_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_of_random_weights_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
     words = "bench latency --batch 2 --prompt-len 4 --output-len 3 --repeats 1 --warmup 0 --threads 1 --json"
     assert main([*words.split(), "--peer", "transformers", "--load", "random", "--model", model]) == 0
@@ -160,7 +162,7 @@ def test_workloads_share_one_engine(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no decode step" in capsys.readouterr().err
 
 
-def test_memory_of_graphs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     kept = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "latency-llama-3.1-8b-before-tuning.json"
     read = results.read(kept)
     old = replace(read, rows=[{**row, "seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0} for row in read.rows])
@@ -169,65 +171,68 @@ def test_memory_of_graphs_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     new = replace(old, parameters={**old.parameters, "graph_bytes": 321 << 20})
     results.check(asdict(new), "this")
     _print_latency(new)
-    assert "\nCUDA graphs take 321.0 MiB of a GPU's memory\n" in capsys.readouterr().out
+    assert "\nCUDA graphs use 321.0 MiB of GPU memory\n" in capsys.readouterr().out
     with pytest.raises(YalisError, match=r"'parameters\.graph_bytes'; it should be a whole number"):
         results.check(asdict(replace(old, parameters={**old.parameters, "graph_bytes": "much"})), "this")
 
 
-def test_vllm_is_given_a_folder(tmp_path: Path) -> None:
+def test_vllm_gets_a_model_folder(tmp_path: Path) -> None:
     config = tmp_path / "shape.json"
     config.write_text("{}")
-    spare = tmp_path / "spare"
-    spare.mkdir()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     setup = PeerSetup(config, True, torch.float32, torch.device("cpu"))
-    assert (peer_engines._model_folder(setup, spare) / "config.json").read_text() == "{}"
-    assert peer_engines._model_folder(replace(setup, path=spare), tmp_path) == spare
+    assert (peer_engines._model_folder(setup, scratch) / "config.json").read_text() == "{}"
+    assert peer_engines._model_folder(replace(setup, path=scratch), tmp_path) == scratch
 
 
 @pytest.mark.usefixtures("small_measurements")
-def test_a_prompt_beyond_the_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save_tiny_chat(tmp_path / "model", max_position=64))
     assert (
         main(["bench", "latency", "--prompt-len", "60", "--output-len", "5", "--threads", "1", "--model", model]) == 2
     )
-    assert "prompt_len + output_len is 65, but the context holds 64" in capsys.readouterr().err
+    assert "prompt_len + output_len is 65, but the context length is 64" in capsys.readouterr().err
 
 
-def test_a_batch_beyond_max_num_seqs_still_runs_at_once(tmp_path: Path) -> None:
+def test_max_num_seqs_is_raised_to_the_largest_batch(tmp_path: Path) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
     plan = LatencyPlan(batch=(2, 5), prompt_len=9, output_len=5)
-    config = fit(EngineConfig(model, max_num_seqs=2, threads=1), plan)
+    config = size_engine(EngineConfig(model, max_num_seqs=2, threads=1), plan)
     assert (config.max_num_seqs, config.kv_blocks) == (5, 10)
-    assert fit(EngineConfig(max_num_seqs=64), plan).max_num_seqs == 64
-    assert fit(EngineConfig(kv_memory=0.5), plan).kv_blocks is None
-    assert fit(EngineConfig(kv_blocks=3), plan).kv_blocks == 3
-    assert fit(EngineConfig(max_model_len=1000), plan).kv_blocks == 63
+    assert size_engine(EngineConfig(max_num_seqs=64), plan).max_num_seqs == 64
+    assert size_engine(EngineConfig(kv_memory=0.5), plan).kv_blocks is None
+    assert size_engine(EngineConfig(kv_blocks=3), plan).kv_blocks == 3
+    assert size_engine(EngineConfig(max_model_len=1000), plan).kv_blocks == 63
     with LLM(model, max_num_seqs=5, kv_blocks=config.kv_blocks, threads=1) as llm:
-        timing = Ours(llm).run([[7, number] * 4 for number in range(5)], 5)
+        timing = YalisEngine(llm).run([[7, number] * 4 for number in range(5)], 5)
         assert llm.stats.steps == 5
         assert len(timing.steps) == 4
         assert [len(tokens) for tokens in timing.tokens] == [5] * 5
 
 
-def test_only_steps_in_which_all_decode_count(tmp_path: Path) -> None:
+def test_only_steps_that_decode_the_whole_batch_count(tmp_path: Path) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
     with LLM(model, max_num_seqs=2, max_batch_tokens=8, threads=1) as llm:
-        # 8 tokens a step: the second prompt takes one step beside the first's decoding, and ends one step later.
-        timing = Ours(llm).run([[1] * 8, [2] * 7], 6)
+        # 8 tokens per step: the second prompt is computed while the first sequence decodes, and finishes a step later.
+        timing = YalisEngine(llm).run([[1] * 8, [2] * 7], 6)
         assert llm.stats.steps == 7
         assert len(timing.steps) == 4
         assert timing.first_token < timing.total
 
 
 @pytest.mark.parametrize("engine", [{"max_num_seqs": 2}, {"max_num_seqs": 3, "kv_blocks": 5}])
-def test_a_batch_that_ran_in_waves_has_no_step_time(tmp_path: Path, engine: dict[str, int]) -> None:
+def test_a_batch_that_never_decodes_together_has_no_step_time(tmp_path: Path, engine: dict[str, int]) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
-    with LLM(model, threads=1, **engine) as llm, pytest.raises(YalisFailure, match="a batch of 3 never decoded all"):
-        Ours(llm).run([[1] * 8, [2] * 8, [3] * 8], 30)
+    with (
+        LLM(model, threads=1, **engine) as llm,
+        pytest.raises(YalisFailure, match="the batch of 3 never decoded in one step"),
+    ):
+        YalisEngine(llm).run([[1] * 8, [2] * 8, [3] * 8], 30)
 
 
 @pytest.mark.usefixtures("small_measurements")
-def test_a_peer_that_lacks_a_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_a_package_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     setup = PeerSetup(tmp_path / "model.gguf", False, torch.float32, torch.device("cpu"))
     assert start_peer("transformers", setup) == "accelerate is not installed: make peers, or pip install accelerate"

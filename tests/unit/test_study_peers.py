@@ -1,4 +1,4 @@
-"""Peers in a process of another Python, which is this one here."""
+"""Peers in a process of another Python; here it is this one."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from yalis.study.peers.peer import PeerSetup, Timing, explain_failure
 from yalis.study.peers.process import PEERS, PeerProcess, find_python, start_peer
 
 ROOT = Path(__file__).parents[2]
-NOISE, FAIL, CRASH, HANG = range(1, 5)
+PRINT, FAIL, CRASH, HANG = range(1, 5)
 
 
-class Fickle:
-    """A peer whose prompt says what it does."""
+class FakePeer:
+    """A peer whose prompt selects its behaviour."""
 
-    name, version = "fickle", "1"
+    name, version = "fake", "1"
 
     def __init__(self, setup: PeerSetup) -> None:
         if setup.random_weights:
             import a_package_that_is_not_there  # noqa: F401
 
     def run(self, prompts: list[list[int]], output_len: int) -> Timing:
-        what = prompts[0][0]
-        if what == NOISE:
-            os.write(1, b'{"error": "only noise"}\n')
-            print('{"error": "only noise"}', flush=True)
-        if what == FAIL:
+        action = prompts[0][0]
+        if action == PRINT:
+            os.write(1, b'{"error": "only printed"}\n')
+            print('{"error": "only printed"}', flush=True)
+        if action == FAIL:
             print("EngineCore: ValueError: where it began", file=sys.stderr, flush=True)
             raise RuntimeError("out of\nluck")
-        if what == CRASH:
-            if not os.fork():  # a child that keeps the connection open, and must not outlive its parent
+        if action == CRASH:
+            if not os.fork():  # a child that keeps the connection open and must not outlive its parent
                 time.sleep(60)
             print("some\nlast  words\n", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == HANG:
+        if action == HANG:
             time.sleep(60)
         return Timing(0.5, [], 1.0, [[os.getpid(), torch.get_num_threads(), output_len]])
 
 
 @pytest.fixture
-def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def peers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_PEERS", sys.prefix)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the peer above
-    monkeypatch.setattr(PEERS, "_entries", {**PEERS._entries, "fickle": f"{__name__}:Fickle"})
+    monkeypatch.setattr(PEERS, "_entries", {**PEERS._entries, "fake": f"{__name__}:FakePeer"})
 
 
 def _setup(path: Path, missing: bool = False) -> PeerSetup:
@@ -68,7 +68,7 @@ def _started(name: str, setup: PeerSetup) -> PeerProcess:
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """How a process is, and the leader of its group."""
+    """Return the state of a process and the leader of its group."""
     try:
         state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
     except OSError:  # it has been waited for
@@ -81,7 +81,7 @@ def _ended(pid: int) -> bool:
 
 
 def _running(leader: int) -> list[int]:
-    """The processes of a group that have not ended."""
+    """Return the processes of a group that have not ended."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     return [pid for pid in pids if _state(pid)[1] == leader and not _ended(pid)]
 
@@ -93,8 +93,8 @@ def _eventually(true: Callable[[], bool], seconds: float = 20.0) -> bool:
     return true()
 
 
-@pytest.mark.usefixtures("own_environment")
-def test_transformers_in_a_process_of_its_own_gives_the_same_tokens(
+@pytest.mark.usefixtures("peers_environment")
+def test_transformers_in_its_own_process_returns_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_chat(tmp_path / "model")
@@ -112,50 +112,52 @@ def test_transformers_in_a_process_of_its_own_gives_the_same_tokens(
     assert _ended(pid)
 
 
-@pytest.mark.usefixtures("own_environment")
-def test_what_goes_wrong_is_a_sentence(tmp_path: Path) -> None:
-    peer = _started("fickle", _setup(tmp_path))
-    assert _why(peer, FAIL) == "RuntimeError: out of luck; ValueError: where it began"
-    assert peer.run([[NOISE]], 3).tokens == [[peer._process.pid, torch.get_num_threads(), 3]]  # it goes on after both
-    assert _why(peer, CRASH) == _why(peer, NOISE) == "the process of fickle ended (signal 9: last words)"
+@pytest.mark.usefixtures("peers_environment")
+def test_failures_are_one_sentence(tmp_path: Path) -> None:
+    peer = _started("fake", _setup(tmp_path))
+    assert _failure(peer, FAIL) == "RuntimeError: out of luck; ValueError: where it began"
+    assert peer.run([[PRINT]], 3).tokens == [
+        [peer._process.pid, torch.get_num_threads(), 3]
+    ]  # it keeps running after a failure
+    assert _failure(peer, CRASH) == _failure(peer, PRINT) == "the process of fake exited (signal 9: last words)"
     assert _eventually(lambda: not _running(peer._process.pid))
     assert not Path(peer._folder.name).exists()
 
 
-@pytest.mark.usefixtures("own_environment")
-def test_a_hang_is_given_up(tmp_path: Path) -> None:
-    peer = _started("fickle", _setup(tmp_path))
+@pytest.mark.usefixtures("peers_environment")
+def test_a_hanging_peer_is_killed(tmp_path: Path) -> None:
+    peer = _started("fake", _setup(tmp_path))
     peer._limit = 0.5
-    assert _why(peer, HANG) == "fickle gave no answer for 0.5 s (YALIS_PEER_TIMEOUT)"
+    assert _failure(peer, HANG) == "fake sent no answer for 0.5 s (YALIS_PEER_TIMEOUT)"
     assert _ended(peer._process.pid)
 
 
-@pytest.mark.usefixtures("own_environment")
-def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = start_peer("fickle", _setup(tmp_path, missing=True))
+@pytest.mark.usefixtures("peers_environment")
+def test_a_missing_package_or_environment_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = start_peer("fake", _setup(tmp_path, missing=True))
     name = "a_package_that_is_not_there"
-    assert said == f"{name} is not installed: {sys.prefix}/bin/python3 -m pip install {name}"
+    assert reason == f"{name} is not installed: {sys.prefix}/bin/python3 -m pip install {name}"
     monkeypatch.setenv("YALIS_PEERS", str(tmp_path))
-    said = start_peer("fickle", _setup(tmp_path))
-    assert said == (
+    reason = start_peer("fake", _setup(tmp_path))
+    assert reason == (
         f"{tmp_path}/bin/python3 cannot be run (No such file or directory); type make peers, or name another "
         "environment with YALIS_PEERS"
     )
 
 
-def _why(peer: PeerProcess, what: int) -> str:
+def _failure(peer: PeerProcess, action: int) -> str:
     with pytest.raises(YalisFailure) as raised:
-        peer.run([[what]], 1)
+        peer.run([[action]], 1)
     return explain_failure(raised.value)
 
 
-@pytest.mark.usefixtures("own_environment")
-def test_a_worker_ends_when_its_starter_is_killed() -> None:
+@pytest.mark.usefixtures("peers_environment")
+def test_a_worker_exits_when_its_parent_is_killed() -> None:
     script = """
 import os, signal
 from tests.unit import test_study_peers as here
-here.PEERS._entries["fickle"] = here.__name__ + ":Fickle"
-peer = here._started("fickle", here._setup(here.ROOT))
+here.PEERS._entries["fake"] = here.__name__ + ":FakePeer"
+peer = here._started("fake", here._setup(here.ROOT))
 print(peer._process.pid, peer._folder.name, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -166,7 +168,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not Path(folder).exists()
 
 
-def test_where_the_environment_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("YALIS_PEERS", raising=False)
     monkeypatch.chdir(tmp_path)
     python = tmp_path / ".peers/bin/python3"

@@ -82,7 +82,7 @@ def test_watching_changes_no_token_and_loses_none(model: str) -> None:
     ("words", "complaint"),
     [
         ("--workload 3x20x2", "too few decode steps"),
-        ("--workload sometimes", "is not known"),
+        ("--workload sometimes", "unknown workload"),
         ("--steps 0", "steps is 0"),
         ("--workload 2x400x9", "the context holds 256"),
         ("--dp 2", "leave --dp out"),

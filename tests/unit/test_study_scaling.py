@@ -1,4 +1,4 @@
-"""The scaling study: its settings, its scripts, and what it makes of results; tests/multiprocess runs it."""
+"""The scaling study: its settings, job scripts and summary. tests/multiprocess runs one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.results import Result
 from yalis.study.plots import draw_scaling
-from yalis.study.requests import ThroughputPlan, digest_of, read_dataset
-from yalis.study.scaling.settings import LOG, ScalingPlan, Setting, command_line, command_words, list_settings
+from yalis.study.requests import ThroughputPlan, digest_requests, read_dataset
+from yalis.study.scaling.settings import LOG, ScalingPlan, Setting, command_args, command_line, list_settings
 from yalis.study.scaling.slurm import SlurmPlan, write_scripts
 from yalis.study.scaling.summary import failed, find_result, gather
 from yalis.study.workloads import Workload
@@ -36,7 +36,7 @@ WORK = ThroughputPlan((Workload(2, 8, 4),), repeats=2)
 
 
 def plan(folder: Path, **fields: Any) -> ScalingPlan:
-    return ScalingPlan(folder, work=WORK, **fields)
+    return ScalingPlan(folder, throughput=WORK, **fields)
 
 
 def settings(**fields: Any) -> list[str]:
@@ -60,40 +60,40 @@ def test_settings_are_ranks_by_schemes_by_allreduces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("fields", "message"),
     [
-        ({"schemes": ("ep",)}, "scheme 'ep' is not known; accepted: tp, grid, pp, hybrid, dp, or one split such as"),
-        ({"schemes": ("tp2-tp2",)}, "scheme 'tp2-tp2' is not known"),
-        ({"schemes": ("tp", "3x3")}, "scheme '3x3' is none of 1, 2, 4 ranks"),
-        ({"schemes": ()}, "no scheme"),
+        ({"schemes": ("ep",)}, "unknown scheme 'ep'; accepted: tp, grid, pp, hybrid, dp, or one split such as"),
+        ({"schemes": ("tp2-tp2",)}, "unknown scheme 'tp2-tp2'"),
+        ({"schemes": ("tp", "3x3")}, "scheme '3x3' fits none of 1, 2, 4 ranks"),
+        ({"schemes": ()}, "--schemes or --allreduce is empty"),
         ({"ranks": (0,)}, "--ranks 1,2,4"),
         ({"allreduces": ("smoke",)}, "unknown communication backend 'smoke'"),
         ({"minutes": 0}, "minutes is 0"),
-        ({"node_ranks": 0}, "a node holds 0 ranks"),
+        ({"node_ranks": 0}, "--tasks-per-node is 0"),
     ],
 )
-def test_what_is_no_study_is_refused(fields: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(YalisError, match=complaint):
+def test_invalid_plans_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(YalisError, match=message):
         settings(**fields)
 
 
-def test_the_command_of_a_setting_means_that_setting(tmp_path: Path) -> None:
+def test_the_command_of_a_setting_parses_back_to_it(tmp_path: Path) -> None:
     work = replace(WORK, workloads=(Workload(2, 8, 4), Workload(1, 2, 3)), rate=2.5, requests=7, vary=0.5, seed=4)
     config = EngineConfig("m", max_num_seqs=3, threads=1, eager=True, prefix_reuse=False, device="cpu")
-    study = ScalingPlan(tmp_path, work=work)
+    study = ScalingPlan(tmp_path, throughput=work)
     setting = Setting(Split(2, 2, 3), "hierarchical")
-    args = build_parser().parse_args(command_words(config, study, setting))
+    args = build_parser().parse_args(command_args(config, study, setting))
     from yalis.cli.bench_throughput import work_config, work_plan
 
     assert work_plan(args) == work
     assert work_config(args) == setting.apply(config)
     assert args.out == tmp_path / "tp2x2-pp3-hierarchical"
     reusing = replace(config, prefix_reuse=True)
-    args = build_parser().parse_args(command_words(reusing, study, setting))
+    args = build_parser().parse_args(command_args(reusing, study, setting))
     assert work_config(args) == setting.apply(reusing)
 
 
-def test_scripts_ask_for_what_a_setting_needs(tmp_path: Path) -> None:
+def test_scripts_request_the_resources_of_a_setting(tmp_path: Path) -> None:
     study = plan(tmp_path / "a study", ranks=(1, 8), schemes=("tp",), allreduces=("torch", "mpi"), minutes=90)
     slurm = SlurmPlan(6, options=("--partition=gpu",))
     *scripts, submit = write_scripts(CONFIG, study, slurm, list_settings(study), tmp_path / "scripts")
@@ -111,7 +111,7 @@ def test_scripts_ask_for_what_a_setting_needs(tmp_path: Path) -> None:
     for script in (*scripts, submit):
         subprocess.run(["bash", "-n", str(script)], check=True)
     assert submit.read_text().count("sbatch ") == 3
-    write(study, Setting(Split()), 1.0)  # what is there needs no job
+    write(study, Setting(Split()), 1.0)  # a setting with a result needs no job
     no_gpu = SlurmPlan(gpus=False)
     again = write_scripts(CONFIG, study, no_gpu, list_settings(study), tmp_path / "again")
     assert [script.name for script in again] == ["tp8-torch.sh", "tp8-mpi.sh", "submit.sh"]
@@ -128,12 +128,17 @@ def write(
     digest: str = "0123",
     **changed: Any,
 ) -> None:
-    """A result as the setting's command leaves it."""
+    """Write a result as the command of the setting does."""
     row: dict[str, Any] = dict.fromkeys(result_rows.columns("throughput"))
     row.update(engine="yalis", version="0", status="ok", requests=2, prompt_tokens=16, output_tokens=8)
     row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds)
     row.update(tokens_per_s=8 / seconds, first_token_ms=1.0, token_ms=2.0)
-    facts = {**asdict(study.work), "engine": asdict(setting.apply(config)), "dtype": dtype, "answers": [answers, "b"]}
+    facts = {
+        **asdict(study.throughput),
+        "engine": asdict(setting.apply(config)),
+        "dtype": dtype,
+        "answers": [answers, "b"],
+    }
     facts["prompts_digest"] = digest
     device = {"type": "cpu", "name": "CPU"}
     result = results.new("throughput", facts, [row], "", [device], topology=results.topology([0] * setting.ranks))
@@ -150,11 +155,14 @@ def test_speed_up_and_efficiency(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for setting, seconds in ((one, 8.0), (tp2, 5.0), (tp4, 4.0)):
         write(study, setting, seconds)
     (tmp_path / pp4.folder).mkdir()
-    log, said = tmp_path / pp4.folder / LOG, "working\nyalis: error: rank 3 ended: killed by SIGKILL\nnoise of mpirun\n"
-    log.write_text(f"{command_line(replace(CONFIG, model='another'), study, pp4)}\n{said}")
+    log, output = (
+        tmp_path / pp4.folder / LOG,
+        "working\nyalis: error: rank 3 ended: killed by SIGKILL\nnoise of mpirun\n",
+    )
+    log.write_text(f"{command_line(replace(CONFIG, model='another'), study, pp4)}\n{output}")
     result = gather(CONFIG, study, list_settings(study), "yalis bench scaling")
-    assert by_split(result)["pp4"]["status"] == "no result yet"  # that was another attempt
-    log.write_text(f"{command_line(CONFIG, study, pp4)}\n{said}")
+    assert by_split(result)["pp4"]["status"] == "no result yet"  # the log is of another command
+    log.write_text(f"{command_line(CONFIG, study, pp4)}\n{output}")
     result = gather(CONFIG, study, list_settings(study), "yalis bench scaling")
     results.check(asdict(result), "gathered")
     rows = by_split(result)
@@ -165,20 +173,20 @@ def test_speed_up_and_efficiency(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert rows["pp4"]["status"] == "rank 3 ended: killed by SIGKILL"
     assert failed(result) == [rows["pp2"], rows["pp4"]]
     assert (rows["tp2"]["crowded"], rows["tp4"]["crowded"]) == ("", "4 ranks on 2 cores")
-    assert result.notes == ["4 ranks on 2 cores: these rows show what the split costs, not how it scales"]
+    assert result.notes == ["4 ranks on 2 cores: these rows show the overhead of the split, not how it scales"]
     assert results.read(tmp_path / rows["tp2"]["file"]).rows[0]["seconds"] == 5.0
     print_table(result)
     out = capsys.readouterr().out
     assert "1.60x         80%\n" in out
-    assert "2.00x         50% (crowded)\n" in out
+    assert "2.00x         50% (oversubscribed)\n" in out
     assert "rank 3 ended: killed by SIGKILL\n" in out
-    assert "speed-ups are over tp1\n" in out
+    assert "speed-ups are relative to tp1\n" in out
     for path in draw_scaling(result, tmp_path / "plot.png"):
         assert path.stat().st_size > 10_000
     assert "4 ranks on 2 cores" in (tmp_path / "plot.svg").read_text()
 
 
-def test_machines_are_never_joined_into_a_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speed_ups_never_compare_different_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = plan(tmp_path, ranks=(1, 2, 4, 8), schemes=("tp",))
     one, two, four, eight = list_settings(study)
     gpu = [{"type": "cuda", "name": "H200"}]
@@ -194,23 +202,23 @@ def test_machines_are_never_joined_into_a_ratio(tmp_path: Path, capsys: pytest.C
     assert result.parameters["baselines"] == {"1": "tp1", "2": "tp4-auto"}
     print_table(result)
     out = capsys.readouterr().out
-    assert "measured on 2 kinds of machine; speed-ups are within each" in out
-    assert "speed-ups are over tp4-auto on machine 2" in out
+    assert "measured on 2 kinds of machines; speed-ups compare settings of the same kind" in out
+    assert "speed-ups are relative to tp4-auto on machine 2" in out
     draw_scaling(result, tmp_path / "plot")
 
 
-def test_ranks_that_share_are_crowded(tmp_path: Path) -> None:
+def test_ranks_that_share_cores_or_a_gpu_are_oversubscribed(tmp_path: Path) -> None:
     four = Setting(Split(4), "auto")
     gpu = [{"type": "cuda", "name": "H200"}]
-    told = [
+    cases = [
         ({}, 1, "4 ranks on 2 cores"),
         ({"topology": results.topology([0, 0, 1, 1])}, 1, ""),
-        ({"topology": results.topology([0] * 4, "srun")}, 1, ""),  # who gives each its own cores
+        ({"topology": results.topology([0] * 4, "srun")}, 1, ""),  # Slurm binds each rank to cores of its own
         ({"devices": gpu}, 1, ""),
         ({"devices": gpu}, 2, "2 ranks on a GPU"),
         ({"devices": gpu}, 8, "4 ranks on a GPU"),
     ]
-    for number, (changed, per_gpu, crowded) in enumerate(told):
+    for number, (changed, per_gpu, crowded) in enumerate(cases):
         config = replace(CONFIG, ranks_per_gpu=per_gpu)
         study = plan(tmp_path / str(number), ranks=(4,), schemes=("tp",))
         write(study, four, 1.0, config, **changed)
@@ -218,9 +226,9 @@ def test_ranks_that_share_are_crowded(tmp_path: Path) -> None:
         assert row["crowded"] == crowded
 
 
-def test_one_rank_with_all_cores_leaves_nothing_to_gain(tmp_path: Path) -> None:
+def test_a_single_rank_that_uses_all_cores_is_noted(tmp_path: Path) -> None:
     for threads, note in (
-        (2, ["one rank had all the cores that 2 ranks had, so there was no speed-up to gain"]),
+        (2, ["one rank used as many cores as 2 ranks, so no speed-up is possible"]),
         (1, []),
     ):
         study = plan(tmp_path / str(threads), ranks=(1, 2), schemes=("tp",))
@@ -230,18 +238,18 @@ def test_one_rank_with_all_cores_leaves_nothing_to_gain(tmp_path: Path) -> None:
         assert gather(CONFIG, study, [one, two], "").notes == note
 
 
-def test_notes_join_no_machines_and_tell_other_versions(tmp_path: Path) -> None:
+def test_different_machines_and_versions_are_noted(tmp_path: Path) -> None:
     study = plan(tmp_path, ranks=(1, 2), schemes=("tp",))
     one, two = list_settings(study)
     write(study, one, 1.0, devices=[{"type": "cpu", "name": "CPU", "threads": 2}], versions={"torch": "2.12.0"})
     write(study, two, 1.0, devices=[{"type": "cpu", "name": "another", "threads": 1}], versions={"torch": "2.13.0"})
     assert gather(CONFIG, study, [one, two], "").notes == [
-        "measured on 2 kinds of machine; speed-ups are within each",
+        "measured on 2 kinds of machines; speed-ups compare settings of the same kind",
         "measured with 2 versions of torch: 2.12.0, 2.13.0",
     ]
 
 
-def test_a_topology_of_an_older_yalis_tells_no_launcher(tmp_path: Path) -> None:
+def test_a_topology_without_a_launcher_is_accepted(tmp_path: Path) -> None:
     study = plan(tmp_path, ranks=(2,), schemes=("tp",))
     (two,) = list_settings(study)
     write(study, two, 1.0, topology={"ranks": 2, "ranks_per_host": [2]})
@@ -249,7 +257,7 @@ def test_a_topology_of_an_older_yalis_tells_no_launcher(tmp_path: Path) -> None:
     assert (row["status"], row["crowded"], row["hosts"]) == ("ok", "", 1)
 
 
-def test_other_tokens_are_a_failure_in_float32_and_a_share_elsewhere(tmp_path: Path) -> None:
+def test_different_tokens_fail_in_float32_and_are_a_share_in_bfloat16(tmp_path: Path) -> None:
     for dtype, status in (("float32", "wrong tokens: 50% of its answers equal those of tp1"), ("bfloat16", "ok")):
         study = plan(tmp_path / dtype, ranks=(1, 2), schemes=("tp",))
         one, two = list_settings(study)
@@ -269,35 +277,35 @@ def test_a_folder_of_another_study_is_refused(tmp_path: Path) -> None:
     assert find_result(CONFIG, study, one) is not None
     for config, other in (
         (replace(CONFIG, threads=7), study),
-        (CONFIG, replace(study, work=replace(WORK, repeats=3))),
-        (CONFIG, replace(study, work=replace(WORK, workloads=(Workload(9, 9, 9),)))),
+        (CONFIG, replace(study, throughput=replace(WORK, repeats=3))),
+        (CONFIG, replace(study, throughput=replace(WORK, workloads=(Workload(9, 9, 9),)))),
     ):
-        with pytest.raises(YalisError, match=r"is of another study: its \w+ is .*; give another --out"):
+        with pytest.raises(YalisError, match=r"belongs to another study: its \w+ is .*; give another --out"):
             find_result(config, other, one)
-    write(study, one, 1.0, replace(CONFIG, block_size=64))  # the device's choice, which whoever asks need not know
+    write(study, one, 1.0, replace(CONFIG, block_size=64))  # the default of the measured device
     assert find_result(CONFIG, study, one) is not None
-    with pytest.raises(YalisError, match="its block_size is 64 and not 16"):
+    with pytest.raises(YalisError, match="its block_size is 64, not 16"):
         find_result(replace(CONFIG, block_size=16), study, one)
 
 
-def test_a_dataset_that_was_rewritten_is_other_work(tmp_path: Path) -> None:
+def test_a_changed_dataset_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     work = ThroughputPlan((), dataset=str(file))
-    study = ScalingPlan(tmp_path / "study", ranks=(1, 2), schemes=("tp",), work=work)
+    study = ScalingPlan(tmp_path / "study", ranks=(1, 2), schemes=("tp",), throughput=work)
     one, two = list_settings(study)
-    write(study, one, 2.0, digest=digest_of(read_dataset(file, None)))
+    write(study, one, 2.0, digest=digest_requests(read_dataset(file, None)))
     assert find_result(CONFIG, study, one) is not None
     file.write_text('{"prompt": "a"}\n{"prompt": "another"}\n')
-    with pytest.raises(YalisError, match=r"of other requests than .* holds now; give another --out"):
+    with pytest.raises(YalisError, match=r"with other requests than .* has now; give another --out"):
         find_result(CONFIG, study, one)
-    write(study, two, 1.0, digest=digest_of(read_dataset(file, None)))
+    write(study, two, 1.0, digest=digest_requests(read_dataset(file, None)))
     file.unlink()
-    with pytest.raises(YalisError, match="are of different requests, and no ratio joins those"):
+    with pytest.raises(YalisError, match="have different requests, so they cannot be compared"):
         gather(CONFIG, study, [one, two], "")
 
 
-def test_the_newest_result_counts_by_its_time_and_not_its_name(tmp_path: Path) -> None:
+def test_the_newest_result_is_found_by_its_time_not_its_name(tmp_path: Path) -> None:
     study, one = plan(tmp_path), Setting(Split())
     for seconds in range(1, 12):
         write(study, one, float(seconds), created="2026-01-01T00:00:00+00:00")
@@ -309,11 +317,11 @@ def test_the_newest_result_counts_by_its_time_and_not_its_name(tmp_path: Path) -
     (row,) = gather(CONFIG, study, [one], "").rows
     assert (row["seconds"], row["file"]) == (99, "tp1/a.json")
     (tmp_path / "tp1" / "broken.json").write_text("{")
-    with pytest.raises(YalisError, match="or remove it, and the same command measures it again"):
+    with pytest.raises(YalisError, match="or remove the file, and the same command measures the setting again"):
         find_result(CONFIG, study, one)
 
 
-def test_a_study_that_measured_nothing_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_without_figures_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "scaling", "--out", str(tmp_path), "--ranks", "1,2", "--schemes", "tp", "--gather"]
     words += ["--model", "m", "--workload", "2x8x4", "--repeats", "2", "--plot", str(tmp_path / "plot")]
     assert main(words) == 1
@@ -326,19 +334,19 @@ def test_a_study_that_measured_nothing_leaves_no_file(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         (["--model", "no/such/folder"], "there is no 'no/such/folder'"),
-        (["--workload", "2x9000x1"], "take 9001 tokens, but the context holds 512"),
+        (["--workload", "2x9000x1"], "take 9001 tokens, but the context length is 512"),
         (["--dataset", "missing.jsonl"], "cannot read missing.jsonl"),
-        (["--schemes", "ep"], "scheme 'ep' is not known"),
+        (["--schemes", "ep"], "unknown scheme 'ep'"),
         (["--plot", "no-such-folder/plot"], "there is no folder no-such-folder"),
-        (["--cpus-per-task", "0"], "cpus_per_task is 0"),
+        (["--cpus-per-task", "0"], "--cpus-per-task is 0"),
     ],
 )
 @pytest.mark.parametrize("slurm", [False, True])
-def test_what_no_setting_could_run_starts_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], complaint: str, slurm: bool
+def test_a_workload_that_no_setting_can_run_starts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str, slurm: bool
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
@@ -346,7 +354,7 @@ def test_what_no_setting_could_run_starts_none(
     study += ["--slurm", str(tmp_path / "scripts")] if slurm else []
     assert main([*study, *words]) == 2
     err = capsys.readouterr().err
-    assert complaint in err
+    assert message in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [config]
 
@@ -357,4 +365,4 @@ def test_a_study_under_a_launcher_is_refused(
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert main(["bench", "scaling", "--out", str(tmp_path)]) == 2
-    assert "bench scaling starts every setting itself" in capsys.readouterr().err
+    assert "bench scaling starts its own ranks" in capsys.readouterr().err

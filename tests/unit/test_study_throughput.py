@@ -1,4 +1,4 @@
-"""The throughput benchmark on a tiny model: what it runs, what it tells, and what it refuses to tell."""
+"""The throughput benchmark on a tiny model: its requests, its figures and its input checks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import bandwidth
 from yalis.study.peers.engines import even_steps
-from yalis.study.requests import Job, ThroughputPlan, digest_of, draw_jobs, read_dataset
+from yalis.study.requests import ThroughputPlan, TimedRequest, digest_requests, make_requests, read_dataset
 from yalis.study.spread import percentiles
-from yalis.study.throughput import Ours, Run, find_floor
-from yalis.study.workloads import NAMED, Workload, read_workload
+from yalis.study.throughput import Run, YalisEngine, find_floor
+from yalis.study.workloads import NAMED, Workload, parse_workload
 from yalis.types import SamplingParams
 
 
@@ -43,14 +43,14 @@ def run(model: str, *words: str) -> int:
 
 
 def test_a_workload_is_a_name_or_three_numbers() -> None:
-    assert read_workload("poster") == Workload(16, 2480, 2048) == read_workload("16x2480x2048")
+    assert parse_workload("poster") == Workload(16, 2480, 2048) == parse_workload("16x2480x2048")
     assert NAMED["prefill-heavy"].prompt_len > 8 * NAMED["prefill-heavy"].output_len
     assert NAMED["decode-heavy"].output_len > 8 * NAMED["decode-heavy"].prompt_len
     for text in ("posters", "16x4", "16x4x", "-1x2x3", "1x2x3x4"):
         with pytest.raises(YalisError, match="accepted: poster, prefill-heavy, decode-heavy, or batch x prompt"):
-            read_workload(text)
-    with pytest.raises(YalisError, match="workload 0x4x4 has a part below 1"):
-        read_workload("0x4x4")
+            parse_workload(text)
+    with pytest.raises(YalisError, match="workload 0x4x4 has a number below 1"):
+        parse_workload("0x4x4")
 
 
 def test_a_workload_all_at_once(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,11 +73,11 @@ def test_a_workload_all_at_once(model: str, tmp_path: Path, capsys: pytest.Captu
     assert result.topology == {"ranks": 1, "ranks_per_host": [1], "launcher": ""}
     assert len(set(result.parameters["answers"])) == 3
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    counted = draw_jobs(ThroughputPlan((Workload(3, 9, 5),)), None, vocabulary, 1)
-    assert result.parameters["prompts_digest"] == digest_of(counted)
+    counted = make_requests(ThroughputPlan((Workload(3, 9, 5),)), None, vocabulary, 1)
+    assert result.parameters["prompts_digest"] == digest_requests(counted)
 
 
-def test_ours_beside_its_peer(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yalis_and_its_peer(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, "--workload", "3x9x5", "--peer", "transformers", "--json") == 0
     ours, theirs = json.loads(capsys.readouterr().out)["rows"]
     assert (ours["ratio"], ours["same_tokens"]) == (1.0, None)
@@ -86,12 +86,12 @@ def test_ours_beside_its_peer(model: str, capsys: pytest.CaptureFixture[str]) ->
     assert 0 < theirs["token_ms"] < theirs["first_token_ms"] + 1e3 * theirs["seconds"]
 
 
-def test_an_answer_of_one_token_has_no_next_one(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_of_one_token_has_no_time_per_token(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, "--workload", "2x4x1", "--peer", "transformers") == 0
     out = capsys.readouterr().out
-    assert "a first token, transformers" in out
-    assert "a next token" not in out
-    # vLLM tells only when the first token and when all were there.
+    assert "time to first token, transformers" in out
+    assert "time per output token" not in out
+    # vLLM gives only the time to first token and the total time.
     assert even_steps(2.0, 2.0, 0) == []
     assert even_steps(2.0, 5.0, 3) == [1.0, 1.0, 1.0]
     with pytest.raises(ValueError, match="3 tokens took no longer than the first of them; give more output tokens"):
@@ -108,7 +108,7 @@ def test_a_dataset_arriving_at_random(model: str, tmp_path: Path, capsys: pytest
     results.check(plain, "printed")
     (row,) = plain["rows"]
     assert (row["requests"], row["output_tokens"], row["rate"], row["cached_tokens"]) == (3, 12, 20, 0)
-    # Nothing can end before the last request has come, nor sooner than its tokens take.
+    # The run cannot end before the last request arrives and its tokens are generated.
     assert row["floor_s"] > 0.01
     assert row["seconds"] > row["floor_s"]
     assert run(model, *words, "--prefix-reuse") == 0
@@ -116,66 +116,66 @@ def test_a_dataset_arriving_at_random(model: str, tmp_path: Path, capsys: pytest
     assert row["cached_tokens"] == 3 * 16  # a block of each, from the repeat before
 
 
-def test_the_wait_of_a_request_that_came_during_a_step_counts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_token_time_includes_the_wait_for_a_running_step(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(model, threads=1) as llm:
         poll = llm.poll
         monkeypatch.setattr(llm, "poll", lambda: (time.sleep(0.05), poll())[1])
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-        jobs = [Job([1, 2], sampling, 0.0), Job([3, 4], sampling, 0.01)]
-        done = Ours(llm).run(jobs, lambda text: None)
-    # The second came 10 ms after the start, while the first step slept until 50 ms; its own token took another 50 ms.
+        requests = [TimedRequest([1, 2], sampling, 0.0), TimedRequest([3, 4], sampling, 0.01)]
+        done = YalisEngine(llm).run(requests, lambda text: None)
+    # The second request arrives at 10 ms, during a step that sleeps until 50 ms. Its first token takes another 50 ms.
     assert done.first_token[1] > 0.085
     assert done.seconds > 0.2
     assert [len(tokens) for tokens in done.tokens] == [3, 3]
 
 
-def test_repeats_differ_in_tokens_alone() -> None:
+def test_repeats_differ_only_in_tokens() -> None:
     plan = ThroughputPlan((Workload(3, 8, 20), Workload(5, 40, 4)), requests=400, vary=0.25, rate=10)
-    first, second = (draw_jobs(plan, None, 100, turn) for turn in (0, 1))
-    assert [(len(job.prompt), job.sampling, job.arrival) for job in first] == [
-        (len(job.prompt), job.sampling, job.arrival) for job in second
+    first, second = (make_requests(plan, None, 100, turn) for turn in (0, 1))
+    assert [(len(request.prompt), request.sampling, request.arrival) for request in first] == [
+        (len(request.prompt), request.sampling, request.arrival) for request in second
     ]
     assert all(a.prompt != b.prompt for a, b in zip(first, second, strict=True))
-    lengths = {(len(job.prompt), job.sampling.max_tokens) for job in first}
+    lengths = {(len(request.prompt), request.sampling.max_tokens) for request in first}
     assert {prompt for prompt, _ in lengths} == {*range(6, 11), *range(30, 51)}
     assert {output for prompt, output in lengths if prompt < 20} == set(range(15, 26))
     gaps = [after.arrival - before.arrival for before, after in pairwise(first)]
     assert first[0].arrival == 0
     assert mean(gaps) == pytest.approx(0.1, rel=0.15)
     assert sum(gap > 0.1 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.08)  # 1/e, of a Poisson process
-    mixed = draw_jobs(ThroughputPlan((Workload(3, 8, 2), Workload(5, 4, 2))), None, 100, 0)
-    assert sorted(len(job.prompt) for job in mixed) == [4] * 5 + [8] * 3
+    mixed = make_requests(ThroughputPlan((Workload(3, 8, 2), Workload(5, 4, 2))), None, 100, 0)
+    assert sorted(len(request.prompt) for request in mixed) == [4] * 5 + [8] * 3
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
-        (["--workload", "2x200x100"], "take 300 tokens, but the context holds 256"),
-        (["--workload", "2x100x100", "--vary", "0.5"], "take 300 tokens, but the context holds 256"),
-        (["--workload", "2x60x60", "--kv-blocks", "4"], "take 120 tokens, but the context holds 64"),
+        (["--workload", "2x200x100"], "take 300 tokens, but the context length is 256"),
+        (["--workload", "2x100x100", "--vary", "0.5"], "take 300 tokens, but the context length is 256"),
+        (["--workload", "2x60x60", "--kv-blocks", "4"], "take 120 tokens, but the context length is 64"),
         (["--workload", "2x2x2", "--dataset", "x"], "give one of them"),
         (["--dataset", "missing.jsonl"], "cannot read missing.jsonl"),
         (["--rate", "0"], "rate is 0"),
         (["--vary", "1"], "vary is 1"),
         (["--requests", "0"], "requests is 0"),
         (["--repeats", "0"], "repeats is 0"),
-        (["--workload", "999999999x8x8"], "the work is 999999999 requests; give at most 1000000"),
-        (["--requests", "1000001"], "the work is 1000001 requests; give at most 1000000"),
+        (["--workload", "999999999x8x8"], "the workload has 999999999 requests; give at most 1000000"),
+        (["--requests", "1000001"], "the workload has 1000001 requests; give at most 1000000"),
         (["--peer", "nobody"], "unknown peer 'nobody'; accepted: "),
-        (["--peer", "transformers", "--rate", "3"], "peers take like requests all at once"),
+        (["--peer", "transformers", "--rate", "3"], "peers run one batch of equal requests"),
     ],
 )
-def test_what_cannot_run_is_refused(
-    model: str, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_workloads_are_refused(
+    model: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(model, *words) == 2
-    assert complaint in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_dataset_must_be_whole(tmp_path: Path) -> None:
+def test_an_invalid_dataset_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": 5}\n')
-    with pytest.raises(YalisError, match=r"line 2 of .* cannot be used: prompt is neither"):
+    with pytest.raises(YalisError, match=r"line 2 of .* is invalid: prompt is neither"):
         read_dataset(file, None)
     assert len(read_dataset(file, 1)) == 1
     file.write_text('{"prompt": "a"}\n')
@@ -183,11 +183,11 @@ def test_a_dataset_must_be_whole(tmp_path: Path) -> None:
         read_dataset(file, 2)
 
 
-def test_an_answer_that_was_cut_short_is_no_measurement(model: str) -> None:
+def test_an_answer_that_is_too_short_is_refused(model: str) -> None:
     with LLM(model, threads=1, max_model_len=16) as llm:
-        job = Job([1] * 10, SamplingParams(max_tokens=9, ignore_eos=True), 0.0)
-        with pytest.raises(YalisFailure, match=r"for 9 tokens gave 6, so nothing was measured"):
-            Ours(llm).run([job], lambda text: None)
+        request = TimedRequest([1] * 10, SamplingParams(max_tokens=9, ignore_eos=True), 0.0)
+        with pytest.raises(YalisFailure, match=r"for 9 tokens returned 6, so the times are not valid"):
+            YalisEngine(llm).run([request], lambda text: None)
 
 
 def test_the_floor_counts_every_step_and_every_operation(model: str) -> None:

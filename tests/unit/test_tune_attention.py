@@ -25,7 +25,7 @@ def tune(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    small = {"HEADS": 4, "KV_HEADS": 1, "DIM": 16, "_LAUNCHES": 1, "_REPLAYS": 1, "captured": lambda work: work}
+    small = {"HEADS": 4, "KV_HEADS": 1, "DIM": 16, "_LAUNCHES": 1, "_REPLAYS": 1, "capture_graph": lambda work: work}
     for name, value in small.items():
         monkeypatch.setattr(script, name, value)
     return script

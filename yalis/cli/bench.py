@@ -1,4 +1,4 @@
-"""Measure: the latency of tokens beside floor and peers, how busy a pipeline's stages are, or how fast ranks sum."""
+"""Run benchmarks: latency, throughput, scaling, pipeline, all-reduce and kernels; or compare two results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, w
 from yalis.cli.terminal import ProgressLine, tell
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError
-from yalis.study.workloads import NAMED, read_workload
+from yalis.study.workloads import NAMED, parse_workload
 
 if TYPE_CHECKING:
     from yalis.results import Result
@@ -28,35 +28,44 @@ Measure = Callable[[argparse.Namespace, str, Callable[[str], None]], "Result | N
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark")
-    about = "time to first token and of a decode step, beside the device's floor and beside peers in the same run"
+    about = "time to first token and decode step time, compared with the device's floor and with other engines"
     latency = kinds.add_parser("latency", help=about, description=about)
     latency.add_argument("--batch", metavar="1,8", type=_sizes, default=(1, 8), help="batch sizes (default: 1,8)")
     _add_numbers(latency, prompt_len=64, output_len=64, warmup=1, repeats=3, seed=0)
     latency.add_argument(
-        "--peer", action="append", default=[], metavar="NAME", help="also measure: transformers or vllm"
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another engine to measure: transformers or vllm; may be repeated",
     )
     latency.add_argument(
         "--workload", action="append", default=[], metavar="NAME",
-        help=f"instead of sizes: {', '.join(NAMED)}, or batch x prompt x output such as 16x128x256; may be repeated",
+        help=f"{', '.join(NAMED)}, or batch x prompt x output such as 16x128x256, instead of --batch, --prompt-len and "
+        "--output-len; may be repeated",
     )  # fmt: skip
-    _add_rest(latency)
+    _add_shared_flags(latency)
     for name, module in (("throughput", bench_throughput), ("scaling", bench_scaling), ("compare", bench_compare)):
         module.add_flags(kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT))
-    about = "how long the stages of a pipeline stand idle, by number of micro-batches"
+    about = "idle time of pipeline stages, by number of micro-batches"
     pipeline = kinds.add_parser("pipeline", help=about, description=about)
     pipeline.add_argument(
         "--cuts", metavar="1,2,4,8", type=_sizes, default=(1, 2, 4, 8),
-        help="numbers of micro-batches to try (default: 1,2,4,8)",
+        help="numbers of micro-batches to measure (default: 1,2,4,8)",
     )  # fmt: skip
     _add_numbers(pipeline, prompts=8, prompt_len=128, warmup=1, repeats=5, seed=0)
-    _add_rest(pipeline)
+    _add_shared_flags(pipeline)
     about = bench_allreduce.ABOUT
     bench_allreduce.add_flags(kinds.add_parser("allreduce", help=about, description=about))
-    about = "the operations of a decode step and attention of prompts, ours beside torch's and the device's floor"
+    about = "kernels of a decode step and prefill attention, compared with torch and with the device's floor"
     kernels = kinds.add_parser("kernels", help=about, description=about)
     rows = (1, 2, 4, 8, 16, 32, 64)
     kernels.add_argument(
-        "--rows", metavar="1,16,64", type=_sizes, default=rows, help="rows of input (default: 1,2,4,8,16,32,64)"
+        "--rows",
+        metavar="1,16,64",
+        type=_sizes,
+        default=rows,
+        help="input rows, which are the batch size (default: 1,2,4,8,16,32,64)",
     )
     _add_numbers(kernels, layers=8, context=1024, prompts=4, repeats=10, seed=0)
     kernels.add_argument(
@@ -64,19 +73,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     kernels.add_argument("--device", metavar="NAME", default="auto", help="auto, cpu or cuda (default: auto)")
     kernels.add_argument("--dtype", metavar="NAME", default="auto", help="auto, float32, float16 or bfloat16")
-    kernels.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
-    add_common_flags(kernels, json="print the result as one object")
+    kernels.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON to this folder")
+    add_common_flags(kernels, json="print the result as one JSON object")
 
 
 _NUMBERS = {
-    "prompts": "prompts in each pass",
+    "prompts": "number of prompts",
     "prompt_len": "tokens in each prompt",
-    "output_len": "tokens to generate for each",
-    "warmup": "runs before any that counts",
-    "repeats": "runs that count",
-    "layers": "layers in the chain of a step's products",
-    "context": "tokens a sequence has in the cache",
-    "seed": "seed of what is drawn",
+    "output_len": "tokens to generate for each prompt",
+    "warmup": "unmeasured runs at the start",
+    "repeats": "measured runs",
+    "layers": "layers in the decode step without attention",
+    "context": "tokens of each sequence in the KV cache",
+    "seed": "seed of the random inputs",
 }
 
 
@@ -86,17 +95,17 @@ def _add_numbers(parser: argparse.ArgumentParser, **defaults: int) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=whole, default=default, help=about)
 
 
-def _add_rest(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
+def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON to this folder")
     add_engine_flags(parser)
-    add_common_flags(parser, json="print the result as one object")
+    add_common_flags(parser, json="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
         raise YalisError(
-            "no benchmark given; type `yalis bench latency`, or throughput, scaling, compare, pipeline, allreduce or "
-            "kernels in its place"
+            "no benchmark given; type `yalis bench NAME`, where NAME is latency, throughput, scaling, compare, "
+            "pipeline, allreduce or kernels"
         )
     from yalis import results
 
@@ -112,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         result, stopped = stop.done, stop
     if result is None:
-        return 0  # another rank tells it
+        return 0  # rank 0 prints it
     with interrupts_held():
         if args.json:
             print(json.dumps(asdict(result)), flush=True)
@@ -125,9 +134,9 @@ def run(args: argparse.Namespace) -> int:
     if args.benchmark == "allreduce":
         bench_allreduce.finish(args, result)
     if args.benchmark == "kernels":
-        from yalis.study.kernels.benchmark import check_right
+        from yalis.study.kernels.benchmark import check_correct
 
-        check_right(result)
+        check_correct(result)
     return 0
 
 
@@ -135,10 +144,10 @@ def _latency(args: argparse.Namespace, command: str, report: Callable[[str], Non
     from yalis.study.latency import LatencyPlan, measure
 
     if args.workload and (args.batch, args.prompt_len, args.output_len) != ((1, 8), 64, 64):
-        raise YalisError("--workload tells the sizes itself; leave --batch, --prompt-len and --output-len out")
+        raise YalisError("--workload sets all sizes; omit --batch, --prompt-len and --output-len")
     plan = LatencyPlan(
         args.batch, args.prompt_len, args.output_len, args.warmup, args.repeats, tuple(args.peer), args.seed,
-        tuple(map(read_workload, args.workload)),
+        tuple(map(parse_workload, args.workload)),
     )  # fmt: skip
     return measure(engine_config(args), plan, command, report)
 
@@ -162,12 +171,12 @@ def _kernels(args: argparse.Namespace, command: str, report: Callable[[str], Non
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse, before minutes of measuring, a folder that no result could be written to. It is made with the result."""
+    """Refuse a folder that cannot be written to, before the measurement. It is created with the result."""
     if folder.exists() and not folder.is_dir():
         raise YalisError(f"--out is {folder}, which is not a folder; give a folder")
-    there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+    existing = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise YalisError(f"--out is {folder}, which cannot be written to: {error.strerror}; give a folder") from error
@@ -186,18 +195,18 @@ def _print_latency(result: Result) -> None:
     facts, device = result.parameters, result.devices[0]
     threads = f", {device['threads']} threads" if "threads" in device else ""
     ranks = 1 if result.topology is None else result.topology["ranks"]
-    told = f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}"
-    print(told + (f" · {ranks} ranks" if ranks > 1 else ""))
+    title = f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}"
+    print(title + (f" · {ranks} ranks" if ranks > 1 else ""))
     read, matmul = facts["read_bytes_per_s"] / 1e9, facts["matmul_flops_per_s"] / 1e9
     by = f" ({facts['read_by']})" if "read_by" in facts else ""
     print(f"measured here: read {read:.1f} GB/s{by}, matmul {matmul:.0f} GFLOP/s")
     if graph_bytes := facts.get("graph_bytes"):
-        print(f"CUDA graphs take {spell_bytes(graph_bytes)} of a GPU's memory")
+        print(f"CUDA graphs use {spell_bytes(graph_bytes)} of GPU memory")
     heads = (
         ("first token", 13),
         ("decode step", 13),
-        ("10%..90%", 16),
-        ("the job", 11),
+        ("p10..p90", 16),
+        ("total", 11),
         ("tokens/s", 10),
         ("floor", 10),
         ("of floor", 10),
@@ -228,8 +237,8 @@ def _print_latency(result: Result) -> None:
 
 def _print_pipeline(result: Result) -> None:
     facts = result.parameters
-    print(f"{facts['engine']['model']} · {facts['prompts']} prompts of {facts['prompt_len']} tokens, one pass")
-    print(f"{'stages':>7}{'micro-batches':>15}{'a pass':>12}{'10%..90%':>16}{'idle':>8}{'ideal':>8}{'speed-up':>10}")
+    print(f"{facts['engine']['model']} · {facts['prompts']} prompts of {facts['prompt_len']} tokens, prefill only")
+    print(f"{'stages':>7}{'micro-batches':>15}{'time':>12}{'p10..p90':>16}{'idle':>8}{'ideal':>8}{'speed-up':>10}")
     for row in result.rows:
         spread = f"{row['seconds_low'] * 1000:.0f}..{row['seconds_high'] * 1000:.0f}"
         print(
@@ -243,7 +252,7 @@ def _print_kernels(result: Result) -> None:
     read, matmul = facts["read_bytes_per_s"], facts["matmul_flops_per_s"]
     print(f"{result.devices[0]['name']} · {facts['dtype']}")
     print(f"measured here: read {_rate(read, 'B/s')} ({facts['read_by']}), matmul {_rate(matmul, 'FLOP/s')}")
-    heads = (("ours", 12), ("10%..90%", 18), ("torch", 12), ("ratio", 8), ("speed", 15), ("of floor", 10))
+    heads = (("yalis", 12), ("p10..p90", 18), ("torch", 12), ("ratio", 8), ("speed", 15), ("of floor", 10))
     print(f"{'kernel':<26}{'shape':<24}{'rows':>5}" + "".join(f"{head:>{width}}" for head, width in heads))
     for row in result.rows:
         name = f"{row['kernel']:<26}{row['shape']:<24}{row['rows']:>5}"
@@ -251,9 +260,9 @@ def _print_kernels(result: Result) -> None:
             print(f"{name}  {row['status']}")
             continue
         spread = f"{row['us_low']:.1f}..{row['us_high']:.1f}"
-        moved, done = 1e9 * row["gb_per_s"], 1e9 * row["gflop_per_s"]
-        # Of the two, what the kernel is bound by.
-        speed = _rate(moved, "B/s") if moved / read >= done / matmul else _rate(done, "FLOP/s")
+        bytes_per_s, flop_per_s = 1e9 * row["gb_per_s"], 1e9 * row["gflop_per_s"]
+        memory_bound = bytes_per_s / read >= flop_per_s / matmul
+        speed = _rate(bytes_per_s, "B/s") if memory_bound else _rate(flop_per_s, "FLOP/s")
         print(
             f"{name}{row['us']:>9.1f} us{spread:>18}{row['torch_us']:>9.1f} us{row['ratio']:>7.2f}x"
             f"{speed:>15}{row['share_of_floor']:>10.0%}"
@@ -267,15 +276,15 @@ def _rate(value: float, unit: str) -> str:
 
 
 def _comparison(row: dict[str, Any]) -> str:
-    told = f"batch {row['batch']}: a decode step of {row['engine']} takes {row['ratio']:.2f}x ours"
+    times = f"batch {row['batch']}: decode step of {row['engine']}: {row['ratio']:.2f}x the time of yalis"
     if row["same_tokens"] is None:
-        return f"{told}; tokens not compared, since the weights are random"
+        return f"{times}; tokens not compared because the weights are random"
     if row["same_tokens"] == 1:
-        return f"{told}; same tokens"
-    return f"{told}; same tokens in {row['same_tokens']:.0%} of the sequences"
+        return f"{times}; same tokens"
+    return f"{times}; same tokens in {row['same_tokens']:.0%} of the sequences"
 
 
-#: How each is measured (on a rank that does not tell the result: None), and how its result is told.
+#: For each benchmark: the function that measures it, which returns None on ranks other than 0, and its table.
 _BENCHMARKS: dict[str, tuple[Measure, Callable[[Result], None]]] = {
     "latency": (_latency, _print_latency),
     "throughput": (bench_throughput.measure, bench_throughput.print_table),

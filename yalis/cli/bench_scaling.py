@@ -1,4 +1,4 @@
-"""`yalis bench scaling`: its flags, and how its result is told."""
+"""`yalis bench scaling`: its flags and its table."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ if TYPE_CHECKING:
     from yalis.study.scaling.settings import ScalingPlan, Setting
     from yalis.study.scaling.slurm import SlurmPlan
 
-ABOUT = "one job over numbers of ranks, ways to split the model and all-reduces: speed-up and parallel efficiency"
-_VARIED = ("tp", "pp", "dp", "allreduce")  # what a setting says, and not the engine's flags
+ABOUT = "one workload over rank counts, parallelism schemes and all-reduces: speed-up and parallel efficiency"
+_VARIED = ("tp", "pp", "dp", "allreduce")  # engine fields that the settings of a study vary
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--out", type=Path, metavar="DIR", required=True,
-        help="the study's folder; what it already holds is not run again",
+        help="folder of the study; settings that have a result in it are not run again",
     )  # fmt: skip
-    add("--ranks", type=_numbers, metavar="1,2,4", help="numbers of ranks (default: 1,2,4)")
+    add("--ranks", type=_numbers, metavar="1,2,4", help="rank counts (default: 1,2,4)")
     add(
         "--schemes", type=_names, metavar="NAMES",
-        help="tp, grid, pp, hybrid, dp for each number of ranks, or one split such as 2x2 or tp2-pp2 (default: tp,pp)",
+        help="tp, grid, pp, hybrid, dp for each rank count, or one split such as 2x2 or tp2-pp2 (default: tp,pp)",
     )  # fmt: skip
     add(
         "--allreduce", dest="allreduces", type=_names, metavar="NAMES",
-        help="communication backends (see `yalis doctor`); mpi's ranks are started by mpirun (default: auto)",
+        help="communication backends (see `yalis doctor`); ranks of mpi are started by mpirun (default: auto)",
     )  # fmt: skip
-    add("--minutes", type=number, metavar="N", help="that a setting may take before it is ended (default: 30)")
-    add("--plot", type=Path, metavar="FILE", help="draw time and efficiency against ranks, as FILE.png and FILE.svg")
-    add("--gather", action="store_true", help="run nothing; tell what is there")
+    add("--minutes", type=number, metavar="N", help="time limit of one setting (default: 30)")
+    add("--plot", type=Path, metavar="FILE", help="plot time and efficiency against ranks, as FILE.png and FILE.svg")
+    add("--gather", action="store_true", help="run nothing; summarize the results in the folder")
     add_work_flags(parser)
-    slurm = parser.add_argument_group("slurm", "jobs to submit instead of processes on this machine")
-    slurm.add_argument("--slurm", type=Path, metavar="FOLDER", help="write a script for each setting into this folder")
+    slurm = parser.add_argument_group("slurm", "write job scripts instead of running on this machine")
+    slurm.add_argument("--slurm", type=Path, metavar="FOLDER", help="write one job script per setting to this folder")
     slurm.add_argument(
         "--tasks-per-node", dest="node_ranks", type=whole, metavar="N",
-        help="ranks of a node, where a hybrid goes from tp to pp as well (default: 4)",
+        help="ranks per node, also the tensor-parallel size of hybrid (default: 4)",
     )  # fmt: skip
-    slurm.add_argument("--cpus-per-task", type=whole, metavar="N", default=8, help="cores of a rank (default: 8)")
+    slurm.add_argument("--cpus-per-task", type=whole, metavar="N", default=8, help="cores per rank (default: 8)")
     slurm.add_argument(
         "--sbatch",
         action="append",
         default=[],
-        metavar="WORD",
-        help="a word for sbatch, as --sbatch=--partition=gpu",
+        metavar="OPTION",
+        help="further sbatch option, such as --sbatch=--partition=gpu; may be repeated",
     )
     add_engine_flags(parser, without=_VARIED)
-    add_common_flags(parser, json="print the result as one object")
+    add_common_flags(parser, json="print the result as one JSON object")
     parser.set_defaults(run=run, serves_ranks=False)
 
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     slurm = SlurmPlan(args.cpus_per_task, config.device != "cpu", tuple(args.sbatch))
     settings = list_settings(plan)
     if not args.gather and any(find_result(config, plan, setting) is None for setting in settings):
-        prepare(config, plan.work)  # what no setting could run is told once
+        prepare(config, plan.throughput)  # report invalid workloads once, not for every setting
     make_folder(args.out)
     if args.slurm is not None:
         return _write_scripts(config, plan, slurm, settings, args.slurm)
@@ -94,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(result)
     bad = failed(result)
-    if len(bad) < len(settings):  # a study without a figure would hide an earlier one
+    if len(bad) < len(settings):  # a result without figures would replace an earlier one
         tell(f"wrote {results.write(result, plan.folder)}")
         if args.plot is not None:
             tell(f"drew {' and '.join(map(str, plots.draw_scaling(result, args.plot)))}")
     if bad:
-        again = "" if args.gather else "; the same command tries them again"
-        tell(f"{len(bad)} of {len(settings)} settings have no figures (each folder's log.txt says more){again}")
+        again = "" if args.gather else "; the same command runs them again"
+        tell(f"{len(bad)} of {len(settings)} settings have no figures (see log.txt in their folders){again}")
     return 1 if bad else 0
 
 
@@ -108,8 +108,8 @@ def _plan(args: argparse.Namespace) -> ScalingPlan:
     from yalis.study.scaling.settings import ScalingPlan
 
     names = ("ranks", "schemes", "allreduces", "minutes", "node_ranks")
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return ScalingPlan(args.out, work=work_plan(args), **given)
+    fields: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return ScalingPlan(args.out, throughput=work_plan(args), **fields)
 
 
 def _write_scripts(
@@ -119,13 +119,14 @@ def _write_scripts(
 
     *scripts, submit = write_scripts(config, plan, slurm, settings, folder)
     tell(
-        f"wrote {len(scripts)} scripts; type `bash {submit}`, and when the jobs are done this with --gather for --slurm"
+        f"wrote {len(scripts)} scripts; type `bash {submit}`, and after the jobs this command with --gather instead of "
+        "--slurm"
     )
     return 0
 
 
 def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting]) -> int:
-    """An exit status where it was stopped, else 0."""
+    """Run the settings without a result. Returns the exit status: 0, or INTERRUPTED after Ctrl-C."""
     from yalis.study.scaling.local_jobs import run_missing
     from yalis.study.scaling.summary import find_result
 
@@ -136,7 +137,7 @@ def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting
     except KeyboardInterrupt:
         line.clear()
         done = sum(find_result(config, plan, setting) is not None for setting in settings)
-        tell(f"stopped: {plan.folder} holds {done} of {len(settings)} settings; the same command continues")
+        tell(f"stopped: {plan.folder} has {done} of {len(settings)} settings; the same command continues")
         return INTERRUPTED
     finally:
         line.clear()
@@ -144,9 +145,9 @@ def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting
 
 def print_table(result: Result) -> None:
     facts = result.parameters
-    told = [facts["engine"]["model"], facts.get("dtype", ""), *(device["name"] for device in result.devices)]
-    print(" · ".join(filter(None, told)))
-    heads = (("the job", 11), ("10%..90%", 18), ("tokens/s", 10), ("first", 11), ("next", 11))
+    title = [facts["engine"]["model"], facts.get("dtype", ""), *(device["name"] for device in result.devices)]
+    print(" · ".join(filter(None, title)))
+    heads = (("total", 11), ("p10..p90", 18), ("tokens/s", 10), ("TTFT", 11), ("TPOT", 11))
     start = f"{'ranks':>5}  {'split':<12}{'all-reduce':<14}"
     print(start + "".join(f"{head:>{width}}" for head, width in heads) + f"{'speed-up':>10}{'efficiency':>12}")
     several = len(facts["machines"]) > 1
@@ -156,7 +157,7 @@ def print_table(result: Result) -> None:
         print(note)
     for machine, folder in facts["baselines"].items():
         where = f" on machine {machine}" if several else ""
-        print(f"speed-ups are over {folder}{where}")
+        print(f"speed-ups are relative to {folder}{where}")
 
 
 def _cells(row: dict[str, Any]) -> str:
@@ -166,7 +167,7 @@ def _cells(row: dict[str, Any]) -> str:
     span = f"{row['seconds_low']:.3f}..{row['seconds_high']:.3f}"
     token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
     times = f"{row['seconds']:>9.3f} s{span:>18}{row['tokens_per_s']:>10.1f}{row['first_token_ms']:>8.1f} ms{token:>11}"
-    crowded = " (crowded)" if row["crowded"] else ""
+    crowded = " (oversubscribed)" if row["crowded"] else ""
     return f"{start}{times}{row['speedup']:>9.2f}x{row['efficiency']:>12.0%}{crowded}"
 
 

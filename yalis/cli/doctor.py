@@ -132,9 +132,9 @@ def _native() -> Finding:
 def _device(device: torch.device) -> Finding:
     import torch
 
-    from yalis.study.bandwidth import describe
+    from yalis.study.bandwidth import describe_device
 
-    facts = describe(device)
+    facts = describe_device(device)
     detail = facts["name"]
     if device.type == "cuda":
         detail += f", {facts['memory_gib']} GiB, capability {facts['capability']}, CUDA {facts['cuda']}"

@@ -14,7 +14,7 @@ from yalis.cli.bench import check_folder
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
 from yalis.cli.terminal import ProgressLine, tell
 from yalis.engine.interrupts import if_stopped, interrupts_held
-from yalis.study.workloads import NAMED, read_workload
+from yalis.study.workloads import NAMED, parse_workload
 
 if TYPE_CHECKING:
     from yalis.results import Result
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             check_folder(args.out)
         if args.plot is not None:
             plots.check_plot(args.plot, made=args.out)
-        plan = ProfilePlan(read_workload(args.workload), args.steps, args.warmup, args.repeats, args.seed)
+        plan = ProfilePlan(parse_workload(args.workload), args.steps, args.warmup, args.repeats, args.seed)
         result = measure(engine_config(args), plan, shlex.join(["yalis", *sys.argv[1:]]), line.show)
     with interrupts_held():
         if args.json:

@@ -77,7 +77,7 @@ def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[
         "links": [{"delay_us": None, **links}] if links else [],
     }
     notes = [f"The sums of {name} are not the same bits on every rank." for name in sorted(field.unlike)]
-    return {"rows": rows, "facts": facts, "device": bandwidth.describe(device), "notes": notes}
+    return {"rows": rows, "facts": facts, "device": bandwidth.describe_device(device), "notes": notes}
 
 
 class PlainGloo(CustomAllReduceGroup):

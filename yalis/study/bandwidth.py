@@ -1,7 +1,7 @@
-"""What the device can do at best, measured here and now: bytes read a second, and matmul operations a second.
+"""Measures the device's peak read bandwidth and matmul rate.
 
-A decode step cannot be faster than reading its weights, nor a prefill faster than its multiplications, so these two are
-the ground under every latency.
+A decode step cannot be faster than reading its weights, nor prefill faster than its matmuls, so these two rates give
+the floor (the roofline lower bound) of every latency.
 """
 
 from __future__ import annotations
@@ -13,35 +13,39 @@ from typing import Any
 
 import torch
 
-_READ_BYTES = {"cpu": 2**28, "cuda": 2**32}  # far larger than any cache
+_READ_BYTES = {"cpu": 2**28, "cuda": 2**32}  # much larger than any cache
 _MATMUL_SIZE = {"cpu": 1536, "cuda": 8192}
-_HEAD = (128256, 4096)  # of Llama-3.1-8B: where a decode step reads the fastest
-_IN_A_ROW = {"cpu": 1, "cuda": 8}  # calls for one reading of the clock: a GPU begins late where it stood idle
+_LM_HEAD = (128256, 4096)  # of Llama-3.1-8B: the GEMV with the highest bandwidth in a decode step
+_CALLS_PER_TIMING = {"cpu": 1, "cuda": 8}  # several, to hide the start-up delay of an idle GPU
 _REPEATS = 5
 
 
 @dataclass(frozen=True)
 class DeviceRates:
+    """Peak rates of a device. The fields are written to results."""
+
     read_bytes_per_s: float
     matmul_flops_per_s: float
-    read_by: str = ""  # the kernel that read so fast
+    read_by: str = ""  # the kernel that reached this bandwidth
 
     def best(self, other: DeviceRates) -> DeviceRates:
+        """Return the higher of each rate."""
         reader = max(self, other, key=lambda rates: rates.read_bytes_per_s)
         matmul = max(self.matmul_flops_per_s, other.matmul_flops_per_s)
         return DeviceRates(reader.read_bytes_per_s, matmul, reader.read_by)
 
 
-def measure(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    read = torch_reads(device)
+def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
+    """Measure both rates; the read bandwidth is that of the fastest kernel tried."""
+    read = torch_bandwidths(device)
     if device.type == "cuda":
-        read |= product_reads(device)
+        read |= gemv_bandwidth(device)
     fastest = max(read, key=lambda name: read[name])
     return DeviceRates(read[fastest], matmul_rate(device, dtype), fastest)
 
 
-def torch_reads(device: torch.device) -> dict[str, float]:
-    """Bytes a second of torch's kernels that only read; which one wins depends on the machine."""
+def torch_bandwidths(device: torch.device) -> dict[str, float]:
+    """Return bytes per second of torch kernels that only read. Which one is fastest depends on the machine."""
     columns = 4096
     rows = _READ_BYTES[device.type] // (4 * columns)
     table = torch.ones(rows, columns, device=device)
@@ -56,15 +60,15 @@ def torch_reads(device: torch.device) -> dict[str, float]:
     return {name: table.nbytes / _best_seconds(kernel, device) for name, kernel in kernels.items()}
 
 
-def product_reads(device: torch.device) -> dict[str, float]:
-    """Bytes a second of our product of one row, launched as in a decode step: on a GPU it may read the fastest.
+def gemv_bandwidth(device: torch.device) -> dict[str, float]:
+    """Return bytes per second of our GEMV, launched as in a decode step, which may be the fastest reader on a GPU.
 
-    Over several matrices in turn, so that none is still in the cache when its turn comes.
+    It alternates between several matrices, so that none is still in the cache when it is read again.
     """
     from yalis.kernels import ops
     from yalis.kernels.pdl import enable_pdl
 
-    outputs, inputs = _HEAD
+    outputs, inputs = _LM_HEAD
     count = max(1, _READ_BYTES[device.type] // (2 * outputs * inputs))
     weights = torch.randn(count, outputs, inputs, device=device, dtype=torch.float16)
     x = torch.randn(1, inputs, device=device, dtype=torch.float16)
@@ -78,9 +82,9 @@ def product_reads(device: torch.device) -> dict[str, float]:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second (a multiply and an add are two) of a large square product.
+    """Return FLOP/s of a large square matmul; a multiply-add counts as two.
 
-    Of random numbers: equal ones take less power, so a GPU keeps a higher clock than any model lets it.
+    The matrices are random: constant ones draw less power, so a GPU would run at a higher clock than with a model.
     """
     size = _MATMUL_SIZE[device.type]
     left, right = torch.randn(2, size, size, device=device, dtype=dtype)
@@ -88,18 +92,18 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best_seconds(kernel: Callable[[], object], device: torch.device) -> float:
-    calls = _IN_A_ROW[device.type]
+    calls = _CALLS_PER_TIMING[device.type]
 
     def work() -> None:
         for _ in range(calls):
             kernel()
 
-    work()  # warms up
-    return min(clock(work, device) for _ in range(_REPEATS)) / calls
+    work()  # warm-up
+    return min(time_work(work, device) for _ in range(_REPEATS)) / calls
 
 
-def clock(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the device takes."""
+def time_work(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that `work` takes: by CUDA events on a GPU, by the host's clock on a CPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         work()
@@ -118,8 +122,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """The device as a result file tells it."""
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Return the device as result files store it."""
     if device.type != "cuda":
         return {
             "type": "cpu",
@@ -133,5 +137,5 @@ def describe(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(facts.total_memory / 2**30, 1),
         "capability": f"{facts.major}.{facts.minor}",
         "cuda": torch.version.cuda,
-        "card": str(facts.uuid),  # two of the same name may differ by a few percent
+        "card": str(facts.uuid),  # two GPUs of the same model may differ by a few percent
     }

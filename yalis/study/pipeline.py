@@ -83,7 +83,7 @@ def measure(
                 passed = _pass(llm, engine, m, prompts)
                 if number >= plan.warmup:
                     passes[m].append(passed)
-        device = {**bandwidth.describe(llm.device), "ranks": config.tp[0] * config.tp[1] * config.pp}
+        device = {**bandwidth.describe_device(llm.device), "ranks": config.tp[0] * config.tp[1] * config.pp}
         topology = topology_of(llm._world)
     base = median(one.seconds for one in passes[plan.micro_batches[0]])
     rows = [_row(config.pp, m, passes[m], base) for m in plan.micro_batches]

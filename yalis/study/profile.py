@@ -25,10 +25,10 @@ from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
 from yalis.spec import read_spec
 from yalis.study import bandwidth
-from yalis.study.latency import LatencyPlan, fit
+from yalis.study.latency import LatencyPlan, size_engine
 from yalis.study.scaling.settings import Setting
-from yalis.study.topology import crowding, topology_of
-from yalis.study.workloads import Workload, draw_prompt
+from yalis.study.topology import describe_oversubscription, topology_of
+from yalis.study.workloads import Workload, random_prompt
 from yalis.types import SamplingParams
 
 #: The parts of a phase, in the order in which they are told and stacked.
@@ -113,11 +113,11 @@ def measure(
     if config.dp > 1:
         raise YalisError("profile watches one replica; leave --dp out")
     case = plan.workload
-    config = replace(fit(config, LatencyPlan(workload=(case,))), prefix_reuse=False)
+    config = replace(size_engine(config, LatencyPlan(workload=(case,))), prefix_reuse=False)
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
         limit = config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position
-    if case.longest > limit:
-        raise YalisError(f"a sequence of {case} has {case.longest} tokens, but the context holds {limit}; give less")
+    if case.total_len > limit:
+        raise YalisError(f"a sequence of {case} has {case.total_len} tokens, but the context holds {limit}; give less")
     seen: dict[str, Seen] = defaultdict(Seen)
     unwatched: list[float] = []
     report("loading the model")
@@ -127,14 +127,14 @@ def measure(
         for turn in range(plan.warmup + plan.repeats):
             counts = turn >= plan.warmup
             report(f"{case}: {f'repeat {turn - plan.warmup + 1}/{plan.repeats}' if counts else 'warm-up'}")
-            noise = random.Random(f"{plan.seed}/{case}/{turn}")
-            prompts = [draw_prompt(noise, case.prompt_len, llm.spec.vocab_size) for _ in range(case.batch)]
+            rng = random.Random(f"{plan.seed}/{case}/{turn}")
+            prompts = [random_prompt(rng, case.prompt_len, llm.spec.vocab_size) for _ in range(case.batch)]
             found, alone = _run(llm, engine, plan, prompts)
             if counts:
                 for phase, watch in found.items():
                     seen[phase].watches.append(watch)
                 unwatched += alone
-        device = bandwidth.describe(llm.device)
+        device = bandwidth.describe_device(llm.device)
         dtype = resolve_dtype(config.dtype, llm.spec.dtype, resolve_device(config.device))
         topology = topology_of(llm._world)
     rows = [row for phase in PHASES for row in seen[phase].rows(phase, case.batch)]
@@ -226,6 +226,8 @@ def _notes(result: results.Result) -> list[str]:
         for row in result.rows
         if abs(row["accounted"] - 1) > TOLERANCE
     ]
-    if crowded := crowding(result):
-        notes.append(f"{crowded}: what ranks wait for each other shows what sharing costs, not how the split scales")
+    if oversubscribed := describe_oversubscription(result):
+        notes.append(
+            f"{oversubscribed}: what ranks wait for each other shows what sharing costs, not how the split scales"
+        )
     return notes

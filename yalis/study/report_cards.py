@@ -16,7 +16,7 @@ from yalis.study import figures
 from yalis.study.allreduce import fastest, label
 from yalis.study.plots import model_name
 from yalis.study.profile import PARTS, over_ranks
-from yalis.study.topology import crowding
+from yalis.study.topology import describe_oversubscription
 
 Row = dict[str, Any]
 
@@ -345,7 +345,7 @@ def _throughput_card(given: Given) -> Card:
         ("the job", row["engine"], row["share_of_floor"]) for row in result.rows if row["share_of_floor"] is not None
     ]
     draw = partial(figures.draw_shares, bars) if bars else None
-    crowded = crowding(result)
+    crowded = describe_oversubscription(result)
     notes = [*result.notes, *([f"{crowded}: this shows overhead, not speed-up."] if crowded else [])]
     return Card("throughput", model_name(result), [given], Table(columns, result.rows), draw, notes)
 

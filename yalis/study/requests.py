@@ -1,4 +1,4 @@
-"""The requests of a throughput run: drawn from workloads or read from a file, and when each of them comes."""
+"""The requests of a throughput run: random or read from a file, each with its arrival time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from pathlib import Path
 from yalis.batch.input import BadLine, parse, read_raw
 from yalis.errors import YalisError
 from yalis.study.peers.process import PEERS
-from yalis.study.workloads import Workload, draw_prompt
+from yalis.study.workloads import Workload, random_prompt
 from yalis.types import Prompt, SamplingParams
 
-_MOST_REQUESTS = 1_000_000  # all are drawn before the first is sent
+_MAX_REQUESTS = 1_000_000  # all of them are generated before the first is submitted
 
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    workloads: tuple[Workload, ...] = (Workload(16, 64, 64),)  # together the mix; none with a dataset
+    """What `yalis bench throughput` runs. The fields are written to the result as its parameters."""
+
+    workloads: tuple[Workload, ...] = (Workload(16, 64, 64),)  # mixed if several; empty with a dataset
     dataset: str | None = None  # a JSONL file
-    requests: int | None = None  # None: every line, or as many as the batches of the workloads
-    vary: float = 0.0  # each length is drawn from this share below to this share above
-    rate: float | None = None  # requests a second, as a Poisson process; None: all at once
+    requests: int | None = None  # None: every line of the dataset, or the batch sizes of the workloads added up
+    vary: float = 0.0  # each length is drawn uniformly from (1 - vary) to (1 + vary) times the workload's
+    rate: float | None = None  # requests per second of a Poisson process; None: all at once
     warmup: int = 1
     repeats: int = 3
-    peer: tuple[str, ...] = ()  # engines to measure beside ours
+    peer: tuple[str, ...] = ()  # engines to compare with
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -36,101 +38,107 @@ class ThroughputPlan:
                 raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least {low}")
         if self.requests is not None and self.requests < 1:
             raise YalisError(f"requests is {self.requests}; give a whole number of at least 1")
-        if (count := self.requests or sum(one.batch for one in self.workloads)) > _MOST_REQUESTS:
+        if (count := self.requests or sum(one.batch for one in self.workloads)) > _MAX_REQUESTS:
             raise YalisError(
-                f"the work is {count} requests; give at most {_MOST_REQUESTS}, by a smaller --workload or --requests"
+                f"the workload has {count} requests; give at most {_MAX_REQUESTS}, with a smaller --workload or "
+                "--requests"
             )
         if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise YalisError(f"rate is {self.rate:g}; give requests a second, above 0, or leave it out for all at once")
+            raise YalisError(f"rate is {self.rate:g}; give requests per second above 0, or omit --rate")
         if not 0 <= self.vary < 1:
-            raise YalisError(f"vary is {self.vary:g}; give a share from 0 to below 1, such as 0.5")
+            raise YalisError(f"vary is {self.vary:g}; give a fraction of at least 0 and below 1, such as 0.5")
         if self.dataset is not None and self.vary:
-            raise YalisError("vary is for workloads, and a dataset has its own lengths; leave --vary out")
+            raise YalisError("--vary applies to workloads, but a dataset has its own lengths; omit --vary")
         if self.dataset is None and not self.workloads:
-            raise YalisError("there is no work; give --workload, such as 16x64x64, or --dataset")
+            raise YalisError("there are no requests to run; give --workload, such as 16x64x64, or --dataset")
         for name in self.peer:
             if name not in PEERS.names():
                 raise YalisError(f"unknown peer {name!r}; accepted: {', '.join(PEERS.names())}")
         if self.peer and (self.dataset is not None or self.rate is not None or self.vary or len(self.workloads) > 1):
             raise YalisError(
-                "peers take like requests all at once; beside --peer give one --workload, and leave --dataset, --vary "
-                "and --rate out"
+                "peers run one batch of equal requests; with --peer give one --workload, and omit --dataset, --vary "
+                "and --rate"
             )
 
     @property
-    def work(self) -> str:
-        """ "16 requests of 64 + 64 tokens"."""
+    def description(self) -> str:
+        """A phrase such as "16 requests of 64 + 64 tokens"."""
         if self.dataset is not None:
             return f"{'all' if self.requests is None else self.requests} lines of {Path(self.dataset).name}"
         count = self.requests or sum(one.batch for one in self.workloads)
         lengths = " or ".join(f"{one.prompt_len} + {one.output_len}" for one in self.workloads)
-        return f"{count} requests of {lengths} tokens" + (f", give or take {self.vary:.0%}" if self.vary else "")
+        return f"{count} requests of {lengths} tokens" + (f" ± {self.vary:.0%}" if self.vary else "")
 
 
 @dataclass(frozen=True)
-class Job:
-    """One request and when it comes, in seconds from the start."""
-
+class TimedRequest:
     prompt: Prompt
     sampling: SamplingParams
-    arrival: float
+    arrival: float  # seconds from the start of the run
 
 
-def read_dataset(path: Path, most: int | None) -> list[Job]:
-    """The lines as jobs; one that cannot be used is refused, since its answer would be missing from the figures."""
-    jobs: list[Job] = []
+def read_dataset(path: Path, limit: int | None) -> list[TimedRequest]:
+    """Read the first `limit` lines of a JSONL file, all arriving at 0.
+
+    An invalid line is an error: without its answer the figures would describe another workload.
+    """
+    requests: list[TimedRequest] = []
     try:
         with path.open("rb") as file:
             for raw in read_raw(file):
                 line = parse(raw, "", {})
                 if isinstance(line, BadLine):
-                    raise YalisError(f"line {line.number} of {path} cannot be used: {line.message}")
-                jobs.append(Job(line.prompt, line.sampling, 0.0))
-                if len(jobs) == most:
+                    raise YalisError(f"line {line.number} of {path} is invalid: {line.message}")
+                requests.append(TimedRequest(line.prompt, line.sampling, 0.0))
+                if len(requests) == limit:
                     break
     except OSError as error:
         raise YalisError(f"cannot read {path}: {error.strerror}; give a JSONL file") from error
-    if len(jobs) < (most or 1):
-        raise YalisError(f"{path} has {len(jobs)} requests; give a file with at least {most or 1}")
-    return jobs
+    if len(requests) < (limit or 1):
+        raise YalisError(f"{path} has {len(requests)} requests; give a file with at least {limit or 1}")
+    return requests
 
 
-def digest_of(jobs: Iterable[Job]) -> str:
-    """Equal where the requests are, whatever the file is called that they came from."""
-    told = hashlib.sha256()
-    for job in jobs:
-        told.update(json.dumps([job.prompt, asdict(job.sampling)], sort_keys=True).encode())
-    return told.hexdigest()[:16]
+def digest_requests(requests: Iterable[TimedRequest]) -> str:
+    """Hash prompts and sampling parameters, to recognise the same requests whatever their file is called."""
+    digest = hashlib.sha256()
+    for request in requests:
+        digest.update(json.dumps([request.prompt, asdict(request.sampling)], sort_keys=True).encode())
+    return digest.hexdigest()[:16]
 
 
 def check_length(plan: ThroughputPlan, limit: int) -> None:
+    """Refuse workloads whose sequences may exceed `limit` tokens."""
     if plan.dataset is not None:
-        return  # what does not fit is refused one by one
-    longest = max(_most(one.prompt_len, plan.vary) + _most(one.output_len, plan.vary) for one in plan.workloads)
-    if longest > limit:
+        return  # the engine refuses requests that are too long one by one
+    max_len = max(_max_len(one.prompt_len, plan.vary) + _max_len(one.output_len, plan.vary) for one in plan.workloads)
+    if max_len > limit:
         raise YalisError(
-            f"prompt and answer of the workload take {longest} tokens, but the context holds {limit}; give less"
+            f"prompt and output of the workload take {max_len} tokens, but the context length is {limit}; "
+            "give shorter lengths"
         )
 
 
-def _most(length: int, vary: float) -> int:
+def _max_len(length: int, vary: float) -> int:
     return int(length * (1 + vary))
 
 
-def draw_jobs(plan: ThroughputPlan, lines: list[Job] | None, vocab_size: int, turn: int) -> list[Job]:
-    """The jobs of one run, in order of arrival; only random prompts depend on `turn`."""
-    jobs = lines if lines is not None else _draw(plan, vocab_size, turn)
+def make_requests(
+    plan: ThroughputPlan, dataset: list[TimedRequest] | None, vocab_size: int, turn: int
+) -> list[TimedRequest]:
+    """Return the requests of one run in order of arrival. Runs with another `turn` differ only in random prompts."""
+    requests = dataset if dataset is not None else _random_requests(plan, vocab_size, turn)
     if plan.rate is None:
-        return jobs
+        return requests
     gaps = random.Random(f"{plan.seed}/arrivals")
     now, arriving = 0.0, []
-    for number, job in enumerate(jobs):
-        now += gaps.expovariate(plan.rate) if number else 0.0  # the first comes at once
-        arriving.append(replace(job, arrival=now))
+    for index, request in enumerate(requests):
+        now += gaps.expovariate(plan.rate) if index else 0.0  # the first arrives at once
+        arriving.append(replace(request, arrival=now))
     return arriving
 
 
-def _draw(plan: ThroughputPlan, vocab_size: int, turn: int) -> list[Job]:
+def _random_requests(plan: ThroughputPlan, vocab_size: int, turn: int) -> list[TimedRequest]:
     lengths, tokens = random.Random(f"{plan.seed}/lengths"), random.Random(f"{plan.seed}/{turn}")
     shapes = [one for one in plan.workloads for _ in range(one.batch)]
     if plan.requests is not None:
@@ -138,11 +146,12 @@ def _draw(plan: ThroughputPlan, vocab_size: int, turn: int) -> list[Job]:
     elif len(plan.workloads) > 1:
         lengths.shuffle(shapes)
 
-    def length(middle: int) -> int:
-        return lengths.randint(max(1, middle - int(middle * plan.vary)), _most(middle, plan.vary))
+    def draw_length(middle: int) -> int:
+        return lengths.randint(max(1, middle - int(middle * plan.vary)), _max_len(middle, plan.vary))
 
-    jobs = []
+    requests = []
     for shape in shapes:
-        prompt = draw_prompt(tokens, length(shape.prompt_len), vocab_size)
-        jobs.append(Job(prompt, SamplingParams(max_tokens=length(shape.output_len), ignore_eos=True), 0.0))
-    return jobs
+        prompt = random_prompt(tokens, draw_length(shape.prompt_len), vocab_size)
+        sampling = SamplingParams(max_tokens=draw_length(shape.output_len), ignore_eos=True)
+        requests.append(TimedRequest(prompt, sampling, 0.0))
+    return requests

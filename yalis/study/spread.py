@@ -1,4 +1,4 @@
-"""How far measurements lie apart."""
+"""Percentiles of repeated measurements."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from statistics import quantiles
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """The tenth and ninetieth percentile."""
+    """Return the 10th and the 90th percentile."""
     if len(values) < 2:
         return values[0], values[0]
-    cuts = quantiles(values, n=10, method="inclusive")
-    return cuts[0], cuts[-1]
+    deciles = quantiles(values, n=10, method="inclusive")
+    return deciles[0], deciles[-1]
 
 
-def percentiles(values: Sequence[float], *shares: int) -> list[float]:
-    """What so many percent of the values lie below."""
+def percentiles(values: Sequence[float], *percents: int) -> list[float]:
+    """Return the percentiles given by `percents`, each from 1 to 99."""
     if len(values) < 2:
-        return [values[0]] * len(shares)
-    cuts = quantiles(values, n=100, method="inclusive")
-    return [cuts[share - 1] for share in shares]
+        return [values[0]] * len(percents)
+    cut_points = quantiles(values, n=100, method="inclusive")
+    return [cut_points[percent - 1] for percent in percents]

@@ -1,4 +1,4 @@
-"""How the ranks of a measurement lie on hosts and devices, and who started them."""
+"""How the ranks of a measurement are placed on hosts and devices."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from yalis.launch.world import World
 
 
 def topology_of(world: World | None) -> dict[str, Any]:
-    """As results tell it."""
+    """Return the topology as result files store it: ranks, ranks per host and the launcher."""
     assert world is not None, "the engine is closed"
     return results.topology([member.node for member in world.members], detect_launcher().launcher)
 
 
 def has_floor(config: EngineConfig, device: torch.device) -> bool:
-    """Whether every rank has a device to itself, so that what one can do tells what all can."""
+    """Return whether every rank has a device of its own, so that the rates of one device give a floor for all."""
     return split_of(config).size == 1 or (device.type == "cuda" and config.ranks_per_gpu == 1)
 
 
-def unlike_peers(config: EngineConfig, names: Sequence[str]) -> list[str]:
-    """What must be told beside a ratio: peers take one device, whatever ours take."""
+def note_peer_devices(config: EngineConfig, names: Sequence[str]) -> list[str]:
+    """Return a note if YALIS ran on more devices than its peers, which always use one."""
     ranks = split_of(config).size
     return [f"yalis ran on {ranks} ranks and {', '.join(names)} on one device"] if names and ranks > 1 else []
 
 
-def crowding(result: results.Result) -> str:
-    """How ranks share what each should have for itself; empty where they do not."""
+def describe_oversubscription(result: results.Result) -> str:
+    """Return a phrase such as "4 ranks on 2 cores" if ranks share a core or a GPU, otherwise an empty string."""
     topology = result.topology or results.topology([0])
-    most = max(topology["ranks_per_host"])
+    ranks = max(topology["ranks_per_host"])
     if result.devices[0]["type"] == "cpu":
         cores = result.host["cores"]
-        # Slurm gives every rank cores of its own, and the first sees only those.
-        return f"{most} ranks on {cores} cores" if most > cores and topology.get("launcher") != SRUN.name else ""
-    shared = min(most, result.parameters["engine"]["ranks_per_gpu"])
-    return f"{shared} ranks on a GPU" if shared > 1 else ""
+        # Slurm binds every rank to cores of its own, and rank 0 counts only its own.
+        return f"{ranks} ranks on {cores} cores" if ranks > cores and topology.get("launcher") != SRUN.name else ""
+    per_gpu = min(ranks, result.parameters["engine"]["ranks_per_gpu"])
+    return f"{per_gpu} ranks on a GPU" if per_gpu > 1 else ""

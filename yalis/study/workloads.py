@@ -1,6 +1,6 @@
-"""Workloads by name, or as batch x prompt x output: the same words for every benchmark that takes one.
+"""The `--workload` of all benchmarks: a name, or batch size x prompt length x output length.
 
-Prompts are random token ids, so any checkpoint can run them and no cache helps.
+Prompts are random token ids, so that any checkpoint can run them and the prefix cache never hits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from yalis.errors import YalisError
 
 @dataclass(frozen=True)
 class Workload:
-    """So many requests of so many prompt tokens, each answered with so many tokens."""
+    """`batch` requests of `prompt_len` tokens each, which generate `output_len` tokens each."""
 
     batch: int
     prompt_len: int
@@ -22,11 +22,13 @@ class Workload:
 
     def __post_init__(self) -> None:
         if min(self.batch, self.prompt_len, self.output_len) < 1:
-            raise YalisError(f"workload {self} has a part below 1; give batch x prompt x output, such as 16x2480x2048")
+            raise YalisError(
+                f"workload {self} has a number below 1; give batch x prompt x output, such as 16x2480x2048"
+            )
 
     @property
-    def longest(self) -> int:
-        """Tokens of a sequence at its end."""
+    def total_len(self) -> int:
+        """Length of a finished sequence: prompt and output tokens."""
         return self.prompt_len + self.output_len
 
     def __str__(self) -> str:
@@ -34,22 +36,22 @@ class Workload:
 
 
 NAMED = {
-    "poster": Workload(16, 2480, 2048),  # the published comparison of engines
+    "poster": Workload(16, 2480, 2048),  # of the published comparison of engines
     "prefill-heavy": Workload(16, 2048, 128),
     "decode-heavy": Workload(16, 128, 2048),
 }
 
 
-def read_workload(text: str) -> Workload:
-    """A name, or 16x2480x2048."""
+def parse_workload(text: str) -> Workload:
+    """Parse a name such as `poster`, or three numbers such as `16x2480x2048`."""
     if text in NAMED:
         return NAMED[text]
     if not re.fullmatch(r"\d{1,9}x\d{1,9}x\d{1,9}", text):
         raise YalisError(
-            f"workload {text!r} is not known; accepted: {', '.join(NAMED)}, or batch x prompt x output such as 8x64x32"
+            f"unknown workload {text!r}; accepted: {', '.join(NAMED)}, or batch x prompt x output such as 8x64x32"
         )
     return Workload(*map(int, text.split("x")))
 
 
-def draw_prompt(noise: random.Random, length: int, vocab_size: int) -> list[int]:
-    return [noise.randrange(vocab_size) for _ in range(length)]
+def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(length)]

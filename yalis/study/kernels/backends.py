@@ -1,4 +1,4 @@
-"""The operations of a decode step, and of prompts, as torch, our kernels and the plain reference have them."""
+"""Implementations of the benchmarked operations: torch, native CPU kernels, Triton kernels and the reference."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from yalis.sampling.sampled import NO_TOKEN
 
 EPS = 1e-5
 _ACTIVATION = "silu"
-_SCALE = 0.1  # of attention scores
+_SCALE = 0.1  # of the attention scores
 
 
-class Kit(Protocol):
-    """The operations of a decode step, as one implementation has them. kernels/reference.py says what they compute."""
+class Backend(Protocol):
+    """The operations of a decode step. kernels/reference.py defines what they compute."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
-    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def gated(self, gate_up: Tensor) -> Tensor: ...
 
-    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor: ...
+    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, kv_slots: Tensor) -> Tensor: ...
 
-    def take(self, table: Tensor, rows: Tensor) -> Tensor: ...
+    def gather_rows(self, table: Tensor, rows: Tensor) -> Tensor: ...
 
-    def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor: ...
+    def use_last_tokens(self, ids: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor: ...
 
     def argmax(self, logits: Tensor) -> Tensor: ...
 
-    def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor: ...
+    def pick_greedy(self, logits: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor: ...
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
     ) -> Tensor: ...
 
 
-class Torch:
-    """Plain torch, operation by operation."""
+class TorchBackend:
+    """Unfused torch operations."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
@@ -53,57 +53,57 @@ class Torch:
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.gated(self.linear(x, weight))
 
-    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        if branch is not None:
-            x = x + branch
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            x = x + residual
         return F.rms_norm(x, weight.shape, weight, EPS), x
 
     def gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, kv_slots: Tensor) -> Tensor:
         kv_heads = k.shape[2]
-        turned = self.rotate(qkv[:, :-kv_heads], cos, sin)
-        k.flatten(0, 1).index_copy_(0, slots, turned[:, -kv_heads:])
-        v.flatten(0, 1).index_copy_(0, slots, qkv[:, -kv_heads:])
-        return turned[:, :-kv_heads]
+        rotated = self.rotate(qkv[:, :-kv_heads], cos, sin)
+        k.flatten(0, 1).index_copy_(0, kv_slots, rotated[:, -kv_heads:])
+        v.flatten(0, 1).index_copy_(0, kv_slots, qkv[:, -kv_heads:])
+        return rotated[:, :-kv_heads]
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.addcmul(x * cos, torch.roll(x, cos.shape[-1] // 2, -1), sin)
 
-    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+    def gather_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         return table.index_select(0, rows)
 
-    def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        return torch.where(ids < 0, last[owners], ids)
+    def use_last_tokens(self, ids: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor:
+        return torch.where(ids < 0, last_tokens[request_slots], ids)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(1)
 
-    def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        best, places = logits.max(1)
-        tokens = places.masked_fill(best.isnan(), NO_TOKEN)
-        last[owners] = tokens.clamp(min=0)
+    def pick_greedy(self, logits: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor:
+        best, indices = logits.max(1)
+        tokens = indices.masked_fill(best.isnan(), NO_TOKEN)
+        last_tokens[request_slots] = tokens.clamp(min=0)
         return tokens
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
     ) -> Tensor:
         q, k, v = (x.reshape(len(lengths), -1, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v))
-        causal = q.shape[2] > 1  # a prompt, all of it
+        causal = q.shape[2] > 1  # a whole prompt
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=_SCALE, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
 
-class Native(Torch):
-    """What layers call: on a CPU in float32 the native kernels."""
+class NativeBackend(TorchBackend):
+    """The operations that layers call, which on a CPU in float32 are native kernels."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return ops.linear(x, weight)
 
-    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.add_rms_norm(x, branch, weight, EPS)
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.add_rms_norm(x, residual, weight, EPS)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         return ops.gated(gate_up, _ACTIVATION)
@@ -111,14 +111,14 @@ class Native(Torch):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return ops.rotate(x, cos, sin)
 
-    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+    def gather_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         return ops.gather_rows(table, rows)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
     ) -> Tensor:
         library = native.load() if q.dtype is torch.float32 else None
-        if library is None or len(q) > len(lengths):  # prompts are torch's
+        if library is None or len(q) > len(lengths):  # prefill runs in torch
             return super().attention(q, k, v, starts, lengths, tables, launch)
         (rows, heads, dim), out = q.shape, torch.empty_like(q)
         library.attend(
@@ -129,8 +129,8 @@ class Native(Torch):
         return out
 
 
-class Kernels:
-    """Our Triton kernels, one launch each; `pdl`: each starts while the one before it ends; `shape`: of products."""
+class TritonBackend:
+    """Our Triton kernels. `pdl` enables programmatic dependent launch, `shape` sets the launch shape of linears."""
 
     def __init__(self, pdl: bool = False, shape: Any = None) -> None:
         from yalis.kernels import fused, gated_product, paged_attention, skinny, token_feedback
@@ -153,32 +153,32 @@ class Kernels:
             y = self._skinny.gated_linear(x, weight, _ACTIVATION, None, self._pdl, self._shape)
         return y
 
-    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        pair: tuple[Tensor, Tensor] = self._fused.add_rms_norm(x, branch, weight, EPS, self._pdl)
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        pair: tuple[Tensor, Tensor] = self._fused.add_rms_norm(x, residual, weight, EPS, self._pdl)
         return pair
 
     def gated(self, gate_up: Tensor) -> Tensor:
         y: Tensor = self._fused.gated(gate_up, _ACTIVATION, self._pdl)
         return y
 
-    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        q: Tensor = self._fused.rope_write(qkv, cos, sin, k, v, slots, pdl=self._pdl)
+    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, kv_slots: Tensor) -> Tensor:
+        q: Tensor = self._fused.rope_write(qkv, cos, sin, k, v, kv_slots, pdl=self._pdl)
         return q
 
-    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+    def gather_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         y: Tensor = self._fused.take(table, rows, self._pdl)
         return y
 
-    def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        fed: Tensor = self._token_feedback.use_last_tokens(ids, last, owners, self._pdl)
-        return fed
+    def use_last_tokens(self, ids: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor:
+        tokens: Tensor = self._token_feedback.use_last_tokens(ids, last_tokens, request_slots, self._pdl)
+        return tokens
 
     def argmax(self, logits: Tensor) -> Tensor:
-        places: Tensor = self._fused.argmax(logits, self._pdl)
-        return places
+        indices: Tensor = self._fused.argmax(logits, self._pdl)
+        return indices
 
-    def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        tokens: Tensor = self._token_feedback.pick_greedy(logits, last, owners, NO_TOKEN, self._pdl)
+    def pick_greedy(self, logits: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor:
+        tokens: Tensor = self._token_feedback.pick_greedy(logits, last_tokens, request_slots, NO_TOKEN, self._pdl)
         return tokens
 
     def attention(
@@ -188,8 +188,8 @@ class Kernels:
         return out
 
 
-class Reference:
-    """What all of them should give."""
+class ReferenceBackend:
+    """The reference that all backends are checked against."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return reference.linear(x, weight)
@@ -197,39 +197,39 @@ class Reference:
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return reference.gated_linear(x, weight, _ACTIVATION)
 
-    def add_rms_norm(self, x: Tensor, branch: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.add_rms_norm(x, branch, weight, EPS)
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.add_rms_norm(x, residual, weight, EPS)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         return reference.gated(gate_up, _ACTIVATION)
 
-    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
-        return reference.rope_write(qkv, cos, sin, k, v, slots)
+    def rope_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, kv_slots: Tensor) -> Tensor:
+        return reference.rope_write(qkv, cos, sin, k, v, kv_slots)
 
-    def take(self, table: Tensor, rows: Tensor) -> Tensor:
+    def gather_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         return table[rows]
 
-    def feed(self, ids: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        pairs = zip(ids.tolist(), last[owners].tolist(), strict=True)
+    def use_last_tokens(self, ids: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor:
+        pairs = zip(ids.tolist(), last_tokens[request_slots].tolist(), strict=True)
         return torch.tensor([old if new < 0 else new for new, old in pairs], device=ids.device)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(1)
 
-    def settle(self, logits: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        return logits.argmax(1)  # no benchmark has NaN
+    def pick_greedy(self, logits: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor:
+        return logits.argmax(1)  # the inputs have no NaN
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, tables: Tensor, launch: Any
     ) -> Tensor:
-        wide = (q.double(), k.double(), v.double())  # the reference computes in the dtype it is given
-        return reference.paged_attention(*wide, starts, lengths, tables, _SCALE).to(q.dtype)
+        doubles = (q.double(), k.double(), v.double())  # the reference computes in the dtype of its inputs
+        return reference.paged_attention(*doubles, starts, lengths, tables, _SCALE).to(q.dtype)
 
 
-def our_kits(device: torch.device) -> list[tuple[str, Kit]]:
-    """Ours on this device, each with what its name adds to an operation's."""
+def yalis_backends(device: torch.device) -> list[tuple[str, Backend]]:
+    """Return our backends for this device, each with the suffix that it adds to the names of operations."""
     if device.type == "cuda":
         if find_spec("triton") is None:
-            raise YalisError("triton is not installed, and our kernels for a GPU need it; type: pip install triton")
-        return [("", Kernels()), (", dependent launches", Kernels(pdl=True))]
-    return [("", Native())]
+            raise YalisError("triton is not installed, which the GPU kernels need; type: pip install triton")
+        return [("", TritonBackend()), (", dependent launches", TritonBackend(pdl=True))]
+    return [("", NativeBackend())]

@@ -1,8 +1,8 @@
-"""The kernel benchmark: the operations of a decode step and attention of prompts, ours beside torch's and the floor.
+"""The kernel benchmark: operations of a decode step and prefill attention, compared with torch and with the floor.
 
-An operation is checked against its plain reference first, on outputs filled with NaN. It is then timed over several
-copies of what it reads, so that a matrix comes from memory, as in a decode step. On a GPU the calls are one captured
-graph, so the host's part does not count; on a CPU ours are the native kernels.
+Each operation is first checked against its reference, with outputs filled with NaN. It is then timed over several
+copies of its inputs, so that matrices come from memory as in a decode step, not from the cache. On a GPU the calls are
+captured in one CUDA graph, so that host time does not count. On a CPU our kernels are the native ones.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from yalis.engine.device import resolve_device
 from yalis.errors import YalisFailure
 from yalis.perfmodel.floors import ModelDims, floor_s
 from yalis.study import bandwidth
-from yalis.study.kernels.backends import Kernels, Kit, Reference, Torch, our_kits
-from yalis.study.kernels.cases import DTYPES, KernelsPlan, Trial, list_trials, make_product
+from yalis.study.kernels.backends import Backend, ReferenceBackend, TorchBackend, TritonBackend, yalis_backends
+from yalis.study.kernels.cases import DTYPES, KernelCase, KernelsPlan, list_cases, make_linear
 from yalis.study.spread import spread
 
 if TYPE_CHECKING:
@@ -36,126 +36,133 @@ SMOLLM2_135M = ModelDims(
     hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152, tied=True
 )
 DIMS = {"cuda": LLAMA_8B, "cpu": SMOLLM2_135M}
-#: Relative to the reference's norm, for a single operation.
+#: Largest error of a single operation, relative to the norm of the reference.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_ENOUGH_S = 0.01  # of calls, for one reading of the clock
+_MIN_TIMING_S = 0.01  # calls are repeated until one timing takes this long
 
 
 def measure(plan: KernelsPlan, command: str, report: Callable[[str], None] = lambda text: None) -> results.Result:
-    """Run the whole benchmark; `report` hears what it is doing."""
+    """Run the benchmark; `report` is called with progress messages."""
     device = resolve_device(plan.device)
     dtype = DTYPES[plan.dtype] if plan.dtype != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
     dims = plan.dims or DIMS[device.type]
     torch.manual_seed(plan.seed)
-    report("measuring the device")
-    rates = bandwidth.measure(device, dtype)
+    report("measuring the device's bandwidth")
+    rates = bandwidth.measure_rates(device, dtype)
     rows, work = [], []
     with torch.inference_mode():
-        for trial in list_trials(plan, dims, device, dtype):
-            for suffix, kit in our_kits(device):
-                if suffix and trial.kernel != "step":
-                    continue  # a launch that depends on the one before shows in a chain
-                report(f"{trial.kernel}{suffix} {trial.shape}, {trial.rows} rows")
-                timed = time_both(trial, kit, device, dtype, plan.repeats)
-                if trial.streams(device) and not isinstance(timed, str):  # no kernel reads faster than the device can
-                    read = trial.bytes / min(timed.ours, timed.theirs)
-                    rates = rates.best(bandwidth.DeviceRates(read, 0.0, f"{trial.kernel}{suffix}, {trial.rows} rows"))
-                rows.append(_row(trial, suffix, timed))
-                work.append((trial.bytes, trial.flops))
+        for case in list_cases(plan, dims, device, dtype):
+            for suffix, backend in yalis_backends(device):
+                if suffix and case.kernel != "step":
+                    continue  # programmatic dependent launch only matters in a chain of kernels
+                report(f"{case.kernel}{suffix} {case.shape}, {case.rows} rows")
+                timing = time_case(case, backend, device, dtype, plan.repeats)
+                if case.streams(device) and not isinstance(timing, str):  # it may beat the measured bandwidth
+                    read = case.bytes / min(timing.ours, timing.torch)
+                    rates = rates.best(bandwidth.DeviceRates(read, 0.0, f"{case.kernel}{suffix}, {case.rows} rows"))
+                rows.append(_row(case, suffix, timing))
+                work.append((case.bytes, case.flops))
     for row, (moved, flops) in zip(rows, work, strict=True):
         row["floor_us"] = 1e6 * floor_s(moved, flops, rates.read_bytes_per_s, rates.matmul_flops_per_s)
         if row["us"] is not None:
             row["share_of_floor"] = row["floor_us"] / row["us"]
-    given = {"dims": asdict(dims), "dtype": str(dtype).removeprefix("torch."), **asdict(rates)}
-    return results.new("kernels", {**asdict(plan), **given}, rows, command, [bandwidth.describe(device)])
+    facts = {"dims": asdict(dims), "dtype": str(dtype).removeprefix("torch."), **asdict(rates)}
+    return results.new("kernels", {**asdict(plan), **facts}, rows, command, [bandwidth.describe_device(device)])
 
 
-def check_right(result: results.Result) -> None:
-    """Fail, in one sentence, if any kernel was wrong."""
+def check_correct(result: results.Result) -> None:
+    """Raise YalisFailure if any kernel differed from its reference."""
     if wrong := [row for row in result.rows if row["status"] != "ok"]:
         first = wrong[0]
         raise YalisFailure(
-            f"{len(wrong)} of {len(result.rows)} kernels did not give what their reference gives, the first "
+            f"{len(wrong)} of {len(result.rows)} kernels differ from their reference, the first is "
             f"{first['kernel']} ({first['shape']}, {first['rows']} rows): {first['status'].removeprefix('wrong: ')}"
         )
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds of an operation, by ours and by torch's, and how far ours was from the reference."""
+class CaseTiming:
+    """Median seconds of one operation by our kernel and by torch, and our relative error."""
 
     ours: float
-    theirs: float
+    torch: float
     error: float
-    span: tuple[float, float]  # of ours
+    spread: tuple[float, float]  # 10th and 90th percentile of our seconds
 
 
-def time_both(trial: Trial, kit: Kit, device: torch.device, dtype: torch.dtype, repeats: int) -> Timed | str:
-    """What a row tells; or what was wrong."""
-    error = find_error(trial, kit)
-    if not error <= _TOLERANCE[dtype] * trial.looseness:
+def time_case(
+    case: KernelCase, backend: Backend, device: torch.device, dtype: torch.dtype, repeats: int
+) -> CaseTiming | str:
+    """Check and time one operation. Returns a sentence instead of times if the check fails."""
+    error = find_error(case, backend)
+    if not error <= _TOLERANCE[dtype] * case.tolerance_scale:
         return f"wrong: off by {error:.1e}"
-    ours, theirs = (times(partial(trial.run, one), len(trial.copies), device, repeats) for one in (kit, Torch()))
-    return Timed(median(ours), median(theirs), error, spread(ours))
+    ours, by_torch = (
+        time_calls(partial(case.run, one), len(case.copies), device, repeats) for one in (backend, TorchBackend())
+    )
+    return CaseTiming(median(ours), median(by_torch), error, spread(ours))
 
 
-def _row(trial: Trial, suffix: str, timed: Timed | str) -> dict[str, Any]:
+def _row(case: KernelCase, suffix: str, timing: CaseTiming | str) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(result_rows.columns("kernels"))
-    row.update(kernel=trial.kernel + suffix, shape=trial.shape, rows=trial.rows, status="ok")
-    if isinstance(timed, str):
-        row["status"] = timed
+    row.update(kernel=case.kernel + suffix, shape=case.shape, rows=case.rows, status="ok")
+    if isinstance(timing, str):
+        row["status"] = timing
         return row
     row.update(
-        error=timed.error,
-        us=1e6 * timed.ours,
-        us_low=1e6 * timed.span[0],
-        us_high=1e6 * timed.span[1],
-        torch_us=1e6 * timed.theirs,
-        ratio=timed.theirs / timed.ours,
-        gb_per_s=trial.bytes / timed.ours / 1e9,
-        gflop_per_s=trial.flops / timed.ours / 1e9,
+        error=timing.error,
+        us=1e6 * timing.ours,
+        us_low=1e6 * timing.spread[0],
+        us_high=1e6 * timing.spread[1],
+        torch_us=1e6 * timing.torch,
+        ratio=timing.torch / timing.ours,
+        gb_per_s=case.bytes / timing.ours / 1e9,
+        gflop_per_s=case.flops / timing.ours / 1e9,
     )
     return row
 
 
-def find_error(trial: Trial, kit: Kit, expected: tuple[Tensor, ...] | None = None) -> float:
-    """|found - expected| / |expected|, on new outputs filled with NaN, the worst of them; of places, the share that
-    differs."""
+def find_error(case: KernelCase, backend: Backend, expected: tuple[Tensor, ...] | None = None) -> float:
+    """Return |found - expected| / |expected| of the worst output; for integer outputs, the share that differs.
+
+    Outputs are allocated filled with NaN, so that elements the kernel does not write count as wrong."""
     if expected is None:
-        expected = trial.run(Reference())
+        expected = case.run(ReferenceBackend())
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch then fills what it allocates
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch then fills new tensors with NaN
     try:
-        found = trial.run(kit)
+        found = case.run(backend)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    return float(torch.stack([_off(*pair) for pair in zip(found, expected, strict=True)]).max())  # NaN, if any is
+    return float(
+        torch.stack([_relative_error(*pair) for pair in zip(found, expected, strict=True)]).max()
+    )  # NaN if any is NaN
 
 
-def _off(found: Tensor, expected: Tensor) -> Tensor:
+def _relative_error(found: Tensor, expected: Tensor) -> Tensor:
     if not expected.is_floating_point():
         return (found != expected).double().mean()
     return (found.double() - expected.double()).norm() / expected.double().norm()
 
 
-def times(run: Callable[[int], object], copies: int, device: torch.device, repeats: int) -> list[float]:
-    """Seconds of one call, over calls that take turns with the copies; of each repeat."""
+def time_calls(run: Callable[[int], object], copies: int, device: torch.device, repeats: int) -> list[float]:
+    """Return the mean seconds of one call, for each repeat. Calls cycle through the copies of the inputs."""
 
-    def turns(calls: int) -> None:
+    def run_calls(calls: int) -> None:
         for i in range(calls):
             run(i % copies)
 
-    turns(copies)  # kernels are compiled
-    one_turn = bandwidth.clock(partial(turns, copies), device)
-    calls = copies * max(1, math.ceil(_ENOUGH_S / one_turn))
-    work: Callable[[], None] = partial(turns, calls)
+    run_calls(copies)  # compiles the kernels
+    one_cycle = bandwidth.time_work(partial(run_calls, copies), device)
+    calls = copies * max(1, math.ceil(_MIN_TIMING_S / one_cycle))
+    work: Callable[[], None] = partial(run_calls, calls)
     if device.type == "cuda":
-        work = captured(work)
-    return [bandwidth.clock(work, device) / calls for _ in range(repeats)]
+        work = capture_graph(work)
+    return [bandwidth.time_work(work, device) / calls for _ in range(repeats)]
 
 
-def captured(work: Callable[[], None]) -> Callable[[], None]:
-    """The launches of `work` as a graph."""
+def capture_graph(work: Callable[[], None]) -> Callable[[], None]:
+    """Capture the launches of `work` in a CUDA graph; returns the function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -165,7 +172,7 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
 def tune(
     problems: Iterable[Problem], dtype: torch.dtype, report: Callable[[str], None] = lambda text: None
 ) -> dict[Problem, Shape]:
-    """The fastest launch of each product on this GPU, of those whose result is right: what skinny.TUNED holds."""
+    """Return the fastest correct launch shape of each GEMM on this GPU, for the table skinny.TUNED."""
     from yalis.kernels.gpu_limits import gpu_limits
     from yalis.kernels.skinny import candidates
 
@@ -173,33 +180,33 @@ def tune(
     device = torch.device("cuda")
     with torch.inference_mode():
         for problem in problems:
-            trial = make_product(problem, dtype, device)
-            expected = trial.run(Reference())
+            case = make_linear(problem, dtype, device)
+            expected = case.run(ReferenceBackend())
             tried: list[tuple[float, Shape]] = []
             for shape in candidates(problem, gpu_limits(device)):
-                kit = Kernels(pdl=True, shape=shape)  # as a decode step launches them
-                if fits(trial, kit) and find_error(trial, kit, expected) <= _TOLERANCE[dtype]:
-                    taken = times(partial(trial.run, kit), len(trial.copies), device, 5)
-                    tried.append((median(taken), shape))
+                backend = TritonBackend(pdl=True, shape=shape)  # as in a decode step
+                if fits(case, backend) and find_error(case, backend, expected) <= _TOLERANCE[dtype]:
+                    seconds = time_calls(partial(case.run, backend), len(case.copies), device, 5)
+                    tried.append((median(seconds), shape))
             if tried:
                 best, found[problem] = min(tried)
-                report(f"{problem}: {found[problem]}, {1e6 * best:.2f} us, {trial.bytes / best / 1e12:.2f} TB/s")
+                report(f"{problem}: {found[problem]}, {1e6 * best:.2f} us, {case.bytes / best / 1e12:.2f} TB/s")
     return found
 
 
-def fits(trial: Trial, kit: Kit) -> bool:
-    """Run it once: whether the device has the registers and the shared memory that it asks for."""
+def fits(case: KernelCase, backend: Backend) -> bool:
+    """Run `case` once and return whether the GPU has enough registers and shared memory for its kernel."""
     from triton.runtime.errors import OutOfResources
 
     try:
-        trial.run(kit)
+        case.run(backend)
     except OutOfResources:
         return False
     return True
 
 
 def build(problem: Problem, shape: Shape, dtype: torch.dtype) -> None:
-    """Leave a launch's compiled kernel in Triton's cache: for many processes, before a search."""
+    """Compile a kernel into Triton's cache. Many processes do this in parallel before a search."""
     small = problem._replace(outputs=min(problem.outputs, 1024))
     with torch.inference_mode():
-        fits(make_product(small, dtype, torch.device("cuda"), most=1), Kernels(pdl=True, shape=shape))
+        fits(make_linear(small, dtype, torch.device("cuda"), max_copies=1), TritonBackend(pdl=True, shape=shape))

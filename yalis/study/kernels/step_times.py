@@ -1,4 +1,4 @@
-"""What a GPU does in a decode step: its kernels, how often and how long each runs, and the gaps between them."""
+"""Profiles decode steps on a GPU: the count and time of each kernel, and the gaps between kernels."""
 
 from __future__ import annotations
 
@@ -12,74 +12,74 @@ import torch
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.perfmodel.timeline import Piece, Span, break_down, by_name, categorize, flatten
-from yalis.study.workloads import draw_prompt
+from yalis.study.workloads import random_prompt
 from yalis.types import SamplingParams
 
-_WARM = 8  # tokens of each sequence, before any step is watched
+_WARMUP_TOKENS = 8  # of each sequence, before profiling starts
 
 
 @dataclass(frozen=True)
 class KernelTime:
     name: str
-    count: float  # in a step
-    us: float  # in a step
+    count: float  # launches per step
+    us: float  # microseconds per step
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """All in microseconds, of one step."""
+    """Microseconds of one step."""
 
-    us: float  # from its begin to the next one's
-    gaps: float  # during which nothing runs
-    overlap: float  # that kernels run beside others: dependent launches
-    kernels: list[KernelTime]  # the longest first
+    us: float  # from its start to the start of the next step
+    gaps: float  # with no kernel running
+    overlap: float  # with two kernels running, because of programmatic dependent launch
+    kernels: list[KernelTime]  # longest first
 
 
 def measure_step(llm: LLM, batch: int, prompt_len: int, steps: int = 16) -> StepTimes:
-    """Decode a batch, and watch some of its steps."""
+    """Decode a batch and profile `steps` of its decode steps."""
     if llm.device.type != "cuda":
-        raise YalisError(f"kernels are watched on a GPU, and this model is on {llm.device}")
-    start_decoding(llm, batch, prompt_len, steps + 2 * _WARM)
+        raise YalisError(f"kernels can only be profiled on a GPU, but the model is on {llm.device}; give --device cuda")
+    start_decoding(llm, batch, prompt_len, steps + 2 * _WARMUP_TOKENS)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     before = llm.stats.steps
-    with torch.profiler.profile(activities=activities) as watch:
+    with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(steps):
             llm.poll()
         torch.cuda.synchronize(llm.device)
-    watched = llm.stats.steps - before
+    profiled = llm.stats.steps - before
     while llm.num_unfinished:
         llm.poll()
-    return add_up(_spans(watch), watched)
+    return average_step(_spans(profiler), profiled)
 
 
 def start_decoding(llm: LLM, batch: int, prompt_len: int, output_len: int) -> None:
-    """Submit a batch, and run until its prompts are over, and whatever happens once."""
-    before = llm.stats.output_tokens  # of all that the engine ever answered
-    noise = random.Random(0)
+    """Submit a batch, and run steps until prefill and warm-up are over."""
+    before = llm.stats.output_tokens  # counts since the engine started
+    rng = random.Random(0)
     sampling = SamplingParams(max_tokens=output_len, ignore_eos=True)
     for _ in range(batch):
-        llm.submit(draw_prompt(noise, prompt_len, llm.spec.vocab_size), sampling)
-    while llm.stats.output_tokens - before < _WARM * batch:
+        llm.submit(random_prompt(rng, prompt_len, llm.spec.vocab_size), sampling)
+    while llm.stats.output_tokens - before < _WARMUP_TOKENS * batch:
         llm.poll()
 
 
-def _spans(watch: Any) -> list[Span]:
-    found = []
-    for event in watch.profiler.kineto_results.events():
+def _spans(profiler: Any) -> list[Span]:
+    spans = []
+    for event in profiler.profiler.kineto_results.events():
         if event.device_type().name == "CUDA" and event.duration_ns() > 0:
-            found.append(Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
-    if not found:
-        raise YalisFailure("the profiler saw no kernel; another one may hold the GPU's counters")
-    return found
+            spans.append(Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()))
+    if not spans:
+        raise YalisFailure("the profiler recorded no kernel; another profiler may be using the GPU")
+    return spans
 
 
-def add_up(spans: Sequence[Span], steps: int) -> StepTimes:
-    """Means over so many equal steps. A kernel has all of its time, whatever runs beside it."""
+def average_step(spans: Sequence[Span], steps: int) -> StepTimes:
+    """Return means over `steps` equal steps. A kernel counts with its full time, even where others overlap it."""
     window = min(span.start for span in spans), max(span.end for span in spans)
     pieces = [Piece(span.name, categorize(span.name, on_gpu=True) or "other", span.start, span.end) for span in spans]
     (times,) = break_down(flatten(pieces), [window])
     names = by_name(pieces, [window])
-    beside = sum(one.ns for one in names) - sum(times.spent.values())
-    us = 1e3 * steps  # so many nanoseconds of all are a microsecond of one
-    kernels = [KernelTime(one.name, one.count / steps, one.ns / us) for one in names]
-    return StepTimes(times.total / us, times.idle / us, beside / us, kernels)
+    overlap = sum(one.ns for one in names) - sum(times.spent.values())
+    ns_to_us = 1e3 * steps  # from nanoseconds of all steps to microseconds of one
+    kernels = [KernelTime(one.name, one.count / steps, one.ns / ns_to_us) for one in names]
+    return StepTimes(times.total / ns_to_us, times.idle / ns_to_us, overlap / ns_to_us, kernels)

@@ -1,4 +1,4 @@
-"""The peers themselves: transformers' generate and vLLM's offline engine, each timed as far as it lets itself be."""
+"""The peer engines: `generate` of transformers and the offline engine of vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from yalis.study.peers.peer import PeerSetup, Timing
 
 
 class TransformersPeer:
-    """transformers' own generate, greedy, with its default cache."""
+    """Greedy `generate` of transformers with its default cache. Every step is timed."""
 
     name = "transformers"
 
@@ -30,9 +30,9 @@ class TransformersPeer:
 
         self.version = transformers.__version__
         self._device = setup.device
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars, which ask nobody whether to show
+        with contextlib.redirect_stderr(io.StringIO()):  # hides progress bars, which cannot be turned off
             self._model = _load(setup)
-        # No end token at all: one that is only suppressed would change which tokens are chosen.
+        # No end-of-sequence token: suppressing it instead would change which tokens are chosen.
         self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
 
     def run(self, prompts: list[list[int]], output_len: int) -> Timing:
@@ -71,7 +71,7 @@ def _load(setup: PeerSetup) -> Any:
         with setup.device:
             return auto.from_config(config, dtype=setup.dtype).eval()
     if setup.path.suffix == ".gguf":
-        import accelerate  # noqa: F401  (without it transformers reads no GGUF file)
+        import accelerate  # noqa: F401  (transformers needs it to read GGUF files)
 
         model = auto.from_pretrained(str(setup.path.parent), gguf_file=setup.path.name, dtype=setup.dtype)
     else:
@@ -79,13 +79,16 @@ def _load(setup: PeerSetup) -> Any:
     return model.to(setup.device).eval()
 
 
-# Its processes look out for more work for a second, on cores that the next engine's turn needs.
-_CALM_S = {"cpu": 1.5, "cuda": 0.0}
+# After a run its processes busy-wait for a second, on cores that the next engine needs.
+_COOLDOWN_S = {"cpu": 1.5, "cuda": 0.0}
 
 
 class VllmPeer:
-    """vLLM's offline engine, greedy. It gives no step of its own, so the first token is timed alone and a step is the
-    mean of the others."""
+    """The offline engine of vLLM, greedy.
+
+    It does not report single steps, so a run with one output token gives the time to first token, and the step time is
+    the mean over the other tokens of a full run.
+    """
 
     name = "vllm"
 
@@ -97,7 +100,7 @@ class VllmPeer:
         memory: dict[str, float]
         if setup.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(setup.device)
-            memory = {"gpu_memory_utilization": min(0.9, 0.95 * free / total / setup.peers)}
+            memory = {"gpu_memory_utilization": min(0.9, 0.95 * free / total / setup.num_peers)}
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             memory = {"kv_cache_memory_bytes": min(free // 4, 16 << 30)}
@@ -107,51 +110,51 @@ class VllmPeer:
             load_format="dummy" if setup.random_weights else "auto",
             skip_tokenizer_init=True,
             dtype=str(setup.dtype).removeprefix("torch."),
-            max_model_len=setup.longest + 1,
-            max_num_seqs=setup.batch,
-            max_num_batched_tokens=max(setup.max_batch_tokens, setup.longest + 1),
+            max_model_len=setup.max_model_len + 1,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=max(setup.max_batch_tokens, setup.max_model_len + 1),
             enable_prefix_caching=False,
             disable_log_stats=True,
             **memory,
         )
-        self._calm = _CALM_S[setup.device.type]
+        self._cooldown = _COOLDOWN_S[setup.device.type]
 
     def run(self, prompts: list[list[int]], output_len: int) -> Timing:
         first, tokens = self._generate(prompts, 1)
         total = first
         if output_len > 1:
             total, tokens = self._generate(prompts, output_len)
-        time.sleep(self._calm)
+        time.sleep(self._cooldown)
         return Timing(first, even_steps(first, total, output_len - 1), total, tokens)
 
     def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
         sampling = self._vllm.SamplingParams(
             max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0.0, detokenize=False
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         start = time.perf_counter()
-        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def even_steps(first: float, total: float, count: int) -> list[float]:
-    """So many steps between the first token and the last, where only those two are known."""
+    """Return `count` equal step times between the first token and the last."""
     if count and total <= first:
         raise ValueError(f"{count + 1} tokens took no longer than the first of them; give more output tokens")
     return [(total - first) / count] * count if count else []
 
 
-def _model_folder(setup: PeerSetup, spare: Path) -> Path:
-    """A folder with a config.json, which is all vLLM takes; what stands alone is copied or written into `spare`."""
+def _model_folder(setup: PeerSetup, scratch: Path) -> Path:
+    """Return a folder with a config.json, as vLLM needs it. A lone .json or .gguf file is converted in `scratch`."""
     if setup.path.is_dir():
         return setup.path
     if setup.path.suffix == ".json":
-        shutil.copy(setup.path, spare / "config.json")
+        shutil.copy(setup.path, scratch / "config.json")
     else:
         with contextlib.redirect_stderr(io.StringIO()):
             model = _load(replace(setup, device=torch.device("cpu")))
-            model.hf_quantizer = None  # its weights have been unpacked, but it does not say so
+            model.hf_quantizer = None  # the weights have been dequantized, but the model still claims otherwise
             vars(model.config).pop("quantization_config", None)
-            model.save_pretrained(spare)
-    return spare
+            model.save_pretrained(scratch)
+    return scratch

@@ -1,4 +1,4 @@
-"""Engines take turns within each repeat, so that a machine that slows down slows all of them."""
+"""Interleaved runs of several engines, so that a machine that slows down affects all of them."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ from typing import TypeVar
 from yalis.study.peers.peer import explain_failure
 
 Engine = TypeVar("Engine")
-Work = TypeVar("Work")
-Taken = TypeVar("Taken")
+Input = TypeVar("Input")
+Output = TypeVar("Output")
 Report = Callable[[str], None]
 
 
-def take_turns(
+def run_interleaved(
     engines: Sequence[tuple[str, Engine | str]],
-    works: Sequence[Work],
+    inputs: Sequence[Input],
     warmup: int,
-    run: Callable[[Engine, Work, Report], Taken],
+    run: Callable[[Engine, Input, Report], Output],
     report: Report,
-) -> list[list[Taken] | str]:
-    """What each engine's runs gave from the warm-up on, or why it has none.
+) -> list[list[Output] | str]:
+    """Run every engine on every input, input by input; the first `warmup` outputs are dropped.
 
-    An engine is named, and text in its place says why it is not there. Ours is the first: its error ends the benchmark.
+    `engines` are pairs of a name and an engine, or the reason why it could not start. Returns for each engine its
+    outputs, or why it has none. An engine that fails runs no more, but a failure of the first one, YALIS, is raised.
     """
-    taken: list[list[Taken] | str] = [engine if isinstance(engine, str) else [] for _, engine in engines]
-    for turn, work in enumerate(works):
+    outputs: list[list[Output] | str] = [engine if isinstance(engine, str) else [] for _, engine in engines]
+    for turn, one_input in enumerate(inputs):
         counts = turn >= warmup
-        kind = f"repeat {turn - warmup + 1}/{len(works) - warmup}" if counts else "warm-up"
+        phase = f"repeat {turn - warmup + 1}/{len(inputs) - warmup}" if counts else "warm-up"
         for index, (name, engine) in enumerate(engines):
-            kept = taken[index]
+            kept = outputs[index]
             if isinstance(engine, str) or isinstance(kept, str):
                 continue
-            label = f"{name}, {kind}"
+            label = f"{name}, {phase}"
             report(label)
             try:
-                found = run(engine, work, _under(label, report))
+                output = run(engine, one_input, _with_prefix(label, report))
             except Exception as error:
                 if index == 0:
                     raise
-                taken[index] = explain_failure(error)
+                outputs[index] = explain_failure(error)
                 continue
             if counts:
-                kept.append(found)
-    return taken
+                kept.append(output)
+    return outputs
 
 
-def _under(label: str, report: Report) -> Report:
+def _with_prefix(label: str, report: Report) -> Report:
     return lambda text: report(f"{label}: {text}")

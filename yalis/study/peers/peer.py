@@ -14,30 +14,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timing:
-    """One greedy run of a batch: when each token of the whole batch was there, in seconds from the start."""
+    """The times of one greedy run of a batch, in seconds."""
 
-    first_token: float
-    steps: list[float]  # seconds of each decode step after the first token
+    first_token: float  # until every sequence has its first token
+    steps: list[float]  # each decode step after the first token
     total: float
     tokens: list[list[int]]  # [batch][output_len]
-    host: float | None = None  # seconds of the host's own work for a decode step, where they are known
+    host: float | None = None  # host time of a decode step, if known
 
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """What a peer must match to be compared."""
+    """The settings a peer must use for a fair comparison."""
 
-    path: Path  # a folder, or a .gguf file
+    path: Path  # a checkpoint folder, or a .gguf file
     random_weights: bool
     dtype: torch.dtype
     device: torch.device
-    longest: int = 2048  # tokens of a sequence
-    batch: int = 64  # sequences at a time
-    max_batch_tokens: int = 2048  # tokens of a step
-    peers: int = 1  # that share what memory we leave
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 2048  # tokens in one step
+    num_peers: int = 1  # peers that share the memory YALIS leaves free
 
 
 class Peer(Protocol):
+    """An engine that generates `output_len` tokens for each prompt, greedily and past any end-of-sequence token."""
+
     name: str
     version: str
 
@@ -45,12 +47,12 @@ class Peer(Protocol):
 
 
 def explain_failure(error: Exception, pip: str | None = None) -> str:
-    """Why a peer has no numbers; it may fail in ways of its own. `pip`: of an environment that peers have already."""
+    """Return why a peer failed, in one sentence. `pip` is the pip command of the peers' environment, if any."""
     if isinstance(error, YalisError):
         return str(error)
     if isinstance(error, ImportError):
         if error.name is None:
             return f"not installed ({error})"
-        its_own = "make peers, or " if pip is None else ""
-        return f"{error.name} is not installed: {its_own}{pip or 'pip'} install {error.name}"
+        make = "make peers, or " if pip is None else ""
+        return f"{error.name} is not installed: {make}{pip or 'pip'} install {error.name}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

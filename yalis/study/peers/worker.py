@@ -1,8 +1,8 @@
-"""A peer in the peers' own Python: `python -m yalis.study.peers.worker SOCKET FOLDER`, started by `process`.
+"""Runs a peer in the peers' own Python: `python -m yalis.study.peers.worker SOCKET FOLDER`, started by `process`.
 
-A message is a line of JSON on the inherited socket, so whatever the peer prints goes elsewhere. The first request says
-which peer and its setup, every other one is a run; each is answered once, a failure with {"error": a sentence}.
-The folder is for whatever must not stay, and goes with the process.
+A message is one line of JSON on the inherited socket, separate from what the peer prints. The first request names the
+peer and its setup, every other one is a run. Each gets one reply, which is {"error": sentence} after a failure.
+FOLDER holds temporary files and is deleted when the process exits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 from yalis.registry import Registry
 from yalis.study.peers.peer import Peer, PeerSetup, explain_failure
 
-_GRACE_S = 10.0  # to end by itself once nobody listens
+_GRACE_S = 10.0  # to exit by itself after the connection is closed
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     requests: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-    Thread(target=_listen, args=(channel, requests), daemon=True).start()
+    Thread(target=_receive, args=(channel, requests), daemon=True).start()
     peer: Peer | None = None
     while (request := requests.get()) is not None:
         try:
@@ -42,16 +42,16 @@ def main() -> None:
         except Exception as error:
             reply = {"error": explain_failure(error, f"{sys.executable} -m pip")}
         channel.sendall(json.dumps(reply).encode() + b"\n")
-    _clear()
+    _delete_folder()
 
 
-def _listen(channel: socket.socket, requests: SimpleQueue[dict[str, Any] | None]) -> None:
-    """Requests for the main thread, and the end: its own if it is idle, else by force, with all that it started."""
+def _receive(channel: socket.socket, requests: SimpleQueue[dict[str, Any] | None]) -> None:
+    """Queue requests for the main thread. When the connection closes, let it exit, or kill the process group."""
     for line in channel.makefile("rb"):
         requests.put(json.loads(line))
     requests.put(None)
     time.sleep(_GRACE_S)
-    _clear()
+    _delete_folder()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -59,15 +59,15 @@ def _start(request: dict[str, Any]) -> Peer:
     import torch
 
     torch.set_num_threads(request["threads"])
-    given = request["setup"]
-    given.update(path=Path(given["path"]), dtype=getattr(torch, given["dtype"]), device=torch.device(given["device"]))
-    peer: Any = Registry("peer", {"it": request["peer"]}).load("it")
-    ready: Peer = peer(PeerSetup(**given))
+    setup = request["setup"]
+    setup.update(path=Path(setup["path"]), dtype=getattr(torch, setup["dtype"]), device=torch.device(setup["device"]))
+    peer: Any = Registry("peer", {"peer": request["peer"]}).load("peer")
+    ready: Peer = peer(PeerSetup(**setup))
     return ready
 
 
-def _clear() -> None:
-    """Whoever made the folder may have been killed."""
+def _delete_folder() -> None:
+    """Delete the temporary files here too, since the parent process may have been killed."""
     shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 

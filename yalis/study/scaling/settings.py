@@ -19,16 +19,18 @@ from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.study.requests import ThroughputPlan
 
-FAMILIES = ("tp", "grid", "pp", "hybrid", "dp")
-ONE = "one rank"
-LOG = "log.txt"  # what a setting's command said, beside its result
-ENDED = "ended with exit status"  # what is written there of one that failed without a word
+SCHEMES = ("tp", "grid", "pp", "hybrid", "dp")
+ONE_RANK = "one rank"
+LOG = "log.txt"  # the output of a setting's command, next to its result
+EXITED = "exited with status"  # last line of the log if the command failed
 
 
 @dataclass(frozen=True)
 class Setting:
+    """One point of the study: how the model is split, and the all-reduce."""
+
     split: Split
-    allreduce: str = ""  # empty with one rank, which has nobody to sum with
+    allreduce: str = ""  # empty with one rank
 
     @property
     def ranks(self) -> int:
@@ -36,10 +38,10 @@ class Setting:
 
     @property
     def scheme(self) -> str:
-        """Which of the families it belongs to."""
+        """The scheme of SCHEMES that this split belongs to."""
         split = self.split
         if split.size == 1:
-            return ONE
+            return ONE_RANK
         if split.replicas > 1:
             return "dp"
         if split.stages > 1:
@@ -48,7 +50,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """ "tp2x2-pp2", the way a scheme is given too."""
+        """The split as --schemes accepts it, such as "tp2x2-pp2"."""
         split = self.split
         grid = str(split.rows) if split.cols == 1 else f"{split.rows}x{split.cols}"
         parts = [f"tp{grid}"] if split.per_stage > 1 else []
@@ -66,21 +68,23 @@ class Setting:
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    folder: Path  # of all results
+    """What `yalis bench scaling` runs. The fields but the first and last are written to the result."""
+
+    folder: Path  # with one folder per setting
     ranks: tuple[int, ...] = (1, 2, 4)
     schemes: tuple[str, ...] = ("tp", "pp")
     allreduces: tuple[str, ...] = ("auto",)
-    node_ranks: int = 4  # ranks that a node holds: where a hybrid goes from tp to pp
-    minutes: float = 30.0  # that a setting may take
-    work: ThroughputPlan = field(default_factory=ThroughputPlan)
+    node_ranks: int = 4  # ranks per node: the tensor-parallel size of hybrid
+    minutes: float = 30.0  # time limit of a setting
+    throughput: ThroughputPlan = field(default_factory=ThroughputPlan)
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
-            raise YalisError("ranks has no number of at least 1; give for example --ranks 1,2,4")
+            raise YalisError("--ranks needs numbers of at least 1; give for example --ranks 1,2,4")
         if not self.schemes or not self.allreduces:
-            raise YalisError("there is no scheme or no all-reduce; give for example --schemes tp,pp --allreduce torch")
+            raise YalisError("--schemes or --allreduce is empty; give for example --schemes tp,pp --allreduce torch")
         if self.node_ranks < 1:
-            raise YalisError(f"a node holds {self.node_ranks} ranks; give --tasks-per-node a number of at least 1")
+            raise YalisError(f"--tasks-per-node is {self.node_ranks}; give a whole number of at least 1")
         if not 0 < self.minutes < math.inf:
             raise YalisError(f"minutes is {self.minutes:g}; give a number above 0")
         for name in self.allreduces:
@@ -88,7 +92,7 @@ class ScalingPlan:
 
 
 def list_settings(plan: ScalingPlan) -> list[Setting]:
-    """Every setting once, fewer ranks first."""
+    """Return every setting once, in order of ranks."""
     settings: dict[Setting, None] = {}
     unused = set(plan.schemes)
     for ranks in sorted(set(plan.ranks)):
@@ -101,16 +105,16 @@ def list_settings(plan: ScalingPlan) -> list[Setting]:
                 settings.setdefault(Setting(split, allreduce))
     if unused:
         raise YalisError(
-            f"scheme {sorted(unused)[0]!r} is none of {', '.join(map(str, plan.ranks))} ranks; give more --ranks, or "
-            "leave it out"
+            f"scheme {sorted(unused)[0]!r} fits none of {', '.join(map(str, plan.ranks))} ranks; give other --ranks, "
+            "or omit it"
         )
     return list(settings)
 
 
 def _split(scheme: str, ranks: int, node_ranks: int) -> Split | None:
-    """What a scheme means for so many ranks; None where it means nothing."""
-    if scheme not in FAMILIES:
-        split = _read_split(scheme)
+    """Return the split of a scheme over `ranks`, or None if there is none."""
+    if scheme not in SCHEMES:
+        split = _parse_split(scheme)
         return split if split.size == ranks else None
     if ranks == 1:
         return Split()
@@ -120,22 +124,21 @@ def _split(scheme: str, ranks: int, node_ranks: int) -> Split | None:
         return Split(stages=ranks)
     if scheme == "dp":
         return Split(replicas=ranks)
-    if scheme == "hybrid":  # tp inside a node and pp between nodes; two stages on one node
+    if scheme == "hybrid":  # intra-node tp and inter-node pp; two stages on a single node
         per_stage = node_ranks if node_ranks < ranks else ranks // 2
         return Split(rows=per_stage, stages=ranks // per_stage) if per_stage > 1 and ranks % per_stage == 0 else None
-    cols = max(col for col in range(1, math.isqrt(ranks) + 1) if ranks % col == 0)  # the squarest grid
+    cols = max(col for col in range(1, math.isqrt(ranks) + 1) if ranks % col == 0)  # as square as possible
     return Split(ranks // cols, cols) if cols > 1 else None
 
 
-def _read_split(scheme: str) -> Split:
-    """ "2x2", "tp4", "tp2-pp2"."""
+def _parse_split(scheme: str) -> Split:
+    """Parse one split, such as "2x2", "tp4" or "tp2-pp2"."""
     counts: dict[str, int] = {}
     for part in scheme.lower().split("-"):
         found = re.fullmatch(r"(?:tp)?([1-9]\d*)x([1-9]\d*)|(tp|pp|dp)([1-9]\d*)", part)
         if found is None or counts.keys() & (new := _degrees(found)).keys():
             raise YalisError(
-                f"scheme {scheme!r} is not known; accepted: {', '.join(FAMILIES)}, or one split such as 2x2, tp4 or "
-                "tp2-pp2"
+                f"unknown scheme {scheme!r}; accepted: {', '.join(SCHEMES)}, or one split such as 2x2, tp4 or tp2-pp2"
             )
         counts |= new
     return Split(**counts)
@@ -149,32 +152,32 @@ def _degrees(found: re.Match[str]) -> dict[str, int]:
 
 
 def command_line(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> str:
-    """The setting's command, wherever it is started from: the first line of its log."""
-    return shlex.join(["yalis", *command_words(config, replace(plan, folder=plan.folder.resolve()), setting)])
+    """Return the command of a setting, which is the first line of its log, with absolute paths."""
+    return shlex.join(["yalis", *command_args(config, replace(plan, folder=plan.folder.resolve()), setting)])
 
 
-def command_words(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> list[str]:
-    """`yalis` with these words measures the setting and leaves its result in its folder."""
-    work = plan.work
-    words = ["bench", "throughput"]
-    for one in work.workloads:
-        words += ["--workload", str(one)]
-    words += _flags(work, without=("workloads", "peer"))
-    words += _flags(setting.apply(config))
-    if config.prefix_reuse:  # which is off in throughput unless asked for
-        words.append("--prefix-reuse")
-    return [*words, "--out", str(plan.folder / setting.folder)]
+def command_args(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> list[str]:
+    """Return the arguments of `yalis` that measure a setting and write the result to its folder."""
+    throughput = plan.throughput
+    args = ["bench", "throughput"]
+    for workload in throughput.workloads:
+        args += ["--workload", str(workload)]
+    args += _flags(throughput, without=("workloads", "peer"))
+    args += _flags(setting.apply(config))
+    if config.prefix_reuse:  # off in bench throughput by default
+        args.append("--prefix-reuse")
+    return [*args, "--out", str(plan.folder / setting.folder)]
 
 
 def _flags(values: Any, without: tuple[str, ...] = ()) -> list[str]:
-    """The fields of a dataclass that are not at their default, as flags."""
-    words: list[str] = []
+    """Return the fields of a dataclass that differ from their defaults as flags."""
+    args: list[str] = []
     for one in fields(values):
         value, flag = getattr(values, one.name), one.name.replace("_", "-")
         if one.name in without or value == one.default:
             continue
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            args.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words += [f"--{flag}", "x".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    return words
+            args += [f"--{flag}", "x".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    return args

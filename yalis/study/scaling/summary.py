@@ -14,95 +14,95 @@ from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.launch.launchers import SRUN
 from yalis.results import Result
-from yalis.study.requests import ThroughputPlan, digest_of, read_dataset
-from yalis.study.scaling.settings import ENDED, LOG, ScalingPlan, Setting, command_line
-from yalis.study.topology import crowding
+from yalis.study.requests import ThroughputPlan, digest_requests, read_dataset
+from yalis.study.scaling.settings import EXITED, LOG, ScalingPlan, Setting, command_line
+from yalis.study.topology import describe_oversubscription
 
 Row = dict[str, Any]
 
 
 def find_result(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> Result | None:
-    """The newest result in the setting's folder, which must be of the same work and engine."""
+    """Return the newest result in a setting's folder, or None. Refuse one of another workload or engine config."""
     newest = _newest(plan.folder / setting.folder)
     if newest is None:
         return None
     path, result = newest
-    _check_same(path, result.parameters, asdict(plan.work))
-    _check_dataset(path, result.parameters, plan.work)
-    asked = asdict(setting.apply(config))
+    _check_same(path, result.parameters, asdict(plan.throughput))
+    _check_dataset(path, result.parameters, plan.throughput)
+    expected = asdict(setting.apply(config))
     if config.block_size is None:
-        del asked["block_size"]  # the ranks' device had the choice, which may not be here
-    _check_same(path, result.parameters["engine"], asked)
+        del expected["block_size"]  # its default depends on the device that was measured
+    _check_same(path, result.parameters["engine"], expected)
     return result
 
 
 def _newest(folder: Path) -> tuple[Path, Result] | None:
-    found = []
+    readable = []
     for path in folder.glob("*.json"):
         try:
-            found.append((path, results.read(path)))
+            readable.append((path, results.read(path)))
         except YalisError as error:
-            raise YalisError(f"{error}; or remove it, and the same command measures it again") from error
-    own = [(path, result) for path, result in found if result.kind == "throughput"]
-    return max(own, key=lambda pair: results.age(*pair), default=None)
+            raise YalisError(f"{error}; or remove the file, and the same command measures the setting again") from error
+    candidates = [(path, result) for path, result in readable if result.kind == "throughput"]
+    return max(candidates, key=lambda pair: results.age(*pair), default=None)
 
 
-def _check_same(path: Path, told: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Refuse a result whose work or engine is not what is asked; what an older yalis did not tell is at its default."""
-    for name, value in json.loads(json.dumps(asked)).items():
-        if told.get(name, value) != value:
+def _check_same(path: Path, measured: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Refuse a result with other parameters. Those that an older version did not write count as equal."""
+    for name, value in json.loads(json.dumps(expected)).items():
+        if measured.get(name, value) != value:
             raise YalisError(
-                f"{path} is of another study: its {name} is {told[name]!r} and not {value!r}; give another --out, or "
-                "remove it"
+                f"{path} belongs to another study: its {name} is {measured[name]!r}, not {value!r}; give another "
+                "--out, or remove the file"
             )
 
 
-def _check_dataset(path: Path, told: dict[str, Any], work: ThroughputPlan) -> None:
-    """Refuse a result of other lines than the dataset has now. Where it is not at hand, results are still compared."""
-    if work.dataset is None or not (file := Path(work.dataset)).exists():
+def _check_dataset(path: Path, measured: dict[str, Any], throughput: ThroughputPlan) -> None:
+    """Refuse a result if the dataset has changed since. Without the dataset at hand, this cannot be checked."""
+    if throughput.dataset is None or not (file := Path(throughput.dataset)).exists():
         return
-    if told.get("prompts_digest") != digest_of(read_dataset(file, work.requests)):
+    if measured.get("prompts_digest") != digest_requests(read_dataset(file, throughput.requests)):
         raise YalisError(
-            f"{path} is of other requests than {file} holds now; give another --out, or remove it, and the same "
-            "command measures it again"
+            f"{path} was measured with other requests than {file} has now; give another --out, or remove the file, "
+            "and the same command measures the setting again"
         )
 
 
 def _check_same_prompts(measured: Sequence[Result], plan: ScalingPlan) -> str | None:
-    """The digest that all results share. An older yalis told none, which does where a seed says what was drawn."""
+    """Return the digest that all results share. Older results have none, which is accepted for seeded prompts."""
     digests = {result.parameters.get("prompts_digest") for result in measured}
-    if plan.work.dataset is None:
+    if plan.throughput.dataset is None:
         digests.discard(None)
     if len(digests) > 1:
         raise YalisError(
-            f"the results in {plan.folder} are of different requests, and no ratio joins those; give another --out"
+            f"the results in {plan.folder} have different requests, so they cannot be compared; give another --out"
         )
     return next(iter(digests), None)
 
 
 def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting], command: str) -> Result:
-    """All that came back, as one result; settings without one are rows that say why."""
-    found = {setting: find_result(config, plan, setting) for setting in settings}
-    measured = {setting: result for setting, result in found.items() if result is not None}
+    """Join the results of all settings into one. A setting without a result gets a row that says why."""
+    by_setting = {setting: find_result(config, plan, setting) for setting in settings}
+    measured = {setting: result for setting, result in by_setting.items() if result is not None}
     digest = _check_same_prompts(list(measured.values()), plan)
     machines: list[dict[str, Any]] = []
     for result in measured.values():
         if (machine := results.machine(result)) not in machines:
             machines.append(machine)
-    rows = [_row(config, plan, setting, found[setting], machines) for setting in settings]
-    bases = _add_ratios(rows, measured, settings)
+    rows = [_row(config, plan, setting, by_setting[setting], machines) for setting in settings]
+    baselines = _add_ratios(rows, measured, settings)
     parameters = {
-        **{name: value for name, value in asdict(plan).items() if name not in ("folder", "work")},
-        **asdict(plan.work),
+        **{name: value for name, value in asdict(plan).items() if name not in ("folder", "throughput")},
+        **asdict(plan.throughput),
         "engine": asdict(config),
         "machines": machines,
-        "baselines": bases,
+        "baselines": baselines,
         "prompts_digest": digest,
     }
     notes = list(_notes(rows, measured, machines))
     if not measured:
         return results.new("scaling", parameters, rows, command, [], notes)
-    first = next(iter(measured.values()))  # that is where it was measured, wherever it is gathered
+    first = next(iter(measured.values()))  # host and versions are those of the measurement, not of this process
     parameters["dtype"] = first.parameters["dtype"]
     result = results.new("scaling", parameters, rows, command, first.devices, notes)
     return replace(result, host=first.host, versions=first.versions, revision=first.revision)
@@ -121,7 +121,7 @@ def _row(
     for name in ("status", "seconds", "seconds_low", "seconds_high", "tokens_per_s", "first_token_ms", "token_ms"):
         row[name] = measured[name]
     row["machine"] = 1 + machines.index(results.machine(result))
-    row["crowded"] = crowding(result)
+    row["crowded"] = describe_oversubscription(result)
     if newest := _newest(plan.folder / setting.folder):
         row["file"] = str(newest[0].relative_to(plan.folder))
     if result.topology is not None:
@@ -130,7 +130,7 @@ def _row(
 
 
 def _why_missing(log: Path, command: str) -> str:
-    """The error a setting's command ended with, or that there was none; a log of another command tells nothing."""
+    """Return the error at the end of a setting's log. A log of another command is ignored."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
@@ -141,45 +141,45 @@ def _why_missing(log: Path, command: str) -> str:
     errors = [line for line in lines if re.match(r"yalis: (internal )?error: ", line)]
     if errors:
         return errors[-1].partition("error: ")[2]
-    if lines and lines[-1].startswith(ENDED):
+    if lines and lines[-1].startswith(EXITED):
         return ": ".join([lines[-1], *lines[-2:-1]])
-    return f"no result yet; its log ends: {lines[-1]}" if lines else "no result yet"
+    return f"no result yet; the log ends with: {lines[-1]}" if lines else "no result yet"
 
 
 def _add_ratios(rows: list[Row], measured: dict[Setting, Result], settings: Sequence[Setting]) -> dict[str, str]:
-    """Speed-up, efficiency and agreement with the baseline of the same machine; returns those by machine.
+    """Add speed-up, efficiency and token agreement relative to a baseline; returns the baseline of each machine.
 
-    A machine's baseline is its quickest setting with the fewest ranks. Machines are never mixed in a ratio.
+    The baseline is the fastest setting with the fewest ranks on the same kind of machine.
     """
-    bases: dict[str, str] = {}
+    baselines: dict[str, str] = {}
     pairs = [(setting, row) for setting, row in zip(settings, rows, strict=True) if row["status"] == "ok"]
     for machine in sorted({row["machine"] for _, row in pairs}):
-        here = [(setting, row) for setting, row in pairs if row["machine"] == machine]
-        setting, base = min(here, key=lambda pair: (pair[1]["ranks"], pair[1]["seconds"]))
-        bases[str(machine)] = setting.folder
-        right = measured[setting].parameters["answers"]
+        on_machine = [(setting, row) for setting, row in pairs if row["machine"] == machine]
+        setting, base = min(on_machine, key=lambda pair: (pair[1]["ranks"], pair[1]["seconds"]))
+        baselines[str(machine)] = setting.folder
+        expected = measured[setting].parameters["answers"]
         exact = measured[setting].parameters["dtype"] == "float32"
-        for other, row in here:
+        for other, row in on_machine:
             answers = measured[other].parameters["answers"]
-            equal = sum(a == b for a, b in zip(right, answers, strict=False))
-            row["same_tokens"] = equal / max(len(right), len(answers))
+            equal = sum(a == b for a, b in zip(expected, answers, strict=False))
+            row["same_tokens"] = equal / max(len(expected), len(answers))
             if exact and row["same_tokens"] < 1:
                 share = f"{row['same_tokens']:.0%} of its answers"
                 row["status"] = f"wrong tokens: {share} equal those of {setting.folder}"
                 continue
             row["speedup"] = base["seconds"] / row["seconds"]
             row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
-    return bases
+    return baselines
 
 
 def _notes(rows: list[Row], measured: dict[Setting, Result], machines: list[dict[str, Any]]) -> Iterator[str]:
     for crowded in dict.fromkeys(row["crowded"] for row in rows if row["crowded"]):
-        yield f"{crowded}: these rows show what the split costs, not how it scales"
-    if counts := _no_more_cores(measured):
-        told = ", ".join(map(str, counts))
-        yield f"one rank had all the cores that {told} ranks had, so there was no speed-up to gain"
+        yield f"{crowded}: these rows show the overhead of the split, not how it scales"
+    if counts := _ranks_without_more_cores(measured):
+        ranks = ", ".join(map(str, counts))
+        yield f"one rank used as many cores as {ranks} ranks, so no speed-up is possible"
     if len(machines) > 1:
-        yield f"measured on {len(machines)} kinds of machine; speed-ups are within each"
+        yield f"measured on {len(machines)} kinds of machines; speed-ups compare settings of the same kind"
     revisions = {str(result.revision)[:10] for result in measured.values()}
     if len(revisions) > 1:
         yield f"measured at {len(revisions)} revisions: {', '.join(sorted(revisions))}"
@@ -188,26 +188,27 @@ def _notes(rows: list[Row], measured: dict[Setting, Result], machines: list[dict
         yield f"measured with {len(torches)} versions of torch: {', '.join(sorted(torches))}"
 
 
-def _no_more_cores(measured: dict[Setting, Result]) -> list[int]:
-    """Numbers of CPU ranks that only share out the cores that a single rank used on the same kind of machine."""
+def _ranks_without_more_cores(measured: dict[Setting, Result]) -> list[int]:
+    """Return the numbers of CPU ranks that together had no more cores than a single rank on such a machine."""
     on_cpus = {setting: result for setting, result in measured.items() if result.devices[0]["type"] == "cpu"}
-    alone = [(results.machine(result), _cores(result)) for setting, result in on_cpus.items() if setting.ranks == 1]
+    single = [(results.machine(result), _cores(result)) for setting, result in on_cpus.items() if setting.ranks == 1]
     counts = set()
     for setting, result in on_cpus.items():
         machine, cores = results.machine(result), _cores(result)
-        if setting.ranks > 1 and any(machine == own and cores <= had for own, had in alone):
+        if setting.ranks > 1 and any(machine == same and cores <= available for same, available in single):
             counts.add(setting.ranks)
     return sorted(counts)
 
 
 def _cores(result: Result) -> int:
-    """Cores that the ranks of a CPU job can use together."""
+    """Return the cores that all ranks of a CPU run can use together."""
     topology = result.topology or results.topology([0])
-    wanted: int = topology["ranks"] * result.devices[0].get("threads", 1)
+    threads: int = topology["ranks"] * result.devices[0].get("threads", 1)
     if topology.get("launcher") == SRUN.name:
-        return wanted
-    return min(wanted, result.host["cores"] * len(topology["ranks_per_host"]))
+        return threads
+    return min(threads, result.host["cores"] * len(topology["ranks_per_host"]))
 
 
 def failed(result: Result) -> list[Row]:
+    """Return the rows of settings without figures."""
     return [row for row in result.rows if row["status"] != "ok"]
