@@ -1,4 +1,4 @@
-"""Replicas as processes: the answers of one rank, and offline jobs that keep their promise whichever rank is killed."""
+"""Data-parallel replicas as processes: the answers of one rank, and batch jobs that resume whichever rank dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.multiprocess.launch_job import LAUNCHERS, ROOT
 from tests.tiny_chat import save_tiny_chat
 from yalis import LLM, SamplingParams
 from yalis.cli.main import main
-from yalis.engine.replicas import Replicas
+from yalis.engine.replicas import ReplicaRouter
 
 ENGINE = {"max_num_seqs": 2, "kv_blocks": 64, "threads": 1, "dtype": "float32"}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
@@ -180,7 +180,7 @@ def test_an_llm_of_replicas_is_an_llm(model: str) -> None:
     long = SamplingParams(max_tokens=150, ignore_eos=True, seed=3)
     with LLM(model, **ENGINE) as alone, LLM(model, dp=2, **ENGINE) as llm:
         router = llm._engine
-        assert isinstance(router, Replicas)
+        assert isinstance(router, ReplicaRouter)
         for sampling in (several, stopped):
             texts = [
                 [(one.text, one.finish_reason) for one in output.completions]
@@ -190,7 +190,7 @@ def test_an_llm_of_replicas_is_an_llm(model: str) -> None:
                 [(one.text, one.finish_reason) for one in output.completions]
                 for output in alone.generate(prompts, sampling)
             ]
-        assert min(router.served.values()) > 0
+        assert min(router.num_finished.values()) > 0
         assert llm.poll() == []  # at once, with nothing to do
         # Every replica has seen the prefix by now.
         cached = [output.completions[0].metrics.cached_tokens for output in llm.generate(prompts, stopped)]
@@ -214,6 +214,6 @@ def test_an_llm_of_replicas_is_an_llm(model: str) -> None:
         assert [done[id].completions[0].finish_reason for id in ids] == ["length"] + ["cancelled"] * 7
         assert done[ids[0]].text == alone.generate(prompts[0], long)[0].text
         assert llm.poll() == []
-        assert not any(router._load.values())
+        assert not any(router._num_assigned.values())
         answers = llm.generate([[1], [2], [3]], SamplingParams(max_tokens=3, ignore_eos=True))  # and it goes on
         assert [len(output.token_ids) for output in answers] == [3, 3, 3]

@@ -1,4 +1,4 @@
-"""Replicas with real engines and schedulers; only the model is a formula, so that every answer is known beforehand."""
+"""The replica router with real engines and schedulers. A formula replaces the model, so every output is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from yalis.config import EngineConfig
 from yalis.engine import replicas
 from yalis.engine.engine import Engine
-from yalis.engine.replicas import Replicas, serve_replica
+from yalis.engine.replicas import ReplicaRouter, serve_replica
 from yalis.errors import YalisFailure
 from yalis.launch.link import Link, LinkLost, listen
 from yalis.scheduling.plan import Emitted, StepOutput, StepPlan
@@ -29,11 +29,11 @@ from yalis.types import SamplingParams
 EOS = 0
 
 
-def formula(seed: int, place: int) -> int:
-    return (seed * 7919 + place * 104729 + place * place) % 23
+def formula(seed: int, position: int) -> int:
+    return (seed * 7919 + position * 104729 + position * position) % 23
 
 
-def answer(params: SamplingParams) -> list[int]:
+def expected_output(params: SamplingParams) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < params.max_tokens:
         tokens.append(formula(params.seed or 0, len(tokens)))
@@ -43,7 +43,7 @@ def answer(params: SamplingParams) -> list[int]:
 
 
 class FormulaRanks:
-    """What an engine needs of its ranks."""
+    """The part of ReplicaRanks that an engine uses."""
 
     def __init__(self, device: str, num_blocks: int, max_model_len: int, seconds: float = 0.0) -> None:
         graphs = SimpleNamespace(nbytes=7)
@@ -69,22 +69,22 @@ class FormulaRanks:
 
 
 def make_engine(
-    seats: int, device: str = "cpu", blocks: int = 12, length: int = 40, seconds: float = 0.0, step: int = 16
+    max_num_seqs: int, device: str = "cpu", blocks: int = 12, length: int = 40, seconds: float = 0.0, step: int = 16
 ) -> Engine:
-    config = EngineConfig(max_num_seqs=seats, max_batch_tokens=step, block_size=4, threads=1)
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_batch_tokens=step, block_size=4, threads=1)
     spec = SimpleNamespace(rope=SimpleNamespace(switch_at=None))
     return Engine(config, spec, FormulaRanks(device, blocks, length, seconds), frozenset({EOS}))  # type: ignore[arg-type]
 
 
-def drawn(seed: int, max_tokens: int, **more: Any) -> SamplingParams:
+def sampling(seed: int, max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=max_tokens, **more)
 
 
-# A world in memory, whose replicas take a turn when they are told to
+# Replicas in memory: each runs only when the test calls its turn()
 
 
 class End:
-    """Rank 0's end of a link; the messages are those of a real one."""
+    """Rank 0's end of a link; messages pass through JSON as on a real one."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -105,7 +105,7 @@ class End:
 
 
 class Replica:
-    """`serve_replica` in a thread that runs only during its turns; also its end of the link."""
+    """Runs `serve_replica` in a thread, only during turn(); it is also the replica's end of the link."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.end = engine, End(self)
@@ -118,7 +118,7 @@ class Replica:
         self._paused.acquire()
 
     def turn(self) -> None:
-        """Take what has come, and one step where there is one to take."""
+        """Handle the received messages, then run one step if the engine has work."""
         self._go.release()
         assert self._paused.acquire(timeout=10)
         if self._errors:
@@ -152,34 +152,35 @@ class Replica:
         return json.loads(self.inbox.popleft())
 
 
-class Room:
-    """Rank 0's Replicas and the others, with a record of what was emitted."""
+class Cluster:
+    """The router and its remote replicas, with a record of everything emitted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, engines: list[Engine], seats: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engines: list[Engine], max_num_seqs: int) -> None:
         self.engines = engines
-        self.others = [Replica(engine) for engine in engines[1:]]
-        self.router = Replicas(engines[0], {2 * i + 2: one.end for i, one in enumerate(self.others)}, seats)  # type: ignore[misc]
+        self.remote = [Replica(engine) for engine in engines[1:]]
+        links = {2 * i + 2: replica.end for i, replica in enumerate(self.remote)}
+        self.router = ReplicaRouter(engines[0], links, max_num_seqs)  # type: ignore[arg-type]
         self.params: dict[int, SamplingParams] = {}
-        self.heard: dict[int, list[Emitted]] = {}
+        self.emitted: dict[int, list[Emitted]] = {}
         self.ended: dict[int, str] = {}
         monkeypatch.setattr(replicas, "wait_any", self._wait)
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         id = self.router.add(prompt, params).id
-        self.params[id], self.heard[id] = params, []
+        self.params[id], self.emitted[id] = params, []
         return id
 
     def step(self) -> None:
         for item in self.router.step():
-            assert item.request_id not in self.ended, "something was emitted after the end"
-            self.heard[item.request_id].append(item)
+            assert item.request_id not in self.ended, "a request emitted something after its end"
+            self.emitted[item.request_id].append(item)
             if item.finish_reason is not None:
                 self.ended[item.request_id] = item.finish_reason
 
     def cancel(self, id: int) -> None:
-        told = self.router.cancel(id)
-        assert bool(told) == (id not in self.ended)
-        if told:
+        emitted = self.router.cancel(id)
+        assert bool(emitted) == (id not in self.ended)
+        if emitted:
             self.ended[id] = "cancelled"
 
     def finish(self, id: int) -> None:
@@ -189,48 +190,48 @@ class Room:
 
     def _wait(self, links: list[End]) -> None:
         for _ in range(100):
-            for one in self.others:
-                if one.end.inbox:
+            for replica in self.remote:
+                if replica.end.inbox:
                     return
-                one.turn()
-        raise AssertionError("rank 0 waits, and nobody has anything to say")
+                replica.turn()
+        raise AssertionError("rank 0 waits, but no replica has a report to send")
 
     def drain(self) -> None:
         for _ in range(5000):
             if not self.router.has_work:
                 return
             self.step()
-        raise AssertionError("requests are left over")
+        raise AssertionError("requests did not finish")
 
     def check_empty(self) -> None:
-        """Everybody hears the last word, and nothing is left of anything."""
-        for one in self.others:
+        """Let every replica handle its messages; check that no request is left and that all outputs are right."""
+        for replica in self.remote:
             for _ in range(4):
-                one.turn()
-        while self.router.own.has_work:
+                replica.turn()
+        while self.router.local.has_work:
             self.step()
         self.step()
         router = self.router
-        assert not any([router._given, router._tickets, router._waiting])
-        assert not any([*router._load.values(), *router._fresh.values()])
+        assert not any([router._assignments, router._assignment_ids, router._waiting])
+        assert not any([*router._num_assigned.values(), *router._num_unstarted.values()])
         for engine in self.engines:
             assert not engine.has_work
             engine.scheduler.check()
-        assert not router._own._requests
+        assert not router._local_replica._requests
         whole = [id for id, reason in self.ended.items() if reason in ("stop", "length")]
-        assert sum(router.served.values()) == len(whole)
+        assert sum(router.num_finished.values()) == len(whole)
         assert self.ended.keys() == self.params.keys()
         for id, params in self.params.items():
-            tokens = [item.token for item in self.heard[id] if item.token is not None]
-            expected = answer(params)
+            tokens = [item.token for item in self.emitted[id] if item.token is not None]
+            expected = expected_output(params)
             assert tokens == (expected if id in whole else expected[: len(tokens)])
-        assert router.stats.output_tokens == sum(len(items) for items in self.heard.values())
+        assert router.stats.output_tokens == sum(len(items) for items in self.emitted.values())
 
     def close(self) -> None:
-        self.router.close()  # which hears the others' last word
-        for one in self.others:
-            one.thread.join(5)
-            assert not one.thread.is_alive()
+        self.router.close()  # which reads the last message of each replica
+        for replica in self.remote:
+            replica.thread.join(5)
+            assert not replica.thread.is_alive()
 
 
 ACTIONS = st.one_of(
@@ -244,114 +245,120 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    count=st.integers(1, 3), seats=st.integers(1, 4), device=st.sampled_from(["cpu", "cuda"]),
+    count=st.integers(1, 3), max_num_seqs=st.integers(1, 4), device=st.sampled_from(["cpu", "cuda"]),
     actions=st.lists(ACTIONS, min_size=5, max_size=60),
 )  # fmt: skip
-def test_every_request_ends_exactly_once(count: int, seats: int, device: str, actions: list[tuple[Any, ...]]) -> None:
+def test_every_request_ends_exactly_once(
+    count: int, max_num_seqs: int, device: str, actions: list[tuple[Any, ...]]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        room = Room(patch, [make_engine(seats, device) for _ in range(count + 1)], seats)
+        cluster = Cluster(patch, [make_engine(max_num_seqs, device) for _ in range(count + 1)], max_num_seqs)
         for kind, *rest in actions:
             if kind == "add":
-                length, most, whole = rest
-                room.add([len(room.params) % 5] * length, drawn(len(room.params), most, ignore_eos=whole))
+                length, max_tokens, whole = rest
+                cluster.add(
+                    [len(cluster.params) % 5] * length, sampling(len(cluster.params), max_tokens, ignore_eos=whole)
+                )
             elif kind == "step":
-                room.step()
+                cluster.step()
             elif kind == "turn":
-                room.others[rest[0] % count].turn()
-            elif room.params:
-                getattr(room, kind)(rest[0] % len(room.params))
-        room.drain()
-        room.check_empty()
-        room.close()
+                cluster.remote[rest[0] % count].turn()
+            elif cluster.params:
+                getattr(cluster, kind)(rest[0] % len(cluster.params))
+        cluster.drain()
+        cluster.check_empty()
+        cluster.close()
 
 
-def test_a_free_replica_takes_what_another_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All replicas take a step at the same time; lines differ by a factor of 30."""
-    for seats in (1, 2):
-        room = Room(monkeypatch, [make_engine(seats, blocks=100, length=160) for _ in range(3)], seats)
+def test_a_free_replica_takes_over_unstarted_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All replicas step at the same time; completion lengths differ by a factor of 30."""
+    for max_num_seqs in (1, 2):
+        cluster = Cluster(
+            monkeypatch, [make_engine(max_num_seqs, blocks=100, length=160) for _ in range(3)], max_num_seqs
+        )
         lengths = [90, 3, 3, 90, 3, 3, 3, 3, 60, 3, 3, 3, 30, 3, 30, 3, 3, 3]
-        for seed, most in enumerate(lengths):
-            room.add([seed, 1], drawn(seed, most, ignore_eos=True))
+        for seed, max_tokens in enumerate(lengths):
+            cluster.add([seed, 1], sampling(seed, max_tokens, ignore_eos=True))
         rounds = wasted = 0
-        while room.router.has_work:
-            before = [engine.stats.steps for engine in room.engines]
-            room.step()
-            for one in room.others:
-                one.turn()
+        while cluster.router.has_work:
+            before = [engine.stats.steps for engine in cluster.engines]
+            cluster.step()
+            for replica in cluster.remote:
+                replica.turn()
             rounds += 1
-            idle = sum(engine.stats.steps == count for engine, count in zip(room.engines, before, strict=True))
-            queued = sum(engine.scheduler.num_waiting for engine in room.engines) + len(room.router._waiting)
+            idle = sum(engine.stats.steps == count for engine, count in zip(cluster.engines, before, strict=True))
+            queued = sum(engine.scheduler.num_waiting for engine in cluster.engines) + len(cluster.router._waiting)
             wasted += min(idle, queued)
-        room.check_empty()
-        assert sum(room.router.served.values()) == len(lengths)
-        assert 0 < room.router.moved < len(lengths)
-        assert wasted <= room.router.moved  # rounds in which a replica was idle and a request waited: news travels
-        assert rounds <= sum(lengths) / (3 * seats) + max(lengths) * (1 - 1 / (3 * seats)) + wasted
-        room.close()
+        cluster.check_empty()
+        assert sum(cluster.router.num_finished.values()) == len(lengths)
+        assert 0 < cluster.router.num_moved < len(lengths)
+        assert wasted <= cluster.router.num_moved  # idle rounds with a request waiting: moving one takes a round
+        assert rounds <= sum(lengths) / (3 * max_num_seqs) + max(lengths) * (1 - 1 / (3 * max_num_seqs)) + wasted
+        cluster.close()
 
 
-def test_nothing_waits_behind_a_long_answer_while_a_replica_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(monkeypatch, [make_engine(1, blocks=40, length=160) for _ in range(2)], 1)
-    room.add([1], drawn(0, 150, ignore_eos=True))  # goes to the other replica
+def test_no_request_queues_after_a_long_one_while_a_replica_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [make_engine(1, blocks=40, length=160) for _ in range(2)], 1)
+    cluster.add([1], sampling(0, 150, ignore_eos=True))  # goes to the other replica
     for seed in range(1, 9):
-        room.add([1], drawn(seed, 4, ignore_eos=True))
+        cluster.add([1], sampling(seed, 4, ignore_eos=True))
     for _ in range(60):
-        room.step()
-        room.others[0].turn()
-    assert len(room.ended) == 8  # all the short ones, long before the long one
-    assert room.router.served == {0: 8, 2: 0}
-    room.drain()
-    room.check_empty()
-    room.close()
+        cluster.step()
+        cluster.remote[0].turn()
+    assert len(cluster.ended) == 8  # all the short ones, long before the long one
+    assert cluster.router.num_finished == {0: 8, 2: 0}
+    cluster.drain()
+    cluster.check_empty()
+    cluster.close()
 
 
-def test_an_idle_engine_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(monkeypatch, [make_engine(2) for _ in range(2)], 2)
-    assert room.router.step() == []
-    id = room.add([1, 2], drawn(1, 30, ignore_eos=True))
-    room.step()
-    room.cancel(id)
-    assert room.router.step() == []  # though the replica has yet to hear of it
-    assert not room.router.has_work
-    room.others[0].turn()
-    room.check_empty()
-    room.close()
+def test_step_without_work_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [make_engine(2) for _ in range(2)], 2)
+    assert cluster.router.step() == []
+    id = cluster.add([1, 2], sampling(1, 30, ignore_eos=True))
+    cluster.step()
+    cluster.cancel(id)
+    assert cluster.router.step() == []  # though the replica has not received the cancellation yet
+    assert not cluster.router.has_work
+    cluster.remote[0].turn()
+    cluster.check_empty()
+    cluster.close()
 
 
-def test_what_a_replica_says_of_a_cancelled_request_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(monkeypatch, [make_engine(2) for _ in range(2)], 2)
-    first = room.add([1, 2], drawn(1, 1, ignore_eos=True))
-    room.router._hand_out()
-    room.others[0].turn()  # its end is on the way
-    room.cancel(first)
-    assert room.router.step() == []
-    assert room.ended == {first: "cancelled"}
-    room.check_empty()
-    room.close()
+def test_reports_on_a_cancelled_request_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [make_engine(2) for _ in range(2)], 2)
+    first = cluster.add([1, 2], sampling(1, 1, ignore_eos=True))
+    cluster.router._assign_waiting()
+    cluster.remote[0].turn()  # the report of its end is in flight
+    cluster.cancel(first)
+    assert cluster.router.step() == []
+    assert cluster.ended == {first: "cancelled"}
+    cluster.check_empty()
+    cluster.close()
 
 
-def test_the_smallest_replica_says_how_long_an_answer_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(monkeypatch, [make_engine(2, length=40), make_engine(2, length=24)], 2)
-    assert room.router.max_model_len == 24
+def test_the_smallest_replica_limits_the_completion_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [make_engine(2, length=40), make_engine(2, length=24)], 2)
+    assert cluster.router.max_model_len == 24
     for seed in range(4):
-        room.add([1] * 10, drawn(seed, 30, min_tokens=20, ignore_eos=True))
-    while room.router.has_work:
-        room.step()
-    assert [len(items) for items in room.heard.values()] == [14] * 4
-    assert all(served for served in room.router.served.values())
-    room.close()
+        cluster.add([1] * 10, sampling(seed, 30, min_tokens=20, ignore_eos=True))
+    while cluster.router.has_work:
+        cluster.step()
+    assert [len(items) for items in cluster.emitted.values()] == [14] * 4
+    assert all(cluster.router.num_finished.values())
+    cluster.close()
 
 
-def test_prefix_reuse_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(monkeypatch, [make_engine(1) for _ in range(2)], 1)
+def test_cached_tokens_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, [make_engine(1) for _ in range(2)], 1)
     prompt = list(range(9))
-    for _ in range(2):  # one on each replica, then one on each that finds its prefix
-        requests = [room.router.add(prompt, drawn(seed, 2, ignore_eos=True)) for seed in range(2)]
-        while room.router.has_work:
-            room.router.step()
+    for _ in range(2):  # one request per replica, then one per replica that finds its prefix cached
+        requests = [cluster.router.add(prompt, sampling(seed, 2, ignore_eos=True)) for seed in range(2)]
+        while cluster.router.has_work:
+            cluster.router.step()
     assert [request.cached_tokens for request in requests] == [8, 8]
-    assert room.router.stats.prompt_tokens == 36
-    room.close()
+    assert cluster.router.stats.prompt_tokens == 36
+    cluster.close()
 
 
 # Real links
@@ -376,8 +383,8 @@ def linked(engine: Engine) -> Iterator[tuple[Link, threading.Thread]]:
     far.close()
 
 
-def _run(router: Replicas) -> int:
-    """To the end; how many steps that took."""
+def _run(router: ReplicaRouter) -> int:
+    """Run to the end; returns the number of steps."""
     calls = 0
     while router.has_work:
         router.step()
@@ -385,25 +392,25 @@ def _run(router: Replicas) -> int:
     return calls
 
 
-def test_rank_0_sleeps_while_only_others_work() -> None:
+def test_rank_0_blocks_while_only_other_replicas_work() -> None:
     with linked(make_engine(4, seconds=0.004)) as (link, thread):
-        router = Replicas(make_engine(4), {1: link}, 4)
-        router.add([1, 2], drawn(1, 25, ignore_eos=True))  # goes to the other
-        assert _run(router) <= 60  # a step for each token, some for news that came in parts
-        assert router.served == {0: 0, 1: 1}
+        router = ReplicaRouter(make_engine(4), {1: link}, 4)
+        router.add([1, 2], sampling(1, 25, ignore_eos=True))  # goes to the other replica
+        assert _run(router) <= 60  # one step per token, and some for messages that arrived in parts
+        assert router.num_finished == {0: 0, 1: 1}
         router.close()
         thread.join(5)
         assert not thread.is_alive()
 
 
 def test_many_long_prompts_at_once() -> None:
-    """More than the connection holds goes to a replica that is sending already."""
+    """Send more than the socket buffers hold to a replica that is itself sending."""
     engines = [make_engine(4, blocks=10_000, length=10_000, step=20_000) for _ in range(2)]
     with linked(engines[1]) as (link, thread):
-        router = Replicas(engines[0], {1: link}, 4)
-        router._most = 10**6  # everything goes out at once
+        router = ReplicaRouter(engines[0], {1: link}, 4)
+        router._max_assigned = 10**6  # assign everything at once
         for seed in range(120):
-            router.add([10**9] * 9000, drawn(seed, 3, ignore_eos=True))
+            router.add([10**9] * 9000, sampling(seed, 3, ignore_eos=True))
         counts = [0] * 120
         while router.has_work:
             for item in router.step():
@@ -413,15 +420,15 @@ def test_many_long_prompts_at_once() -> None:
         thread.join(5)
 
 
-def test_closing_after_a_replica_is_gone_is_quiet() -> None:
+def test_close_after_a_replica_died_raises_nothing() -> None:
     with linked(make_engine(4)) as (link, _):
-        own = make_engine(4)
-        router = Replicas(own, {1: link}, 4)
+        local = make_engine(4)
+        router = ReplicaRouter(local, {1: link}, 4)
         for seed in (1, 2):  # one for each replica
-            router.add([1], drawn(seed, 30, ignore_eos=True))
+            router.add([1], sampling(seed, 30, ignore_eos=True))
         router.step()
         link._socket.shutdown(socket.SHUT_RDWR)  # as if the other end had died
         with pytest.raises(YalisFailure, match="rank 1 on b"):
             _run(router)
         router.close()
-        assert own.ranks.closed  # type: ignore[attr-defined]
+        assert local.ranks.closed  # type: ignore[attr-defined]

@@ -1,11 +1,14 @@
-"""Token ids to text as they come: only what is sure, and only up to the first stop string."""
+"""Incremental detokenization: token ids to text as they are generated, cut at the first stop string.
+
+Text is emitted only once it is final: no part of it changes when more tokens follow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-_UNSURE = "�"  # what a decoder puts where bytes are not (yet) a character
+_REPLACEMENT = "�"  # decoders emit it for bytes that are not (yet) a character
 
 
 class Decoder(Protocol):
@@ -15,116 +18,120 @@ class Decoder(Protocol):
 
 
 class IncrementalDecoder:
-    """Feed ids, get text; the pieces together are decode(all ids), and none ends inside a character.
+    """Decodes one token at a time. The emitted parts add up to decode(all ids), and none ends inside a character.
 
-    A token's text can depend on the tokens before it (a leading space) and after it (the rest of a character), so each
-    piece is the difference between two decodings of a short window that begins at text already given out.
+    The text of a token can depend on the tokens before it (a leading space) and after it (the rest of a character). So
+    each part is the difference between two decodings of a short window that begins in text that was emitted already.
     """
 
     def __init__(self, decoder: Decoder, skip_special_tokens: bool = True) -> None:
         self._decoder, self._skip = decoder, skip_special_tokens
         self._ids: list[int] = []
-        self._start = 0  # the window
-        self._known = 0  # ids whose text was given out
-        self._length = 0  # characters given out
+        self._window_start = 0
+        self._num_decoded = 0  # ids whose text was emitted
+        self._num_chars = 0  # characters emitted
         self._in_bytes = False
 
     def feed(self, token: int) -> str:
+        """Add a token and return the text that is now final."""
         self._ids.append(token)
-        # A later byte may change what this one spells, and a token that is left out does not come between them.
+        # A byte token may become part of a character with the bytes after it. A skipped special token between two
+        # bytes does not separate them.
         self._in_bytes = self._decoder.is_byte(token) or (self._in_bytes and not self._decode([token]))
         if self._in_bytes:
             return ""
-        text = self._decode(self._ids[self._start :])
-        if text.endswith(_UNSURE):
+        text = self._decode(self._ids[self._window_start :])
+        if text.endswith(_REPLACEMENT):
             return ""
-        new = text[len(self._decode(self._ids[self._start : self._known])) :]
+        new = text[len(self._decode(self._ids[self._window_start : self._num_decoded])) :]
         if new:
-            self._start, self._known = self._known, len(self._ids)
-            self._length += len(new)
+            self._window_start, self._num_decoded = self._num_decoded, len(self._ids)
+            self._num_chars += len(new)
         return new
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
-        rest = self._decode(self._ids)[self._length :] if self._known < len(self._ids) else ""
-        self._known = len(self._ids)
-        self._length += len(rest)
+        """Return the text that was held back; no token may follow."""
+        rest = self._decode(self._ids)[self._num_chars :] if self._num_decoded < len(self._ids) else ""
+        self._num_decoded = len(self._ids)
+        self._num_chars += len(rest)
         return rest
 
     def _decode(self, ids: list[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
 
-class StopWatcher:
-    """Cuts text before the first stop string. Holds back an end that may turn out to be the beginning of one."""
+class StopStringMatcher:
+    """Cuts text before the first stop string. The end of the text is held back while it may begin a stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
         self.found: str | None = None
 
-    def feed(self, text: str, allowed: bool = True) -> str:
-        """The text that is sure to stay. While not `allowed`, stop strings are ordinary text."""
+    def feed(self, text: str, enabled: bool = True) -> str:
+        """Add text and return what is now final. While not `enabled`, stop strings are ordinary text."""
         if self.found is not None:
             return ""
-        if not allowed:
+        if not enabled:
             text, self._held = self._held + text, ""
             return text
         held = self._held + text
-        hits = [(held.find(stop), -len(stop), stop) for stop in self._stop if stop in held]
-        if hits:
-            at, _, self.found = min(hits)
+        # The earliest match wins, and the longest of those that begin at the same position.
+        matches = [(held.find(stop), -len(stop), stop) for stop in self._stop if stop in held]
+        if matches:
+            position, _, self.found = min(matches)
             self._held = ""
-            return held[:at]
+            return held[:position]
         keep = max((_overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
 
     def finish(self) -> str:
+        """Return the text that was held back; no text may follow."""
         rest, self._held = self._held, ""
         return rest
 
 
 class Detokenizer:
-    """One completion's text while it is generated. `min_tokens` tokens come before any stop string counts."""
+    """The text of one completion while it is generated. Stop strings count only after `min_tokens` tokens."""
 
     def __init__(
         self, decoder: Decoder, stop: Sequence[str] = (), min_tokens: int = 0, skip_special_tokens: bool = True
     ) -> None:
-        self.text = ""  # all that was given out
-        self.count = 0  # ids taken, up to and with the one that completed a stop string
+        self.text = ""  # everything emitted
+        self.num_tokens = 0  # tokens consumed, including the one that completed a stop string
         self._decoder = IncrementalDecoder(decoder, skip_special_tokens)
-        self._watcher = StopWatcher(stop)
+        self._matcher = StopStringMatcher(stop)
         self._min_tokens = min_tokens
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was met."""
-        return self._watcher.found
+        """The stop string that was found, if any."""
+        return self._matcher.found
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Take ids, up to the one that completes a stop string; gives the text that became sure."""
+        """Add ids up to the one that completes a stop string; returns the text that is now final."""
         new = ""
         for token in ids:
             if self.stopped is not None:
                 break
-            self.count += 1
-            new += self._watcher.feed(self._decoder.feed(token), allowed=self.count > self._min_tokens)
+            self.num_tokens += 1
+            new += self._matcher.feed(self._decoder.feed(token), enabled=self.num_tokens > self._min_tokens)
         self.text += new
         return new
 
     def finish(self) -> str:
-        """No more ids: gives what was held back."""
+        """Return the text that was held back; no ids may follow."""
         if self.stopped is not None:
             return ""
-        rest = self._watcher.feed(self._decoder.finish(), allowed=self.count > self._min_tokens)
-        rest += self._watcher.finish()
+        rest = self._matcher.feed(self._decoder.finish(), enabled=self.num_tokens > self._min_tokens)
+        rest += self._matcher.finish()
         self.text += rest
         return rest
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest beginning of `stop`, short of the whole, that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

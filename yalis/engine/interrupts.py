@@ -1,4 +1,4 @@
-"""Ctrl-C between steps instead of inside one, and what it leaves."""
+"""Ctrl-C takes effect between steps, not inside one, and carries partial results."""
 
 from __future__ import annotations
 
@@ -11,45 +11,44 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """A Ctrl-C whose words say what became of the work; `done` is what there is of it."""
+    """A Ctrl-C with a message on how much work was done; `done` has the partial results."""
 
-    def __init__(self, words: str, done: Any = None) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, done: Any = None) -> None:
+        super().__init__(message)
         self.done = done
 
 
 @contextmanager
-def if_stopped(words: str) -> Iterator[None]:
-    """A Ctrl-C inside the block is told with these words, unless somebody inside knew better ones."""
+def if_stopped(message: str) -> Iterator[None]:
+    """Turn a Ctrl-C inside the block into Stopped(message), unless it is a Stopped already."""
     try:
         yield
     except Stopped:
         raise
     except KeyboardInterrupt as interrupt:
-        raise Stopped(words) from interrupt
+        raise Stopped(message) from interrupt
 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """A Ctrl-C inside the block takes effect when it is left, so that the scheduler never loses a plan.
+    """Delay a Ctrl-C until the end of the block, so that no launched step is lost. A second Ctrl-C acts at once.
 
-    A second one takes effect at once. Only the main thread receives Ctrl-C, so nothing is done in others, nor where
-    the program ignores it.
+    Does nothing outside the main thread, which is the one that receives Ctrl-C, or where the program ignores SIGINT.
     """
     if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
         yield
         return
     held: list[int] = []
 
-    def hold(number: int, frame: FrameType | None) -> None:
+    def hold(signum: int, frame: FrameType | None) -> None:
         if held:
             raise KeyboardInterrupt
-        held.append(number)
+        held.append(signum)
 
-    before = signal.signal(signal.SIGINT, hold)
+    previous = signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
         if held:
             signal.raise_signal(signal.SIGINT)

@@ -19,7 +19,7 @@ from yalis.engine.engine import Engine, EngineStats
 from yalis.engine.interrupts import Stopped, interrupts_held
 from yalis.engine.prompts import EMPTY_PROMPT, Sampling, check_token_ids, encode_prompt, pair_with_sampling
 from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
-from yalis.engine.replicas import Replicas
+from yalis.engine.replicas import ReplicaRouter
 from yalis.engine.requests import PendingCompletion, PendingRequest, Progress, RequestGroup
 from yalis.engine.step_profiler import Profile, RankProfile
 from yalis.engine.worker import WORKER, serve_rank
@@ -54,7 +54,7 @@ class LLM:
         self._submitted = RequestGroup()  # the requests of submit()
         self._next_id = 0
         self.tokenizer: Tokenizer | None = None
-        self._engine: Engine | Replicas | None = None
+        self._engine: Engine | ReplicaRouter | None = None
         self._ranks: ReplicaRanks | None = None
         split = split_of(self.config)
         # Ranks of a launcher join before the model is opened, so that an error there reaches all of them.
@@ -92,7 +92,7 @@ class LLM:
             agree_on_model(world, checkpoint, eos)
             self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
             engine = Engine(config, self.spec, self._ranks, eos)
-            self._engine = engine if config.dp == 1 else Replicas(engine, world.open_links(0), config.max_num_seqs)
+            self._engine = engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs)
         finally:
             checkpoint.close()
 
@@ -296,14 +296,14 @@ class LLM:
             self._world.close()
         self._world = None
 
-    def _running(self) -> Engine | Replicas:
+    def _running(self) -> Engine | ReplicaRouter:
         if self._engine is None:
             raise YalisError("this LLM is closed; create a new one")
         return self._engine
 
     def _single_engine(self, call: str) -> Engine:
         engine = self._running()
-        if isinstance(engine, Replicas):
+        if isinstance(engine, ReplicaRouter):
             raise YalisError(f"{call} covers one replica and dp is {self.config.dp}; create the LLM with dp=1")
         return engine
 

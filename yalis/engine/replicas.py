@@ -1,4 +1,9 @@
-"""Several replicas of a model behind the interface of one engine: a request goes to whichever has the least to do."""
+"""Data parallelism: several replicas of the model with the interface of one Engine.
+
+Rank 0 runs the ReplicaRouter. It assigns each request to the replica with the fewest requests, and moves requests that
+have not started to replicas that run out of work. Rank 0's own replica is an Engine in the same process. Every other
+replica is an Engine on that replica's driver rank, which runs `serve_replica` at the other end of a TCP link.
+"""
 
 from __future__ import annotations
 
@@ -18,64 +23,65 @@ from yalis.scheduling.request import Request
 from yalis.scheduling.wire import decode_emitted, decode_params, encode_emitted, encode_params
 from yalis.types import FinishReason, SamplingParams
 
-OWN = 0  # rank 0's replica
+LOCAL = 0  # the rank that drives rank 0's own replica
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a step of a replica gave, and how it stands. Requests are named by their tickets."""
+class ReplicaReport:
+    """The output of one step of a replica, and its state after it. Requests are named by their assignment ids."""
 
     emitted: list[Emitted]
-    cached: list[int]  # prompt tokens found in the cache, for each of `emitted`
-    queued: list[int]  # not begun yet
+    cached_tokens: list[int]  # prompt tokens found in the prefix cache, for each of `emitted`
+    unstarted: list[int]  # requests that have not been scheduled yet
     stats: EngineStats
 
 
-class Share:
-    """A replica's share of the requests, beside its engine."""
+class LocalReplica:
+    """A replica whose engine runs in this process."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._requests: dict[int, Request] = {}
 
-    def add(self, ticket: int, prompt: list[int], params: SamplingParams) -> None:
-        self._requests[ticket] = self.engine.add(prompt, params, ticket)
+    def add(self, assignment_id: int, prompt: list[int], params: SamplingParams) -> None:
+        self._requests[assignment_id] = self.engine.add(prompt, params, assignment_id)
 
-    def finish(self, ticket: int, reason: FinishReason) -> None:
-        self.engine.finish(ticket, reason)
-        self._requests.pop(ticket, None)  # absent where the end is already on its way to rank 0
+    def finish(self, assignment_id: int, reason: FinishReason) -> None:
+        self.engine.finish(assignment_id, reason)
+        self._requests.pop(assignment_id, None)  # absent if it has finished, and the report is on its way to rank 0
 
-    def step(self) -> Report:
+    def step(self) -> ReplicaReport:
         emitted = self.engine.step()
-        cached = [self._requests[item.request_id].cached_tokens for item in emitted]
+        cached_tokens = [self._requests[item.request_id].cached_tokens for item in emitted]
         for item in emitted:
             if item.finish_reason is not None:
                 del self._requests[item.request_id]
-        queued = [ticket for ticket, request in self._requests.items() if not request.admissions]
-        return Report(emitted, cached, queued, self.engine.stats)
+        unstarted = [id for id, request in self._requests.items() if not request.admissions]
+        return ReplicaReport(emitted, cached_tokens, unstarted, self.engine.stats)
 
 
-class RemoteShare:
-    """The share of a replica at the other end of a link, where `serve_replica` runs."""
+class RemoteReplica:
+    """A replica whose engine runs on another rank, in `serve_replica`."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.max_model_len: int = link.receive()
 
-    def add(self, ticket: int, prompt: list[int], params: SamplingParams) -> None:
-        self.link.send(["add", ticket, prompt, encode_params(params)])
+    def add(self, assignment_id: int, prompt: list[int], params: SamplingParams) -> None:
+        self.link.send(["add", assignment_id, prompt, encode_params(params)])
 
-    def finish(self, ticket: int, reason: FinishReason) -> None:
-        self.link.send(["finish", ticket, reason])
+    def finish(self, assignment_id: int, reason: FinishReason) -> None:
+        self.link.send(["finish", assignment_id, reason])
 
-    def reports(self) -> Iterable[Report]:
-        """Those that are here; waits for none."""
+    def received_reports(self) -> Iterable[ReplicaReport]:
+        """Yield the reports that have arrived, without waiting for more."""
         while self.link.poll(0):
-            emitted, cached, queued, stats = self.link.receive()
-            yield Report([decode_emitted(item) for item in emitted], cached, queued, EngineStats(**stats))
+            emitted, cached_tokens, unstarted, stats = self.link.receive()
+            items = [decode_emitted(item) for item in emitted]
+            yield ReplicaReport(items, cached_tokens, unstarted, EngineStats(**stats))
 
     def close(self) -> None:
-        with contextlib.suppress(YalisFailure):  # it went first, which whoever ran the last step was told
+        with contextlib.suppress(YalisFailure):  # if the replica died, the last step has raised that
             self.link.send(["end"])
             while self.link.receive() != "end":
                 pass
@@ -83,186 +89,198 @@ class RemoteShare:
 
 
 def serve_replica(engine: Engine, link: Link) -> None:
-    """The driver of another replica: take requests from rank 0, step, give back tokens, until sent home."""
-    share = Share(engine)
+    """Run on the driver of another replica: receive requests from rank 0, step, send reports, until rank 0 ends it."""
+    replica = LocalReplica(engine)
     link.send(engine.max_model_len)
     while True:
         while not engine.has_work or link.poll(0):
-            kind, *rest = link.receive()
-            if kind == "end":
+            message, *arguments = link.receive()
+            if message == "end":
                 engine.drain()
-                link.send("end")  # the last word, so that rank 0 leaves nothing unread
+                link.send("end")  # the last message, so that rank 0 can read everything before it closes the link
                 return
-            if kind == "add":
-                ticket, prompt, params = rest
-                share.add(ticket, prompt, decode_params(params))
+            if message == "add":
+                assignment_id, prompt, params = arguments
+                replica.add(assignment_id, prompt, decode_params(params))
             else:
-                share.finish(*rest)
-        link.send(_encode(share.step()))
+                replica.finish(*arguments)
+        link.send(_encode(replica.step()))
 
 
-def _encode(report: Report) -> Any:
-    return [[encode_emitted(item) for item in report.emitted], report.cached, report.queued, asdict(report.stats)]
+def _encode(report: ReplicaReport) -> Any:
+    emitted = [encode_emitted(item) for item in report.emitted]
+    return [emitted, report.cached_tokens, report.unstarted, asdict(report.stats)]
 
 
 @dataclass
-class _Given:
-    """A request in the hands of a replica."""
+class _Assignment:
+    """A request that was assigned to a replica."""
 
     request: Request
-    rank: int
-    begun: bool = False  # a token has come
+    rank: int  # the replica's driver
+    started: bool = False  # a token has been received
 
 
-class Replicas:
-    """Rank 0's own engine and, over links, those of the other replicas, which step at their own pace.
+class ReplicaRouter:
+    """Distributes requests over rank 0's engine and the remote replicas, which step at their own pace.
 
-    Every giving of a request has a ticket of its own, so that what a replica still says of one that was cancelled, or
-    moved to another replica, is told from what counts.
+    Each assignment of a request to a replica has an id of its own. A replica may still report on a request that was
+    cancelled or moved; such a report has an id that is no longer assigned, and is ignored.
     """
 
-    def __init__(self, own: Engine, links: dict[int, Link], max_num_seqs: int) -> None:
-        self.own = own
-        self._own = Share(own)
-        self._remote = {rank: RemoteShare(link) for rank, link in links.items()}
+    def __init__(self, local: Engine, links: dict[int, Link], max_num_seqs: int) -> None:
+        """`links`: to the drivers of the other replicas, by rank."""
+        self.local = local
+        self._local_replica = LocalReplica(local)
+        self._remote = {rank: RemoteReplica(link) for rank, link in links.items()}
         self._links = list(links.values())
-        self._shares: dict[int, Share | RemoteShare] = {OWN: self._own, **self._remote}
-        #: an answer may be as long as the smallest replica allows, so that it does not matter where it is made
-        self.max_model_len = min([own.max_model_len, *(one.max_model_len for one in self._remote.values())])
+        self._replicas: dict[int, LocalReplica | RemoteReplica] = {LOCAL: self._local_replica, **self._remote}
+        #: the minimum over replicas, so that the length of a completion does not depend on where it runs
+        self.max_model_len = min([local.max_model_len, *(replica.max_model_len for replica in self._remote.values())])
         self._waiting: OrderedDict[int, Request] = OrderedDict()
-        self._tickets: dict[int, int | None] = {}  # of every request without an end; None while it waits
-        self._given: dict[int, _Given] = {}  # by ticket
-        self._load = dict.fromkeys(self._shares, 0)
-        self._fresh = dict.fromkeys(self._shares, 0)  # of the load, what no token has come from
-        self._queued: dict[int, list[int]] = {rank: [] for rank in self._shares}  # as of its last report
-        self._stats = {**dict.fromkeys(self._shares, EngineStats()), OWN: own.stats}
-        self._tokens = EngineStats()  # prompts and outputs are counted here: a moved request may be in two engines
-        self.served = dict.fromkeys(self._shares, 0)  # requests that came to their end there
-        self.moved = 0  # requests taken from a replica that had not begun them, and given to another
-        # A little more than runs at a time, so that a replica has its next request before it asks.
-        self._seats, self._most = max_num_seqs, max_num_seqs + max(2, max_num_seqs // 4)
-        self._next_id = self._next_ticket = 0
+        self._assignment_ids: dict[int, int | None] = {}  # of every unfinished request; None while it is waiting
+        self._assignments: dict[int, _Assignment] = {}  # by assignment id
+        self._num_assigned = dict.fromkeys(self._replicas, 0)
+        self._num_unstarted = dict.fromkeys(self._replicas, 0)  # assigned requests without a token
+        self._unstarted: dict[int, list[int]] = {rank: [] for rank in self._replicas}  # ids, as of the last report
+        self._stats = {**dict.fromkeys(self._replicas, EngineStats()), LOCAL: local.stats}
+        # Token counts are kept here, because two engines may both have counted a request that was moved.
+        self._tokens = EngineStats()
+        self.num_finished = dict.fromkeys(self._replicas, 0)  # requests that ran to their end on each replica
+        self.num_moved = 0  # requests moved from one replica to another before they started
+        # Slightly more requests than can run at once, so that a replica has its next request when one finishes.
+        self._max_running, self._max_assigned = max_num_seqs, max_num_seqs + max(2, max_num_seqs // 4)
+        self._next_id = self._next_assignment_id = 0
 
     @property
     def device(self) -> torch.device:
-        return self.own.device
+        return self.local.device
 
     @property
     def has_work(self) -> bool:
-        return bool(self._tickets)
+        return bool(self._assignment_ids)
 
     @property
     def stats(self) -> EngineStats:
-        """Summed over the replicas."""
+        """Counters summed over the replicas."""
         sums = {
-            one.name: sum(getattr(stats, one.name) for stats in self._stats.values()) for one in fields(EngineStats)
+            field.name: sum(getattr(stats, field.name) for stats in self._stats.values())
+            for field in fields(EngineStats)
         }
         return EngineStats(
             **{**sums, "prompt_tokens": self._tokens.prompt_tokens, "output_tokens": self._tokens.output_tokens}
         )
 
     def add(self, prompt: list[int], params: SamplingParams) -> Request:
-        room = self.max_model_len - len(prompt)
-        if params.max_tokens > room:
-            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        max_tokens = self.max_model_len - len(prompt)
+        if params.max_tokens > max_tokens:
+            params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
         request = Request(self._next_id, prompt, params)
         self._next_id += 1
         self._tokens.prompt_tokens += len(prompt)
-        self._tickets[request.id] = None
+        self._assignment_ids[request.id] = None
         self._waiting[request.id] = request
         return request
 
     def step(self) -> list[Emitted]:
-        """Hand out what waits, take a step of our own if there is one to take, and gather what the others sent."""
-        self._hand_out()
-        self._even_out()
-        emitted = self._take(OWN, self._own.step()) if self.own.has_work else []
-        emitted += self._gather()
-        if not emitted and not self.own.has_work and any(self._load[rank] for rank in self._remote):
+        """Assign waiting requests, run a step of the local engine if it has work, and collect the remote reports.
+
+        Waits for a report only if nothing was emitted and only remote replicas have work.
+        """
+        self._assign_waiting()
+        self._rebalance()
+        emitted = self._apply(LOCAL, self._local_replica.step()) if self.local.has_work else []
+        emitted += self._apply_received()
+        if not emitted and not self.local.has_work and any(self._num_assigned[rank] for rank in self._remote):
             wait_any(self._links)
-            emitted = self._gather()
+            emitted = self._apply_received()
         return emitted
 
     def cancel(self, request_id: int) -> list[Emitted]:
         return [Emitted(request_id, None, None, "cancelled")] if self.finish(request_id, "cancelled") else []
 
     def finish(self, request_id: int, reason: FinishReason = "stop") -> bool:
-        """End a request for a reason only the caller sees; False if it has already ended."""
-        if request_id not in self._tickets:
+        """End a request early, for example at a stop string; False if it has already ended."""
+        if request_id not in self._assignment_ids:
             return False
-        ticket = self._tickets.pop(request_id)
-        if ticket is None:
+        assignment_id = self._assignment_ids.pop(request_id)
+        if assignment_id is None:
             del self._waiting[request_id]
         else:
-            self._take_back(ticket, reason)
+            self._withdraw(assignment_id, reason)
         return True
 
     def close(self) -> None:
-        for share in self._remote.values():
-            share.close()
-        self.own.close()
+        for replica in self._remote.values():
+            replica.close()
+        self.local.close()
 
-    def _hand_out(self) -> None:
+    def _assign_waiting(self) -> None:
         while self._waiting:
-            rank = min(self._load, key=lambda rank: (self._load[rank], rank == OWN))
-            if self._load[rank] >= self._most:
+            rank = min(self._num_assigned, key=lambda rank: (self._num_assigned[rank], rank == LOCAL))
+            if self._num_assigned[rank] >= self._max_assigned:
                 return
-            self._give(self._waiting.popitem(last=False)[1], rank)
+            self._assign(self._waiting.popitem(last=False)[1], rank)
 
-    def _even_out(self) -> None:
-        """A replica with a free seat and nothing left to begin takes half of what another has not begun."""
+    def _rebalance(self) -> None:
+        """Move half of the longest queue of unstarted requests to each replica that has free capacity and no queue."""
         if self._waiting:
             return
-        for rank in self._shares:
-            if self._load[rank] < self._seats and not self._fresh[rank]:
-                left = {one: [t for t in self._queued[one] if t in self._given] for one in self._shares if one != rank}
-                queued = max(left.values(), key=len)
-                for ticket in queued[len(queued) // 2 :]:
-                    request = self._given[ticket].request
-                    self._take_back(ticket, "cancelled")
-                    self._give(request, rank)
-                    self.moved += 1
+        for rank in self._replicas:
+            if self._num_assigned[rank] < self._max_running and not self._num_unstarted[rank]:
+                queues = [
+                    [id for id in self._unstarted[other] if id in self._assignments]
+                    for other in self._replicas
+                    if other != rank
+                ]
+                queue = max(queues, key=len)
+                for assignment_id in queue[len(queue) // 2 :]:
+                    request = self._assignments[assignment_id].request
+                    self._withdraw(assignment_id, "cancelled")
+                    self._assign(request, rank)
+                    self.num_moved += 1
 
-    def _give(self, request: Request, rank: int) -> None:
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        self._tickets[request.id] = ticket
-        self._given[ticket] = _Given(request, rank)
-        self._load[rank] += 1
-        self._fresh[rank] += 1
-        self._shares[rank].add(ticket, list(request.prompt), request.params)
+    def _assign(self, request: Request, rank: int) -> None:
+        assignment_id, self._next_assignment_id = self._next_assignment_id, self._next_assignment_id + 1
+        self._assignment_ids[request.id] = assignment_id
+        self._assignments[assignment_id] = _Assignment(request, rank)
+        self._num_assigned[rank] += 1
+        self._num_unstarted[rank] += 1
+        self._replicas[rank].add(assignment_id, list(request.prompt), request.params)
 
-    def _take_back(self, ticket: int, reason: FinishReason) -> None:
-        self._shares[self._drop(ticket)].finish(ticket, reason)
+    def _withdraw(self, assignment_id: int, reason: FinishReason) -> None:
+        self._replicas[self._forget(assignment_id)].finish(assignment_id, reason)
 
-    def _drop(self, ticket: int) -> int:
-        """Forget a ticket; returns the rank that had it."""
-        given = self._given.pop(ticket)
-        self._load[given.rank] -= 1
-        self._fresh[given.rank] -= not given.begun
-        return given.rank
+    def _forget(self, assignment_id: int) -> int:
+        """Remove an assignment and return its rank."""
+        assignment = self._assignments.pop(assignment_id)
+        self._num_assigned[assignment.rank] -= 1
+        self._num_unstarted[assignment.rank] -= not assignment.started
+        return assignment.rank
 
-    def _gather(self) -> list[Emitted]:
+    def _apply_received(self) -> list[Emitted]:
         return [
             item
-            for rank, share in self._remote.items()
-            for report in share.reports()
-            for item in self._take(rank, report)
+            for rank, replica in self._remote.items()
+            for report in replica.received_reports()
+            for item in self._apply(rank, report)
         ]
 
-    def _take(self, rank: int, report: Report) -> list[Emitted]:
-        self._queued[rank], self._stats[rank] = report.queued, report.stats
+    def _apply(self, rank: int, report: ReplicaReport) -> list[Emitted]:
+        """Update the assignments from a replica's report; returns what it emitted, under the ids of the requests."""
+        self._unstarted[rank], self._stats[rank] = report.unstarted, report.stats
         emitted = []
-        for item, cached in zip(report.emitted, report.cached, strict=True):
-            given = self._given.get(item.request_id)
-            if given is None:  # it was cancelled or moved meanwhile
+        for item, cached_tokens in zip(report.emitted, report.cached_tokens, strict=True):
+            assignment = self._assignments.get(item.request_id)
+            if assignment is None:  # cancelled or moved since
                 continue
-            given.request.cached_tokens = cached
-            self._fresh[rank] -= not given.begun
-            given.begun = True
+            assignment.request.cached_tokens = cached_tokens
+            self._num_unstarted[rank] -= not assignment.started
+            assignment.started = True
             self._tokens.output_tokens += item.token is not None
             if item.finish_reason is not None:
-                self._drop(item.request_id)
-                del self._tickets[given.request.id]
-                self.served[rank] += 1
-            emitted.append(replace(item, request_id=given.request.id))
+                self._forget(item.request_id)
+                del self._assignment_ids[assignment.request.id]
+                self.num_finished[rank] += 1
+            emitted.append(replace(item, request_id=assignment.request.id))
         return emitted
