@@ -39,5 +39,5 @@ __all__ = [*_HOME, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'yalis' has no attribute {name!r}")
-    env.share_cores()  # must run before torch is imported
+    env.limit_openmp_spinning()  # must run before torch is imported
     return getattr(import_module(_HOME[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m yalis`, for where the yalis command is not on the path."""
+"""`python -m yalis`, for environments where the yalis command is not on the PATH."""
 
 from __future__ import annotations
 

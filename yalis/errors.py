@@ -1,4 +1,4 @@
-"""The exceptions whose message is a sentence for the user."""
+"""Exceptions whose message is written for the user."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 
 class YalisError(Exception):
-    """Something the user can mend: what was wrong, what is accepted, what to type.
+    """Invalid input that the user can correct. The message: what was wrong, what is accepted, what to type.
 
-    The command line prints it as one line and exits non-zero; a traceback only with --debug.
+    The command line prints it as one line and exits with `exit_code`; --debug adds the traceback.
     """
 
     exit_code = 2
 
 
 class YalisFailure(YalisError):
-    """The request was fine and the world was not: a full disk, a file that vanished.
+    """A valid request failed for an external reason, such as a full disk or a rank that died.
 
-    `done` is what there is of the work, where there is something.
+    `done` holds the partial results, if there are any.
     """
 
     exit_code = 1
@@ -29,5 +29,5 @@ class Rank0Unreachable(YalisFailure):
 
 
 def first_line(error: Exception) -> str:
-    """What somebody else's exception says, short enough to stand inside a sentence."""
+    """Return the first line of an exception's message, for use inside another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

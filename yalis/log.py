@@ -1,6 +1,6 @@
-"""Logging, one logger per module, with the rank in front when there is more than one.
+"""Logging: one logger per module; messages of ranks other than 0 start with the rank.
 
-A library leaves handlers to the program it is part of; the command line is that program and calls `configure_logging`.
+As a library, yalis installs no handlers. Only the command line does, by calling `configure_logging`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure_logging(rank: int) -> None:
-    """Send this package's messages to standard error, from the level that the environment asks for."""
+    """Log this package's messages to stderr, from the level in $YALIS_LOG on."""
     root = logging.getLogger("yalis")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"yalis[{rank}] %(message)s" if rank else "yalis: %(message)s"))

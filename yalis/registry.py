@@ -1,4 +1,4 @@
-"""Named implementations, imported only when asked for."""
+"""Named implementations that are imported on first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Maps a name a user types to "module:attribute"; the module is imported on first use."""
+    """Maps a name that a user types to "module:attribute"; the module is imported on first use."""
 
     def __init__(self, what: str, entries: dict[str, str]) -> None:
         self.what = what

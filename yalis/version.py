@@ -1,3 +1,3 @@
-"""The version, where the lowest rooms can read it."""
+"""The version, in a module that every other one can import."""
 
 __version__ = "0.1.0"

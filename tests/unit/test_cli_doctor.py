@@ -44,9 +44,9 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("yalis.results.package_version", lambda name: None if name in missing else "9")
     assert main(["doctor"]) == 0  # what has a use of its own is not what everything needs
     out = capsys.readouterr().out
-    assert "--  gguf          not installed; only GGUF files need it: pip install gguf\n" in out
-    assert "--  jinja2        not installed; only chat templates need it: pip install jinja2\n" in out
-    assert "--  triton        not installed; only the triton attention backend needs it" in out
+    assert "--  gguf          not installed; only needed for GGUF files: pip install gguf\n" in out
+    assert "--  jinja2        not installed; only needed for chat templates: pip install jinja2\n" in out
+    assert "--  triton        not installed; only needed for the triton attention backend" in out
     assert "safetensors" not in out  # read without the package
     missing.add("transformers")
     assert main(["doctor"]) == 1
@@ -57,7 +57,7 @@ def test_doctor_says_why_there_are_no_native_kernels(monkeypatch: pytest.MonkeyP
     assert next(one for one in examine() if one.name == "native").usable
     monkeypatch.setattr(native, "_found", native.Unavailable("no C compiler; install gcc"))
     findings = {(one.area, one.name): one for one in examine()}
-    assert "plain torch decodes instead: no C compiler; install gcc" in findings["software", "native"].detail
+    assert "using plain torch instead: no C compiler; install gcc" in findings["software", "native"].detail
     assert findings["attention on cpu", "native"].detail == "no C compiler; install gcc"
 
 
@@ -67,7 +67,7 @@ def test_doctor_looks_at_the_cache_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "new" / "cache"))
     assert cache().usable
-    assert "not made yet" in cache().detail
+    assert "not created yet" in cache().detail
     (tmp_path / "new").write_text("a file")
     for impossible in (tmp_path / "new" / "cache", Path("/proc/new")):  # no folder to be made there, even by root
         monkeypatch.setenv("YALIS_CACHE", str(impossible))

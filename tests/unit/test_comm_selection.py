@@ -98,8 +98,8 @@ def test_a_world_of_one_needs_nothing(backend: type[CommBackend]) -> None:
 def test_nccl_is_told_of_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_HOSTID", "theirs")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    env.let_nccl_share_a_gpu(3, one_host=True)
+    env.allow_nccl_gpu_sharing(3, one_host=True)
     assert (env.os.environ["NCCL_HOSTID"], env.os.environ["NCCL_SOCKET_IFNAME"]) == ("yalis-3", "lo")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    env.let_nccl_share_a_gpu(3, one_host=True)
+    env.allow_nccl_gpu_sharing(3, one_host=True)
     assert env.os.environ["NCCL_SOCKET_IFNAME"] == "eth0"

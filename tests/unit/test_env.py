@@ -25,7 +25,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compilers_keep_what_they_build_in_our_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
-    env.keep_compiled()
+    env.set_compile_cache_dirs()
     assert {name: env.variables()[name] for name in KEPT} == {name: str(tmp_path / own) for name, own in KEPT.items()}
     # Both are asked only now, long after they were imported.
     assert Path(cache_dir()) == tmp_path / "inductor"
@@ -36,7 +36,7 @@ def test_compilers_keep_what_they_build_in_our_cache(tmp_path: Path, monkeypatch
 def test_a_place_that_the_user_chose_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "ours"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "theirs"))
-    env.keep_compiled()
+    env.set_compile_cache_dirs()
     assert env.variables()["TRITON_CACHE_DIR"] == str(tmp_path / "theirs")
     assert env.variables()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "ours" / "inductor")
 
@@ -65,5 +65,5 @@ def test_threads_that_wait_leave_their_core_to_others(given: dict[str, str], bef
 
 
 def test_peers_wait_as_their_users_have_it() -> None:
-    assert env.without_shared_cores({"GOMP_SPINCOUNT": "3000", "A": "3000"}) == {"A": "3000"}
-    assert env.without_shared_cores({"GOMP_SPINCOUNT": "77"}) == {"GOMP_SPINCOUNT": "77"}
+    assert env.without_openmp_spin_limit({"GOMP_SPINCOUNT": "3000", "A": "3000"}) == {"A": "3000"}
+    assert env.without_openmp_spin_limit({"GOMP_SPINCOUNT": "77"}) == {"GOMP_SPINCOUNT": "77"}

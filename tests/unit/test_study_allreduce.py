@@ -55,7 +55,7 @@ def make_result(rows: list[Row], **parameters: Any) -> results.Result:
         ("--ranks 2 --repeats 0", "repeats is 0; give a whole number of at least 1"),
         ("--ranks 2 --tune --backends auto", "--tune measures what auto can choose from, which is not auto"),
         ("--ranks 2 --delay 1ms", "--delay is for a lab of hosts; give --hosts as well"),
-        ("--ranks 2 --hosts 2", "--hosts starts the ranks itself; leave --ranks"),
+        ("--ranks 2 --hosts 2", "--hosts starts its own ranks; run it without --ranks"),
         ("--hosts 1", "--hosts is 1 and --ranks-per-host 2; give at least 2 hosts"),
         ("--hosts 2 --delay 1", "'1' is no delay of a link; give one such as 1ms, 200us or 0"),
         ("--hosts 2 --tune --delay 0,1ms", "--tune keeps the times of one network; give one --delay"),

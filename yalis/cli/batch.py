@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.signals import INTERRUPTED
-from yalis.cli.terminal import ProgressLine, counted, duration, speed, tell
+from yalis.cli.terminal import ProgressLine, count_results, format_duration, format_speed, print_status
 from yalis.errors import YalisError, YalisFailure
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             line.clear()
     now = job.progress
     if stopped:
-        tell(f"stopped: {_go_on(job, args.output)}")
+        print_status(f"stopped: {_go_on(job, args.output)}")
         return INTERRUPTED
     _finish(job, args)
     return 1 if now.total and now.errors == now.total else 0
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _go_on(job: BatchJob, output: Path) -> str:
     now = job.progress
-    return f"{output} holds {now.done} of {counted(now.total)}; run the same command again to continue"
+    return f"{output} holds {now.done} of {count_results(now.total)}; run the same command again to continue"
 
 
 def _identify(config: EngineConfig) -> str:
@@ -99,10 +99,10 @@ def _identify(config: EngineConfig) -> str:
 
 def _warn(strangers: list[str], locked: bool, output: Path) -> None:
     if strangers:
-        count = f"{counted(len(strangers))} that the input does not ask for"
-        tell(f"{output} also holds {count} (such as {strangers[0]!r}), kept as before")
+        count = f"{count_results(len(strangers))} that the input does not ask for"
+        print_status(f"{output} also holds {count} (such as {strangers[0]!r}), kept as before")
     if not locked:
-        tell(f"the file system of {output} has no locks; take care that only one job writes to it")
+        print_status(f"the file system of {output} has no locks; take care that only one job writes to it")
 
 
 def _status(now: JobProgress) -> str:
@@ -113,7 +113,7 @@ def _status(now: JobProgress) -> str:
     if now.requests_per_s >= 0.1:  # or it would read as if nothing moved
         parts.append(f"{now.requests_per_s:.1f} requests/s")
     if now.left is not None:
-        parts.append(f"{'at most' if now.left.at_most else 'about'} {duration(now.left.seconds)} left")
+        parts.append(f"{'at most' if now.left.at_most else 'about'} {format_duration(now.left.seconds)} left")
     return " · ".join(parts)
 
 
@@ -131,7 +131,7 @@ def _finish(job: BatchJob, args: argparse.Namespace) -> None:
         }
         print(json.dumps(summary))
     if not now.total:
-        tell(f"{args.input} has no lines")
+        print_status(f"{args.input} has no lines")
         return
     if now.total == 1:
         told = f"{args.output} holds the one result" + (", an error" if now.errors else "")
@@ -142,8 +142,10 @@ def _finish(job: BatchJob, args: argparse.Namespace) -> None:
     if now.resumed:
         told += f"; {now.resumed} {'was' if now.resumed == 1 else 'were'} there before"
     if fresh and now.output_tokens:
-        told += f"; {speed(now.output_tokens, now.seconds)}"
-    tell(told)
+        told += f"; {format_speed(now.output_tokens, now.seconds)}"
+    print_status(told)
     if (first := job.first_error) is not None:
         number, message = first
-        tell(f"the {'first error' if now.errors > 1 else 'error'} is of line {number} of {args.input}: {message}")
+        print_status(
+            f"the {'first error' if now.errors > 1 else 'error'} is of line {number} of {args.input}: {message}"
+        )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli import bench_allreduce, bench_compare, bench_scaling, bench_throughput
-from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
-from yalis.cli.terminal import ProgressLine, tell
+from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_int
+from yalis.cli.terminal import ProgressLine, print_status
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError
 from yalis.study.workloads import NAMED, parse_workload
@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_numbers(kernels, layers=8, context=1024, prompts=4, repeats=10, seed=0)
     kernels.add_argument(
-        "--prompt-len", metavar="N", type=whole, help="tokens in each prompt (default: 2048 on a GPU, 512 on a CPU)"
+        "--prompt-len", metavar="N", type=parse_int, help="tokens in each prompt (default: 2048 on a GPU, 512 on a CPU)"
     )
     kernels.add_argument("--device", metavar="NAME", default="auto", help="auto, cpu or cuda (default: auto)")
     kernels.add_argument("--dtype", metavar="NAME", default="auto", help="auto, float32, float16 or bfloat16")
@@ -92,7 +92,7 @@ _NUMBERS = {
 def _add_numbers(parser: argparse.ArgumentParser, **defaults: int) -> None:
     for name, default in defaults.items():
         about = f"{_NUMBERS[name]} (default: {default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=whole, default=default, help=about)
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="N", type=parse_int, default=default, help=about)
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             print_table(result)
         if args.out is not None:
-            tell(f"wrote {results.write(result, args.out)}")
+            print_status(f"wrote {results.write(result, args.out)}")
     if stopped is not None:
         raise stopped
     if args.benchmark == "allreduce":

@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli.flags import add_common_flags, number, whole
-from yalis.cli.terminal import tell
+from yalis.cli.flags import add_common_flags, parse_float, parse_int
+from yalis.cli.terminal import print_status
 from yalis.errors import YalisError
 from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
 
@@ -24,7 +24,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=whole, metavar="N", help=f"ranks to start on this machine (without {EXTERNAL_LAUNCHERS})")
+    add("--ranks", type=parse_int, metavar="N", help=f"ranks to start on this machine (without {EXTERNAL_LAUNCHERS})")
     add(
         "--sizes",
         type=_sizes,
@@ -38,27 +38,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "(default: all that can be used)",
     )  # fmt: skip
     add("--baseline", metavar="NAME", help="backend that speed-ups are over (default: gloo on a CPU, else torch)")
-    add("--warmup", type=whole, metavar="N", help="operations before any that counts (default: 5)")
+    add("--warmup", type=parse_int, metavar="N", help="operations before any that counts (default: 5)")
     add(
         "--repeats",
-        type=whole,
+        type=parse_int,
         metavar="N",
         help="operations that count (default: 30, down to 9 where above 4M)",
     )
-    add("--seed", type=whole, metavar="N", help="seed of the inputs (default: 0)")
+    add("--seed", type=parse_int, metavar="N", help="seed of the inputs (default: 0)")
     add("--tune", action="store_true", help="try the options of each backend, and keep the times for --allreduce auto")
     add("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
-    add("--ranks-per-node", type=whole, metavar="N", help="let so many neighbouring ranks stand for a node")
-    add("--ranks-per-gpu", type=whole, metavar="N", help="on GPUs: ranks that may share one (default: 1)")
-    add("--join-timeout", type=number, metavar="SECONDS", help="for ranks that have not come (default: 300)")
+    add("--ranks-per-node", type=parse_int, metavar="N", help="let so many neighbouring ranks stand for a node")
+    add("--ranks-per-gpu", type=parse_int, metavar="N", help="on GPUs: ranks that may share one (default: 1)")
+    add("--join-timeout", type=parse_float, metavar="SECONDS", help="for ranks that have not come (default: 300)")
     add("--plot", type=Path, metavar="FILE", help="draw latency and speed-up against size, as FILE.png and FILE.svg")
     add("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
     add_common_flags(parser, json="print the result as one object")
     lab = parser.add_argument_group(
         "lab", "hosts on this machine, as network namespaces with links between them (root)"
     )
-    lab.add_argument("--hosts", type=whole, metavar="N", help="run on so many hosts of a lab")
-    lab.add_argument("--ranks-per-host", type=whole, metavar="N", help="ranks on each (default: 2)")
+    lab.add_argument("--hosts", type=parse_int, metavar="N", help="run on so many hosts of a lab")
+    lab.add_argument("--ranks-per-host", type=parse_int, metavar="N", help="ranks on each (default: 2)")
     lab.add_argument(
         "--delay", metavar="1ms", help="of a link, one way; several, as 0,0.2ms,1ms, in turn (default: 1ms)"
     )
@@ -154,13 +154,13 @@ def finish(args: argparse.Namespace, result: Result) -> None:
     from yalis.study.plots import draw_allreduce
 
     if args.plot is not None:
-        tell(f"drew {' and '.join(map(str, draw_allreduce(result, args.plot)))}")
+        print_status(f"drew {' and '.join(map(str, draw_allreduce(result, args.plot)))}")
     check_right(result.rows)
     if args.tune:
         path, best = save_table(result)
         for size, choice in best:
-            tell(f"{_size(size)}: {choice}")
-        tell(f"wrote {path}, which --allreduce auto and hierarchical go by from now on")
+            print_status(f"{_size(size)}: {choice}")
+        print_status(f"wrote {path}, which --allreduce auto and hierarchical go by from now on")
 
 
 def _size(size: int) -> str:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yalis.cli.flags import add_common_flags, number
-from yalis.cli.terminal import tell
+from yalis.cli.flags import add_common_flags, parse_float
+from yalis.cli.terminal import print_status
 
 if TYPE_CHECKING:
     from yalis.study.compare import Change
@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A.json", type=Path, help="a result, as a benchmark wrote it")
     parser.add_argument("after", metavar="B.json", type=Path, help="a later one")
     parser.add_argument(
-        "--noise", type=number, default=0.05, metavar="SHARE",
+        "--noise", type=parse_float, default=0.05, metavar="SHARE",
         help="by which figures without a spread may differ and count as the same (default: 0.05)",
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="also show what stayed the same")
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = compare(results.read(args.before), results.read(args.after), args.noise)
     for warning in found.warnings:
-        tell(f"they differ in {warning}")
+        print_status(f"they differ in {warning}")
     if args.json:
         for change in found.changes:
             print(json.dumps({**asdict(change), "figure": change.figure.column, "ratio": change.ratio}))

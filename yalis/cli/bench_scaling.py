@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.bench_throughput import add_work_flags, work_config, work_plan
-from yalis.cli.flags import add_common_flags, add_engine_flags, number, whole
+from yalis.cli.flags import add_common_flags, add_engine_flags, parse_float, parse_int
 from yalis.cli.signals import INTERRUPTED
-from yalis.cli.terminal import ProgressLine, tell
+from yalis.cli.terminal import ProgressLine, print_status
 from yalis.errors import YalisError
 from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
 
@@ -42,17 +42,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--allreduce", dest="allreduces", type=_names, metavar="NAMES",
         help="communication backends (see `yalis doctor`); ranks of mpi are started by mpirun (default: auto)",
     )  # fmt: skip
-    add("--minutes", type=number, metavar="N", help="time limit of one setting (default: 30)")
+    add("--minutes", type=parse_float, metavar="N", help="time limit of one setting (default: 30)")
     add("--plot", type=Path, metavar="FILE", help="plot time and efficiency against ranks, as FILE.png and FILE.svg")
     add("--gather", action="store_true", help="run nothing; summarize the results in the folder")
     add_work_flags(parser)
     slurm = parser.add_argument_group("slurm", "write job scripts instead of running on this machine")
     slurm.add_argument("--slurm", type=Path, metavar="FOLDER", help="write one job script per setting to this folder")
     slurm.add_argument(
-        "--tasks-per-node", dest="node_ranks", type=whole, metavar="N",
+        "--tasks-per-node", dest="node_ranks", type=parse_int, metavar="N",
         help="ranks per node, also the tensor-parallel size of hybrid (default: 4)",
     )  # fmt: skip
-    slurm.add_argument("--cpus-per-task", type=whole, metavar="N", default=8, help="cores per rank (default: 8)")
+    slurm.add_argument("--cpus-per-task", type=parse_int, metavar="N", default=8, help="cores per rank (default: 8)")
     slurm.add_argument(
         "--sbatch",
         action="append",
@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_flags(parser, without=_VARIED)
     add_common_flags(parser, json="print the result as one JSON object")
-    parser.set_defaults(run=run, serves_ranks=False)
+    parser.set_defaults(run=run, uses_engine=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,12 +95,12 @@ def run(args: argparse.Namespace) -> int:
         print_table(result)
     bad = failed(result)
     if len(bad) < len(settings):  # a result without figures would replace an earlier one
-        tell(f"wrote {results.write(result, plan.folder)}")
+        print_status(f"wrote {results.write(result, plan.folder)}")
         if args.plot is not None:
-            tell(f"drew {' and '.join(map(str, plots.draw_scaling(result, args.plot)))}")
+            print_status(f"drew {' and '.join(map(str, plots.draw_scaling(result, args.plot)))}")
     if bad:
         again = "" if args.gather else "; the same command runs them again"
-        tell(f"{len(bad)} of {len(settings)} settings have no figures (see log.txt in their folders){again}")
+        print_status(f"{len(bad)} of {len(settings)} settings have no figures (see log.txt in their folders){again}")
     return 1 if bad else 0
 
 
@@ -118,7 +118,7 @@ def _write_scripts(
     from yalis.study.scaling.slurm import write_scripts
 
     *scripts, submit = write_scripts(config, plan, slurm, settings, folder)
-    tell(
+    print_status(
         f"wrote {len(scripts)} scripts; type `bash {submit}`, and after the jobs this command with --gather instead of "
         "--slurm"
     )
@@ -137,7 +137,7 @@ def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting
     except KeyboardInterrupt:
         line.clear()
         done = sum(find_result(config, plan, setting) is not None for setting in settings)
-        tell(f"stopped: {plan.folder} has {done} of {len(settings)} settings; the same command continues")
+        print_status(f"stopped: {plan.folder} has {done} of {len(settings)} settings; the same command continues")
         return INTERRUPTED
     finally:
         line.clear()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, number, whole
+from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_float, parse_int
 from yalis.errors import YalisError
 from yalis.study.workloads import NAMED, parse_workload
 
@@ -44,20 +44,25 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
     add("--dataset", metavar="FILE", help="JSONL file of requests as for `yalis batch`, instead of --workload")
     add(
         "--requests",
-        type=whole,
+        type=parse_int,
         metavar="N",
         help="number of requests (default: all of the workloads or the dataset)",
     )
     add(
         "--vary",
-        type=number,
+        type=parse_float,
         metavar="F",
         help="draw lengths from 1-F to 1+F times the workload's (default: 0)",
     )
-    add("--rate", type=number, metavar="R", help="requests per second, with Poisson arrivals (default: all at once)")
-    add("--warmup", type=whole, metavar="N", help="unmeasured runs at the start (default: 1)")
-    add("--repeats", type=whole, metavar="N", help="measured runs (default: 3)")
-    add("--seed", type=whole, metavar="N", help="seed of prompts, lengths and arrivals (default: 0)")
+    add(
+        "--rate",
+        type=parse_float,
+        metavar="R",
+        help="requests per second, with Poisson arrivals (default: all at once)",
+    )
+    add("--warmup", type=parse_int, metavar="N", help="unmeasured runs at the start (default: 1)")
+    add("--repeats", type=parse_int, metavar="N", help="measured runs (default: 3)")
+    add("--seed", type=parse_int, metavar="N", help="seed of prompts, lengths and arrivals (default: 0)")
 
 
 def work_plan(args: argparse.Namespace) -> ThroughputPlan:

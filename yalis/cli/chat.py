@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.generate import so_far, tell_where_contexts_ended
-from yalis.cli.terminal import speed, tell
+from yalis.cli.terminal import format_speed, print_status
 from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisError
 from yalis.types import Completion, Message, SamplingParams
@@ -74,7 +74,7 @@ class Conversation:
         if word == "/reset":
             self.reset()
         elif word == "/help":
-            tell("/reset forgets the conversation, /exit leaves; everything else is said to the model")
+            print_status("/reset forgets the conversation, /exit leaves; everything else is said to the model")
         elif word.startswith("/"):
             raise YalisError(f"unknown command {word!r}; accepted: /reset, /exit, /help")
         elif word:
@@ -107,7 +107,7 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": said}]
         print(json.dumps(_object(said, whole)) if self._as_json else "", flush=True)
         tell_where_contexts_ended(self._llm, filter(None, [whole]), self._sampling)
-        tell(speed(tokens, time.monotonic() - start))
+        print_status(format_speed(tokens, time.monotonic() - start))
 
     def _blame_history(self, asked: list[Message], error: YalisError) -> None:
         """Say so where only the turns before made the conversation too long for the context."""
@@ -136,7 +136,7 @@ def _object(said: str, whole: Completion | None) -> dict[str, Any]:
 def _interact(talk: Conversation) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (editing and history for input())
-    tell("type a message; /reset forgets the conversation, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
+    print_status("type a message; /reset forgets the conversation, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
     while True:
         try:
             text = input("> ").strip()
@@ -150,4 +150,4 @@ def _interact(talk: Conversation) -> None:
             if not talk.take(text, stoppable=True):
                 return
         except YalisError as error:
-            tell(str(error))
+            print_status(str(error))

@@ -1,4 +1,4 @@
-"""What is installed and usable here, and the reason where something is not."""
+"""Check which packages, devices and backends are usable here, and give the reason for those that are not."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_NEEDED = ("torch", "numpy", "transformers")
+_REQUIRED = ("torch", "numpy", "transformers")
 _OPTIONAL = {
-    "gguf": "only GGUF files need it",
-    "jinja2": "only chat templates need it",
-    "accelerate": "only `yalis bench --peer transformers` of a GGUF file needs it",
-    "triton": "only the triton attention backend needs it",
-    "mpi4py": "only --allreduce mpi needs it",
-    "matplotlib": "only plots need it",
+    "gguf": "only needed for GGUF files",
+    "jinja2": "only needed for chat templates",
+    "accelerate": "only needed for `yalis bench --peer transformers` with a GGUF file",
+    "triton": "only needed for the triton attention backend",
+    "mpi4py": "only needed for --allreduce mpi",
+    "matplotlib": "only needed for plots",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
+    """The result of one check."""
+
     area: str
     name: str
     usable: bool
     detail: str
-    needed: bool = False  # nothing runs without it
+    needed: bool = False  # required: nothing runs without it
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +44,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    broken = False
+    missing_required = False
     area = ""
     for finding in examine():
-        broken |= finding.needed and not finding.usable
+        missing_required |= finding.needed and not finding.usable
         if args.json:
             print(json.dumps(asdict(finding)), flush=True)
             continue
@@ -53,17 +55,18 @@ def run(args: argparse.Namespace) -> int:
             area = finding.area
             print(area)
         print(f"  {'ok' if finding.usable else '--'}  {finding.name:<14}{finding.detail}", flush=True)
-    return 1 if broken else 0
+    return 1 if missing_required else 0
 
 
 def examine() -> Iterator[Finding]:
+    """Yield the findings area by area, as soon as each check is done."""
     yield Finding("software", "yalis", True, __version__, needed=True)
     yield Finding("software", "python", True, platform.python_version(), needed=True)
     yield from _packages()
     yield _cache()
     try:
         import torch
-    except (ImportError, OSError):  # a broken install fails while loading its libraries
+    except (ImportError, OSError):  # an incomplete installation fails while loading its libraries
         return
     yield _native()
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
@@ -71,7 +74,7 @@ def examine() -> Iterator[Finding]:
         yield _device(device)
     if len(devices) == 1:
         yield Finding("devices", "cuda", False, "torch sees no GPU")
-    for device in devices[:2]:  # GPUs of one machine are alike
+    for device in devices[:2]:  # the GPUs of one machine are assumed to be equal
         yield from _attention(device)
     yield _launcher()
     yield _lab()
@@ -82,15 +85,17 @@ def examine() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     from yalis.results import package_version
 
-    for name in (*_NEEDED, *_OPTIONAL):
+    for name in (*_REQUIRED, *_OPTIONAL):
         version = package_version(name)
         if name == "torch":
             yield _torch(version)
         elif version is not None:
-            yield Finding("software", name, True, version, needed=name in _NEEDED)
+            yield Finding("software", name, True, version, needed=name in _REQUIRED)
         else:
-            use = "" if name in _NEEDED else f"{_OPTIONAL[name]}: "
-            yield Finding("software", name, False, f"not installed; {use}pip install {name}", needed=name in _NEEDED)
+            purpose = "" if name in _REQUIRED else f"{_OPTIONAL[name]}: "
+            yield Finding(
+                "software", name, False, f"not installed; {purpose}pip install {name}", needed=name in _REQUIRED
+            )
 
 
 def _torch(version: str | None) -> Finding:
@@ -110,14 +115,14 @@ def _torch(version: str | None) -> Finding:
 
 
 def _cache() -> Finding:
-    """A folder that is not there yet counts by the nearest one above it."""
+    """Check that the cache directory can be written; if it does not exist yet, its nearest existing parent."""
     folder = env.cache_dir()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
-            return Finding("software", "cache", True, f"{folder}{'' if there == folder else ' (not made yet)'}")
+        with tempfile.TemporaryFile(dir=existing):
+            return Finding("software", "cache", True, f"{folder}{'' if existing == folder else ' (not created yet)'}")
     except OSError:
-        return Finding("software", "cache", False, f"{folder} cannot be written; set YALIS_CACHE to a folder that can")
+        return Finding("software", "cache", False, f"{folder} is not writable; set YALIS_CACHE to a writable folder")
 
 
 def _native() -> Finding:
@@ -126,7 +131,7 @@ def _native() -> Finding:
     library = native.load()
     if library is not None:
         return Finding("software", "native", True, f"CPU kernels built for this machine: {library.path}")
-    return Finding("software", "native", False, f"no CPU kernels, plain torch decodes instead: {native.reason()}")
+    return Finding("software", "native", False, f"no CPU kernels, using plain torch instead: {native.reason()}")
 
 
 def _device(device: torch.device) -> Finding:
@@ -140,14 +145,14 @@ def _device(device: torch.device) -> Finding:
         detail += f", {facts['memory_gib']} GiB, capability {facts['capability']}, CUDA {facts['cuda']}"
     else:
         detail += f", {facts['threads']} threads"
-    computes = []
+    dtypes = []
     for name in _DTYPES:
         try:
             square = torch.ones(8, 8, device=device, dtype=getattr(torch, name))
-            computes += [name] if (square @ square)[0, 0].item() == 8 else []
+            dtypes += [name] if (square @ square)[0, 0].item() == 8 else []
         except RuntimeError:
             continue
-    return Finding("devices", str(device), bool(computes), f"{detail}; computes in {', '.join(computes) or 'nothing'}")
+    return Finding("devices", str(device), bool(dtypes), f"{detail}; supports {', '.join(dtypes) or 'no dtype'}")
 
 
 def _launcher() -> Finding:
@@ -167,7 +172,9 @@ def _lab() -> Finding:
     from yalis.study.lab.hosts import missing
 
     reason = missing()
-    return Finding("ranks", "lab", reason is None, reason or "hosts as network namespaces can be made: yalis lab")
+    return Finding(
+        "ranks", "lab", reason is None, reason or "usable: `yalis lab` can create hosts as network namespaces"
+    )
 
 
 def _communication(device: torch.device) -> Iterator[Finding]:
@@ -183,7 +190,7 @@ def _communication(device: torch.device) -> Iterator[Finding]:
 
 
 def _attention(device: torch.device) -> Iterator[Finding]:
-    """Asked for the shape of a Llama 8B; a model with other heads, a window or a softcap may be answered otherwise."""
+    """Check the attention backends for the shape of Llama 8B; other shapes, windows or softcaps may differ."""
     import torch
 
     from yalis.attention.base import BACKENDS, AttentionNeeds

@@ -1,6 +1,6 @@
-"""Flags made from the fields of EngineConfig and SamplingParams, so that both worlds have the same names.
+"""Command-line flags made from the fields of EngineConfig and SamplingParams, under the same names.
 
-A flag that was not given is absent, and the dataclass's own default holds.
+A flag that was not given is absent from the parsed arguments, so that the dataclass's default applies.
 """
 
 from __future__ import annotations
@@ -17,133 +17,133 @@ from yalis.types import SamplingParams
 HELP = {
     # EngineConfig
     "model": "alias (see `yalis models`), folder, Hugging Face repo id, or .gguf file",
-    "tokenizer": "folder or repo id of another tokenizer than the checkpoint's own",
-    "dtype": f"one of {', '.join(DTYPES)}; auto is the checkpoint's own on a GPU, float32 on a CPU",
+    "tokenizer": "folder or repo id of the tokenizer, if not the checkpoint's own",
+    "dtype": f"one of {', '.join(DTYPES)}; auto is the checkpoint's dtype on a GPU and float32 on a CPU",
     "device": "auto, cpu, cuda or cuda:N",
-    "attention": "auto or a backend's name (see `yalis doctor`)",
-    "load": f"one of {', '.join(LOADS)}; random makes seeded weights from config.json alone",
+    "attention": "auto, or the name of an attention backend (see `yalis doctor`)",
+    "load": f"one of {', '.join(LOADS)}; random makes random weights from config.json alone",
     "load_seed": "seed of the random weights",
-    "max_model_len": "longest sequence, prompt and answer together",
-    "max_num_seqs": "sequences in one step",
-    "max_batch_tokens": "tokens in one step; longer prompts are computed in chunks",
-    "block_size": "tokens a block of the KV cache holds, a power of two (default: 64 on a GPU, 16 on a CPU)",
-    "kv_blocks": "blocks in the KV cache, instead of counting them from memory",
-    "kv_memory": "GiB for the KV cache",
-    "memory_fraction": "share of a GPU's memory for weights and KV cache together",
-    "prefix_reuse": "keep the KV blocks of shared prefixes",
-    "eager": "run every step op by op, without recording or compiling any",
-    "compile": "let torch.compile have the model's blocks, its work kept in the cache",
-    "threads": "CPU threads of each rank",
-    "tp": "tensor parallelism: a number of ranks, or rows x columns of a grid, such as 2x2",
-    "pp": "pipeline stages",
-    "dp": "replicas of the model, each with its own ranks",
-    "micro_batches": "with --pp: steps on their way through the pipeline at a time (default: one for each stage)",
-    "allreduce": "auto or a communication backend's name (see `yalis doctor`)",
-    "ranks_per_node": "tell communication backends that so many neighbouring ranks share a node, whatever is found",
-    "ranks_per_gpu": "on GPUs: ranks that may share one",
-    "join_timeout": "seconds to wait for ranks that have not come",
+    "max_model_len": "maximum tokens of a sequence, prompt and output together",
+    "max_num_seqs": "maximum sequences in one step",
+    "max_batch_tokens": "maximum tokens in one step; longer prompts are prefilled in chunks",
+    "block_size": "tokens in a block of the KV cache, a power of two (default: 64 on a GPU, 16 on a CPU)",
+    "kv_blocks": "number of KV cache blocks, instead of computing it from free memory",
+    "kv_memory": "size of the KV cache in GiB",
+    "memory_fraction": "fraction of GPU memory for weights and KV cache together",
+    "prefix_reuse": "reuse the KV blocks of shared prefixes (prefix caching)",
+    "eager": "run every step op by op, without CUDA graphs and compilation",
+    "compile": "compile the model's layers with torch.compile; compiled code is cached on disk",
+    "threads": "CPU threads per rank",
+    "tp": "tensor-parallel size: a number of ranks, or the rows x columns of a grid, such as 2x2",
+    "pp": "pipeline-parallel size: the number of stages",
+    "dp": "data-parallel size: the number of replicas, each on its own ranks",
+    "micro_batches": "with --pp: micro-batches in the pipeline at a time (default: one per stage)",
+    "allreduce": "auto, or the name of a communication backend (see `yalis doctor`)",
+    "ranks_per_node": "treat every N consecutive ranks as one node for communication, instead of detecting nodes",
+    "ranks_per_gpu": "number of ranks that may share a GPU",
+    "join_timeout": "seconds to wait for all ranks to start",
     # SamplingParams
-    "max_tokens": "most tokens to generate",
-    "min_tokens": "tokens to generate before anything may end the answer",
-    "temperature": "0 takes the likeliest token",
-    "top_k": "draw from the k likeliest tokens; 0 keeps all",
-    "top_p": "draw from the likeliest tokens that together have this probability",
-    "min_p": "drop tokens less likely than this times the likeliest",
-    "repetition_penalty": "above 1 makes tokens of prompt and answer less likely",
-    "presence_penalty": "from -2 to 2, for tokens already in the answer",
-    "frequency_penalty": "from -2 to 2, for each time a token is already in the answer",
-    "stop": "text that ends the answer; may be given several times",
-    "stop_token_ids": "token id that ends the answer; may be given several times",
-    "ignore_eos": "go on past the model's own end",
-    "seed": "the same seed gives the same tokens",
-    "n": "answers for each prompt",
-    "logprobs": "report each token's log probability and those of this many most likely ones (with --json)",
+    "max_tokens": "maximum tokens to generate",
+    "min_tokens": "minimum tokens to generate before the output may end",
+    "temperature": "sampling temperature; 0 is greedy decoding",
+    "top_k": "sample from the k most likely tokens; 0 means all",
+    "top_p": "sample from the most likely tokens whose probabilities add up to this",
+    "min_p": "drop tokens less likely than this fraction of the most likely token",
+    "repetition_penalty": "above 1 makes tokens of the prompt and the output less likely",
+    "presence_penalty": "-2 to 2, for tokens that are already in the output",
+    "frequency_penalty": "-2 to 2, for each occurrence of a token in the output",
+    "stop": "text that ends the output; may be given several times",
+    "stop_token_ids": "token id that ends the output; may be given several times",
+    "ignore_eos": "continue after the model's end-of-sequence token",
+    "seed": "random seed; the same seed produces the same tokens",
+    "n": "outputs per prompt",
+    "logprobs": "with --json: report the log probability of each token and of this many most likely tokens",
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line. Flags are spelt out: an abbreviation could come to mean another one."""
+    """Reports errors as one line. Flags cannot be abbreviated: a new flag would make an abbreviation ambiguous."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "allow_abbrev": False})
 
     def error(self, message: str) -> Any:
-        raise YalisError(f"{message}; type `{self.prog} --help` for what is accepted")
+        raise YalisError(f"{message}; type `{self.prog} --help` for the accepted arguments")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    parser.set_defaults(serves_ranks=True)
+    parser.set_defaults(uses_engine=True)
     group = parser.add_argument_group("engine")
-    for one in fields(EngineConfig):
-        if one.name not in without:
-            _add(group, one)
+    for field in fields(EngineConfig):
+        if field.name not in without:
+            _add_flag(group, field)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, **shown_defaults: Any) -> None:
-    """`shown_defaults`: where a verb has another default than SamplingParams."""
+    """`shown_defaults`: defaults of this verb that differ from those of SamplingParams, for the help text."""
     group = parser.add_argument_group("sampling")
-    for one in fields(SamplingParams):
-        _add(group, one, shown_defaults)
+    for field in fields(SamplingParams):
+        _add_flag(group, field, shown_defaults)
 
 
 def add_common_flags(parser: argparse.ArgumentParser, json: str) -> None:
     parser.add_argument("--json", action="store_true", help=json)
     parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error"
     )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(**_given(args, EngineConfig))
+    return EngineConfig(**_given_fields(args, EngineConfig))
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling fields that were given, already known to be good."""
-    given = _given(args, SamplingParams)
+    """Return the sampling fields that were given, after validating them."""
+    given = _given_fields(args, SamplingParams)
     SamplingParams(**given)
     return given
 
 
-def _given(args: argparse.Namespace, kind: type[EngineConfig] | type[SamplingParams]) -> dict[str, Any]:
-    named = vars(args)
-    given = {one.name: named[one.name] for one in fields(kind) if one.name in named}
+def _given_fields(args: argparse.Namespace, config_class: type[EngineConfig] | type[SamplingParams]) -> dict[str, Any]:
+    values = vars(args)
+    given = {field.name: values[field.name] for field in fields(config_class) if field.name in values}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
-def _add(group: Any, one: Field[Any], shown_defaults: dict[str, Any] | None = None) -> None:
-    flag = "--" + one.name.replace("_", "-")
-    kind = str(one.type).removesuffix(" | None")
-    assert one.default is not MISSING, one.name
-    default = (shown_defaults or {}).get(one.name, one.default)
-    settings: dict[str, Any] = {"dest": one.name, "default": argparse.SUPPRESS, "help": HELP[one.name]}
+def _add_flag(group: Any, field: Field[Any], shown_defaults: dict[str, Any] | None = None) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    type_name = str(field.type).removesuffix(" | None")
+    assert field.default is not MISSING, field.name
+    default = (shown_defaults or {}).get(field.name, field.default)
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": HELP[field.name]}
     if default not in (None, (), False, ""):
         shown = "on" if default is True else "x".join(map(str, default)) if isinstance(default, tuple) else default
-        settings["help"] += f" (default: {shown})"
-    if kind == "bool":
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
-    elif kind.startswith("tuple["):
-        read = _READERS[kind.removeprefix("tuple[").removesuffix(", ...]")]
-        group.add_argument(flag, action="append", type=read, metavar=_placeholder(one.name), **settings)
+        options["help"] += f" (default: {shown})"
+    if type_name == "bool":
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+    elif type_name.startswith("tuple["):
+        parse = _PARSERS[type_name.removeprefix("tuple[").removesuffix(", ...]")]
+        group.add_argument(flag, action="append", type=parse, metavar=_placeholder(field.name), **options)
     else:
-        group.add_argument(flag, type=_READERS[kind], metavar=_placeholder(one.name), **settings)
+        group.add_argument(flag, type=_PARSERS[type_name], metavar=_placeholder(field.name), **options)
 
 
 def _placeholder(name: str) -> str:
     return {"stop": "TEXT", "stop_token_ids": "ID"}.get(name, name.rsplit("_", 1)[-1].upper())
 
 
-def whole(text: str) -> int:
+def parse_int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def number(text: str) -> float:
+def parse_float(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-_READERS: dict[str, Callable[[str], Any]] = {"int": whole, "float": number, "str": str, "GridShape": str}
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": parse_int, "float": parse_float, "str": str, "GridShape": str}

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
-from yalis.cli.terminal import ProgressLine, speed, tell
+from yalis.cli.terminal import ProgressLine, format_speed, print_status
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError, YalisFailure
 from yalis.types import Completion, Prompt, RequestOutput, SamplingParams
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             tokens = _stream(llm, prompts[0], sampling)
         else:
             tokens = _print_all(llm, prompts, sampling, args.json)
-        tell(speed(tokens, time.monotonic() - start))
+        print_status(format_speed(tokens, time.monotonic() - start))
     return 0
 
 
@@ -131,7 +131,9 @@ def tell_where_contexts_ended(llm: LLM, answers: Iterable[Completion], sampling:
     short = [one for one in answers if one.finish_reason == "length" and len(one.token_ids) < sampling.max_tokens]
     if short:
         many = "an answer" if len(short) == 1 else f"{len(short)} answers"
-        tell(f"the context of {llm.max_model_len} tokens ended {many} before --max-tokens {sampling.max_tokens}")
+        print_status(
+            f"the context of {llm.max_model_len} tokens ended {many} before --max-tokens {sampling.max_tokens}"
+        )
 
 
 def so_far(tokens: int, most: int) -> str:

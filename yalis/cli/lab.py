@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from yalis.cli.flags import whole
+from yalis.cli.flags import parse_int
 from yalis.errors import YalisError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=whole, metavar="N", default=2, help="hosts of the lab (default: 2)")
-    parser.add_argument("--ranks-per-host", type=whole, metavar="N", default=2, help="ranks on each (default: 2)")
+    parser.add_argument("--hosts", type=parse_int, metavar="N", default=2, help="hosts of the lab (default: 2)")
+    parser.add_argument("--ranks-per-host", type=parse_int, metavar="N", default=2, help="ranks on each (default: 2)")
     parser.add_argument("--delay", metavar="1ms", default="0", help="of a link, one way (default: 0)")
     parser.add_argument("--rate", metavar="10gbit", help="of a host's link (default: no limit)")
     parser.add_argument("--realtime", action="store_true", help="ranks come before all other processes, to measure")

@@ -1,8 +1,7 @@
-"""The yalis command: finds the verb, runs it, and turns what went wrong into one line and an exit status.
+"""The yalis command: runs a verb, and turns errors into one line on stderr and an exit status.
 
-Exit status: 0 done · 1 failed · 2 bad input · 70 a bug · 130 Ctrl-C · 141 the reader of our output went away · 143
-SIGTERM, which is answered as Ctrl-C is.
-Parsing imports neither torch nor transformers, so `yalis --help` is quick.
+Exit status: 0 success, 1 failure, 2 invalid input, 70 internal error, 130 Ctrl-C, 141 broken pipe, 143 SIGTERM (handled
+like Ctrl-C). Parsing imports neither torch nor transformers, so that `yalis --help` is fast.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from yalis import __version__, env
 from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, profile, report
 from yalis.cli.flags import Parser, engine_config
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
-from yalis.cli.terminal import tell
+from yalis.cli.terminal import print_status
 from yalis.errors import Rank0Unreachable, YalisError
 from yalis.launch.launchers import detect_launcher, process_rank
 from yalis.log import configure_logging
 
 VERBS = {
-    "generate": (generate, "complete one or more prompts"),
-    "chat": (chat, "talk with a model"),
-    "batch": (batch, "answer every line of a JSONL file, resuming where it stopped"),
-    "bench": (bench, "measure"),
-    "profile": (profile, "where the time goes: matmul, attention, communication, other kernels, idle"),
-    "report": (report, "results as one page of plots and tables"),
-    "lab": (lab, "run a command as ranks on several hosts that are namespaces of this machine"),
-    "plan": (plan, "what each rank of a split would hold, before anything is loaded"),
-    "models": (models, "models with a short name, and the families that can be loaded"),
-    "doctor": (doctor, "what is installed and usable here"),
+    "generate": (generate, "generate text for one or more prompts"),
+    "chat": (chat, "chat with a model"),
+    "batch": (batch, "process a JSONL file of requests; an interrupted run can be resumed"),
+    "bench": (bench, "run benchmarks"),
+    "profile": (profile, "profile steps: time in matmul, attention, communication, other kernels, idle"),
+    "report": (report, "make an HTML page of plots and tables from benchmark results"),
+    "lab": (lab, "run a command as ranks on emulated hosts (network namespaces of this machine)"),
+    "plan": (plan, "show the layers, weights and KV cache of each rank without loading the model"),
+    "models": (models, "list model aliases and supported model families"),
+    "doctor": (doctor, "check which packages, devices and backends are usable on this machine"),
 }
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="yalis", description="Run large language models, and study how that scales.")
+    parser = Parser(prog="yalis", description="Run large language models and measure how they scale.")
     parser.add_argument("--version", action="version", version=f"yalis {__version__}")
     parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error"
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", parser_class=Parser)
     for name, (module, summary) in VERBS.items():
@@ -54,27 +53,27 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     with sigterm_as_ctrl_c() as terminated:
-        status = _answer(given)
+        status = _run_command(arguments)
     return TERMINATED if terminated and status == INTERRUPTED else status
 
 
-def _answer(given: list[str]) -> int:
-    debug = "--debug" in given
+def _run_command(arguments: list[str]) -> int:
+    debug = "--debug" in arguments
     _open_closed_streams()
     _accept_any_text()
     try:
-        args, unknown = build_parser().parse_known_args(given)
+        args, unknown = build_parser().parse_known_args(arguments)
         if unknown:
             verb = " ".join(["yalis", *filter(None, (args.verb, getattr(args, "benchmark", None)))])
-            raise YalisError(f"unknown argument {unknown[0]!r}; type `{verb} --help` for what is accepted")
+            raise YalisError(f"unknown argument {unknown[0]!r}; type `{verb} --help` for the accepted arguments")
         if args.verb is None:
             raise YalisError(
                 'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
             )
         configure_logging(process_rank())
-        env.share_cores()  # before torch comes
+        env.limit_openmp_spinning()  # before torch is imported
         status = _run(args)
         sys.stdout.flush()
         return status
@@ -82,7 +81,7 @@ def _answer(given: list[str]) -> int:
         if debug:
             traceback.print_exc()
         if process_rank() == 0:
-            _say(f"stopped: {stop}" if str(stop) else "stopped")
+            _print_error(f"stopped: {stop}" if str(stop) else "stopped")
         return INTERRUPTED
     except BrokenPipeError:
         _drop_stdout()
@@ -90,8 +89,8 @@ def _answer(given: list[str]) -> int:
     except (YalisError, OSError, MemoryError) as error:
         if debug:
             traceback.print_exc()
-        if process_rank() == 0 or isinstance(error, Rank0Unreachable):  # rank 0 says it for all
-            _say(f"error: {_sentence(error)}")
+        if process_rank() == 0 or isinstance(error, Rank0Unreachable):  # rank 0 prints for all ranks
+            _print_error(f"error: {_describe(error)}")
         if isinstance(error, OSError):
             _drop_stdout()
         return error.exit_code if isinstance(error, YalisError) else 1
@@ -99,31 +98,33 @@ def _answer(given: list[str]) -> int:
         if debug:
             traceback.print_exc()
         name = type(error).__name__
-        _say(f"internal error: {name}: {_one_line(error)}; run again with --debug for the traceback")
+        _print_error(f"internal error: {name}: {_one_line(error)}; run again with --debug for the traceback")
         return 70
 
 
 def _run(args: argparse.Namespace) -> int:
-    """The verb, on the one rank that reads and prints; other ranks of a launcher serve it until it is done."""
+    """Run the verb on rank 0; under a launcher, the other ranks serve it until it returns."""
     run: Callable[[argparse.Namespace], int] = args.run
-    if not getattr(args, "serves_ranks", False) or detect_launcher().size == 1:
+    if not getattr(args, "uses_engine", False) or detect_launcher().size == 1:
         return run(args)
     from yalis.engine.worker import lead_or_serve
 
-    with lead_or_serve(engine_config(args)) as first:
-        return run(args) if first else 0
+    with lead_or_serve(engine_config(args)) as is_leader:
+        return run(args) if is_leader else 0
 
 
 def _open_closed_streams() -> None:
-    """Python has None for a standard stream that was closed (`>&-`); here nothing comes from it and nothing arrives."""
+    """Replace standard streams that the shell has closed (`>&-`), which are None in Python, by /dev/null."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  for as long as we run
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open until exit
 
 
 def _accept_any_text() -> None:
-    """Characters that the terminal's encoding lacks are written as escapes. Input bytes that are no text are kept, as
-    in arguments, and refused where the text is used."""
+    """Write characters that the terminal cannot encode as escapes, and keep undecodable input bytes as surrogates.
+
+    The code that uses such an input rejects it with a clear message.
+    """
     for stream, errors in (
         (sys.stdin, "surrogateescape"),
         (sys.stdout, "backslashreplace"),
@@ -133,11 +134,11 @@ def _accept_any_text() -> None:
             stream.reconfigure(errors=errors)
 
 
-def _sentence(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError):
         unnamed = "the output could not be written: " if error.errno == errno.ENOSPC else ""
-        where = f"{error.filename}: " if error.filename else unnamed
-        return f"{where}{error.strerror or _one_line(error)}"
+        subject = f"{error.filename}: " if error.filename else unnamed
+        return f"{subject}{error.strerror or _one_line(error)}"
     if isinstance(error, MemoryError):
         return "out of memory; give a smaller --kv-memory, --max-num-seqs or model"
     return _one_line(error)
@@ -147,12 +148,12 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _say(sentence: str) -> None:
-    with contextlib.suppress(OSError):  # perhaps nobody reads stderr either
-        tell(sentence)
+def _print_error(message: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be closed too
+        print_status(message)
 
 
 def _drop_stdout() -> None:
-    """What is still buffered has nowhere to go; without this Python complains about it on the way out."""
+    """Discard buffered output that cannot be written; otherwise Python prints an error at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -59,7 +59,7 @@ class SplitPlan:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
-    parser.set_defaults(serves_ranks=False)
+    parser.set_defaults(uses_engine=False)
     add_common_flags(parser, json="print the plan as one object")
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.bench import check_folder
-from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, whole
-from yalis.cli.terminal import ProgressLine, tell
+from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_int
+from yalis.cli.terminal import ProgressLine, print_status
 from yalis.engine.interrupts import if_stopped, interrupts_held
 from yalis.study.workloads import NAMED, parse_workload
 
@@ -34,7 +34,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(NAMED)}, or batch x prompt x output such as 16x128x256 (default: 8x64x64)",
     )  # fmt: skip
     for name, (default, about) in _NUMBERS.items():
-        parser.add_argument(f"--{name}", metavar="N", type=whole, default=default, help=f"{about} (default: {default})")
+        parser.add_argument(
+            f"--{name}", metavar="N", type=parse_int, default=default, help=f"{about} (default: {default})"
+        )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts as bars, as FILE.png and FILE.svg")
     add_engine_flags(parser)
@@ -60,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             print_table(result, args.names)
         if args.out is not None:
-            tell(f"wrote {results.write(result, args.out)}")
+            print_status(f"wrote {results.write(result, args.out)}")
     if args.plot is not None:
-        tell(f"drew {' and '.join(map(str, plots.draw_profile(result, args.plot)))}")
+        print_status(f"drew {' and '.join(map(str, plots.draw_profile(result, args.plot)))}")
     return 0
 
 

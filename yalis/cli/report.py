@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from yalis.cli.flags import add_common_flags
-from yalis.cli.terminal import tell
+from yalis.cli.terminal import print_status
 from yalis.engine.interrupts import if_stopped
 
 
@@ -27,11 +27,11 @@ def run(args: argparse.Namespace) -> int:
     with if_stopped("nothing was written"):
         from yalis.study.report import find_results, write_report
 
-        found = find_results(args.results, lambda reason: tell(f"left out: {reason}"))
+        found = find_results(args.results, lambda reason: print_status(f"left out: {reason}"))
         page, plots = write_report(found, args.output, args.title)
     if args.json:
         print(json.dumps({"page": str(page), "plots": [str(path) for path in plots]}))
-    tell(
+    print_status(
         f"wrote {page} of {len(found)} results, and {len(plots)} plots into {plots[0].parent}"
         if plots
         else f"wrote {page}"

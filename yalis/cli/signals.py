@@ -1,4 +1,4 @@
-"""What a batch system's notice does to a command."""
+"""SIGTERM, which batch systems send before they kill a job, stops a command as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[list[int]]:
-    """SIGTERM, a scheduler's notice, acts as Ctrl-C does, even where Ctrl-C is ignored; gives whether it came."""
+    """Turn SIGTERM into a KeyboardInterrupt, even where Ctrl-C is ignored. Yields a list, non-empty once it came."""
     terminated: list[int] = []
     postponed: list[int] = []
-    foreign = None in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))  # could not be put back
+    # Handlers that were not installed from Python cannot be restored.
+    foreign = None in (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     if foreign or threading.current_thread() is not threading.main_thread():
         yield terminated
         return
 
     def terminate(number: int, frame: FrameType | None) -> None:
         terminated.append(number)
-        signal.raise_signal(signal.SIGINT)  # which a step of the engine holds back until it is whole
+        signal.raise_signal(signal.SIGINT)  # an engine step in progress delays it until the step is complete
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not terminated and ctrl_c is signal.SIG_IGN:
+        if not terminated and sigint_handler is signal.SIG_IGN:
             return
         if _torch_is_loading() and not postponed:
             postponed.append(number)
@@ -37,21 +38,21 @@ def sigterm_as_ctrl_c() -> Iterator[list[int]]:
             return
         raise KeyboardInterrupt
 
-    ctrl_c = signal.signal(signal.SIGINT, interrupt)
-    term = signal.signal(signal.SIGTERM, terminate)
+    sigint_handler = signal.signal(signal.SIGINT, interrupt)
+    sigterm_handler = signal.signal(signal.SIGTERM, terminate)
     try:
         yield terminated
     finally:
-        signal.signal(signal.SIGTERM, term)
-        signal.signal(signal.SIGINT, ctrl_c)
+        signal.signal(signal.SIGTERM, sigterm_handler)
+        signal.signal(signal.SIGINT, sigint_handler)
 
 
 def _torch_is_loading() -> bool:
-    """Whether its import is under way, in which an exception gets lost."""
+    """Return whether `import torch` is in progress; an exception raised inside it would be lost."""
     return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
 
 
 def _raise_when_loaded() -> None:
     while _torch_is_loading():
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)  # the main thread hears it
+    os.kill(os.getpid(), signal.SIGINT)  # handled by the main thread

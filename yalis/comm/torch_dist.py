@@ -214,7 +214,7 @@ class TorchBackend(CommBackend):
             self._shared = gpu is not None and len(set(gpus)) < len(gpus)
             if self._shared:
                 one_host = all(member.node == 0 for member in world.members)
-                env.let_nccl_share_a_gpu(world.rank, one_host)
+                env.allow_nccl_gpu_sharing(world.rank, one_host)
             if gpu is None:
                 self._gloo_device = dist.ProcessGroupGloo.create_device(hostname=world.members[world.rank].address)
 

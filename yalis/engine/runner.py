@@ -94,7 +94,7 @@ class Runner:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where Triton launches and graphs are captured
         if device.type == "cuda" or config.compile:
-            env.keep_compiled()
+            env.set_compile_cache_dirs()
         self.check = check
         self.config, self.spec, self.eos = config, spec, eos
         self.block_size = resolve_block_size(config.block_size, device)

@@ -134,7 +134,7 @@ class _Session:
     """What is recorded between start() and stop()."""
 
     def __init__(self, device: torch.device, groups: Sequence[Communicator]) -> None:
-        env.quiet_profiler()
+        env.silence_profiler()
         activity = torch.profiler.ProfilerActivity
         self._device, self._on_gpu = device, device.type == "cuda"
         self.steps: list[StepInfo] = []

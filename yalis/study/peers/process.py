@@ -49,7 +49,7 @@ def start_peer(name: str, setup: PeerSetup) -> Peer | str:
 
 def find_python() -> Path | None:
     """Return the Python of the peers' environment: of YALIS_PEERS, or `.peers` here or next to the package; or None."""
-    named = env.peers()
+    named = env.peers_environment()
     if named is not None:
         return Path(named).expanduser() / "bin" / "python3" if named else None
     for folder in Path.cwd(), Path(yalis.__file__).parents[1]:
@@ -72,7 +72,7 @@ class PeerProcess:
         self._failure = ""  # why the process is gone; empty while it runs
         home, self._log = Path(self._folder.name), Path(self._folder.name, "log")
         (home / "yalis").symlink_to(Path(yalis.__file__).parent)  # without the other packages installed with it
-        variables = env.without_shared_cores(environment_without_launcher())
+        variables = env.without_openmp_spin_limit(environment_without_launcher())
         path = os.pathsep.join(filter(None, [str(home), variables.get("PYTHONPATH")]))
         self._socket, worker_socket = socket.socketpair()
         with worker_socket, self._log.open("wb") as log:
