@@ -1,4 +1,4 @@
-"""Run by every rank of a pipeline whose stages take the same time by construction: each layer sleeps."""
+"""Run by every rank of a pipeline whose stages all take the same time: each layer sleeps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from yalis.engine.worker import lead_or_serve
 from yalis.models.decoder import Block
 from yalis.study.pipeline import PipelinePlan, measure
 
-PROMPTS, PASS_SECONDS = 8, 0.8  # that one layer takes for all prompts
+PROMPTS, LAYER_SECONDS = 8, 0.8  # time of one layer for all prompts
 
 
 def main(model: str, out: Path) -> None:
     forward = Block.forward
 
     def slow(block: Block, x: Any, *rest: Any) -> Any:
-        time.sleep(PASS_SECONDS * x.shape[0] / (PROMPTS * 64))
+        time.sleep(LAYER_SECONDS * x.shape[0] / (PROMPTS * 64))
         return forward(block, x, *rest)
 
     Block.forward = slow  # type: ignore[method-assign]

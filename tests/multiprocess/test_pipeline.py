@@ -1,4 +1,4 @@
-"""Stages of a pipeline stand idle as long as the arithmetic says, and micro-batches make it faster."""
+"""The measured pipeline bubble matches the formula, and micro-batches make it smaller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`yalis profile` on one rank, and that watching changes nothing but time. Several ranks: tests/multiprocess."""
+"""`yalis profile` on one rank, and that profiling changes no tokens. Several ranks: tests/multiprocess."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
 
 
-def test_a_profile_is_told_drawn_and_kept(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_printed_plotted_and_written(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = f"profile --workload 3x20x24 --steps 6 --repeats 2 --threads 1 --device cpu --model {model}"
     words += f" --out {tmp_path / 'out'} --plot {tmp_path / 'bars'}"
     assert main(words.split()) == 0
@@ -36,21 +38,21 @@ def test_a_profile_is_told_drawn_and_kept(model: str, tmp_path: Path, capsys: py
         assert row["attention_ms"] > 0
         assert row["idle_ms"] > 0
         assert row["communication_ms"] == 0
-        off = abs(row["accounted"] - 1) > 0.02  # on a busy machine a step of a tiny model may be
+        off = abs(row["accounted"] - 1) > 0.02  # possible for a tiny model on a busy machine
         assert off == any(note.startswith(row["phase"]) for note in result.notes)
         assert 0.5 < row["accounted"] < 1.1
     assert result.parameters["split"] == "tp1"
     assert result.parameters["unwatched_decode_ms"] > 0
     names = {one["name"]: one for one in result.parameters["names"]["decode"][0]}
-    if native.load() is not None:  # the steps are tapes, and what is on them is seen all the same
-        # Two layers of four products each, and the head, in each of 7 watched steps.
+    if native.load() is not None:  # calls of replayed steps are recorded too
+        # Two layers of four linears each, and the LM head, in each of 7 profiled steps.
         assert names["native::linear"]["count"] == 7 * (2 * 4 + 1)
         assert names["native::attend"]["count"] == 7 * 2
     assert "matmul" in out
     assert "the parts add up to" in out
 
 
-def test_watching_changes_no_token_and_loses_none(model: str) -> None:
+def test_profiling_changes_no_tokens(model: str) -> None:
     prompts, sampling = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(model, threads=1, device="cpu") as llm:
         expected = [output.token_ids for output in llm.generate(prompts, sampling)]
@@ -58,17 +60,17 @@ def test_watching_changes_no_token_and_loses_none(model: str) -> None:
         assert isinstance(engine, Engine)
         ids = [llm.submit(prompt, sampling) for prompt in prompts]
         done: dict[int, list[int]] = {}
-        seen = []
+        profiles = []
         for step in range(40):
             if step in (1, 5):
                 engine.start_profiling()
             if step in (3, 8):
-                seen.append(engine.stop_profiling())
+                profiles.append(engine.stop_profiling())
             done.update((id, output.token_ids) for id, output in llm.poll())
         replays = engine.runner.graphs.replays
         assert [done[id] for id in ids] == expected
-        assert [[step.info.step_id for step in ranks[0].steps] for ranks in seen] == [
-            list(range(first := seen[0][0].steps[0].info.step_id, first + 2)),
+        assert [[step.info.step_id for step in ranks[0].steps] for ranks in profiles] == [
+            list(range(first := profiles[0][0].steps[0].info.step_id, first + 2)),
             list(range(first + 4, first + 7)),
         ]
         assert native.listening() is None
@@ -79,30 +81,30 @@ def test_watching_changes_no_token_and_loses_none(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         ("--workload 3x20x2", "too few decode steps"),
         ("--workload sometimes", "unknown workload"),
         ("--steps 0", "steps is 0"),
-        ("--workload 2x400x9", "the context holds 256"),
-        ("--dp 2", "leave --dp out"),
+        ("--workload 2x400x9", "the context length is 256"),
+        ("--dp 2", "omit --dp"),
     ],
 )
-def test_what_cannot_be_watched_is_refused(
-    model: str, words: str, complaint: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_workloads_are_refused(
+    model: str, words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(f"profile {words} --model {model} --device cpu".split()) == 2
     err = capsys.readouterr().err
-    assert complaint in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-def test_ranks_are_put_together() -> None:
+def test_times_are_summarized_over_ranks() -> None:
     rows = [
         {"phase": "decode", "rank": rank, "ms": 4.0, **{f"{part}_ms": 0.0 for part in PARTS}, "matmul_ms": matmul}
         for rank, matmul in ((0, 1.0), (1, 3.0))
     ]
-    told = {one["part"]: (one["max_ms"], one["mean_ms"], one["imbalance"]) for one in over_ranks(rows)}
-    assert told["matmul"] == (3.0, 2.0, 1.5)
-    assert told["all"] == (4.0, 4.0, 1.0)
-    assert told["idle"] == (0.0, 0.0, 1.0)
+    summary = {one["part"]: (one["max_ms"], one["mean_ms"], one["imbalance"]) for one in over_ranks(rows)}
+    assert summary["matmul"] == (3.0, 2.0, 1.5)
+    assert summary["all"] == (4.0, 4.0, 1.0)
+    assert summary["idle"] == (0.0, 0.0, 1.0)

@@ -30,7 +30,7 @@ from yalis.study.peers.interleaving import run_interleaved
 from yalis.study.peers.peer import Peer, PeerSetup, Timing
 from yalis.study.peers.process import PEERS, start_peer
 from yalis.study.spread import spread
-from yalis.study.topology import has_floor, note_peer_devices, topology_of
+from yalis.study.topology import has_floor, llm_topology, note_peer_devices
 from yalis.study.workloads import Workload, random_prompt
 from yalis.types import SamplingParams
 
@@ -175,7 +175,7 @@ def measure(
         }
         devices = [bandwidth.describe_device(device)]
         notes = note_peer_devices(config, plan.peer) + ([] if interrupt is None else [f"stopped after {progress}"])
-        result = results.new("latency", parameters, rows, command, devices, notes, topology_of(llm._world))
+        result = results.new("latency", parameters, rows, command, devices, notes, llm_topology(llm))
         if interrupt is not None:
             raise Stopped(f"{progress} done", result) from interrupt
         return result

@@ -1,7 +1,7 @@
-"""Where the time of a workload goes on every rank: matmul, attention, communication, other kernels, and gaps.
+"""Splits the time of a workload on every rank into matmul, attention, communication, other kernels and idle time.
 
-A run is watched twice: while its prompts are computed, and for some decode steps around the middle of its output. What
-watching costs is told too: the decode steps before go unwatched.
+Each run is profiled twice: during prefill, and for some decode steps around the middle of the output. The decode steps
+in between run without the profiler, which gives its overhead.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from yalis import results
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
-from yalis.engine.engine import Engine
 from yalis.engine.llm import LLM
 from yalis.engine.replica_ranks import split_of
-from yalis.engine.step_profiler import DECODE, PHASES, PREFILL, Profile, RankProfile
+from yalis.engine.step_profiler import DECODE, PHASES, PREFILL, RankProfile, StepProfile
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
 from yalis.spec import read_spec
 from yalis.study import bandwidth
 from yalis.study.latency import LatencyPlan, size_engine
 from yalis.study.scaling.settings import Setting
-from yalis.study.topology import describe_oversubscription, topology_of
+from yalis.study.topology import describe_oversubscription, llm_topology
 from yalis.study.workloads import Workload, random_prompt
 from yalis.types import SamplingParams
 
-#: The parts of a phase, in the order in which they are told and stacked.
+#: The parts of a phase, in the order of tables and stacked bars.
 PARTS = ("matmul", "attention", "communication", "other", "idle")
-#: How far the parts together may be from the wall time.
+#: Largest relative difference between the sum of the parts and the wall time that needs no note.
 TOLERANCE = 0.02
-# Unwatched tokens of each sequence from which a decode step's time is known.
-_ENOUGH_UNWATCHED = 3
+# Unprofiled decode steps that are needed to report the overhead of the profiler.
+_MIN_UNPROFILED = 3
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ProfilePlan:
+    """What `yalis profile` runs. The fields are written to the result as its parameters."""
+
     workload: Workload = Workload(8, 64, 64)  # noqa: RUF009  it is frozen
-    steps: int = 32  # decode steps to watch in each repeat
+    steps: int = 32  # decode steps to profile in each repeat
     warmup: int = 1
     repeats: int = 3
     seed: int = 0
@@ -55,160 +56,166 @@ class ProfilePlan:
                 raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least {low}")
         if self.workload.output_len < 3:
             raise YalisError(
-                f"workload {self.workload} has too few decode steps to watch; give an output of at least 3 tokens"
+                f"workload {self.workload} has too few decode steps to profile; give an output of at least 3 tokens"
             )
 
     @property
-    def watched_steps(self) -> int:
-        """One more than these is watched, since the first of a watch has nothing prepared for it."""
+    def counted_steps(self) -> int:
+        """Decode steps that count. One more is profiled first: no step before it overlapped its scheduling."""
         return min(self.steps, self.workload.output_len - 2)
 
 
-@dataclass
-class Seen:
-    """What all ranks saw of one phase, over the repeats."""
+PhaseRun = tuple[int, list[RankProfile]]  # wall time of rank 0 in nanoseconds, and the profile of each rank
 
-    watches: list[tuple[float, list[RankProfile]]] = field(default_factory=list)  # rank 0's wall time in ns, by rank
+
+@dataclass
+class PhaseProfile:
+    """The profiles of one phase over all repeats."""
+
+    runs: list[PhaseRun] = field(default_factory=list)
 
     def rows(self, phase: str, batch: int) -> list[Row]:
-        return [self._row(phase, rank, batch) for rank in range(len(self.watches[0][1]))]
+        return [self._row(phase, rank, batch) for rank in range(len(self.runs[0][1]))]
 
     def _row(self, phase: str, rank: int, batch: int) -> Row:
-        spent: dict[str, int] = dict.fromkeys(PARTS, 0)
-        everything, wall, steps, sequences = 0, 0.0, 0, 0
-        for seconds, watched in self.watches:
-            wall += seconds
-            everything += sum(step.total_ns for step in watched[rank].steps)
-            for step in kept(watched[rank], phase):
+        part_ns: dict[str, int] = dict.fromkeys(PARTS, 0)
+        total_ns, wall_ns, steps, sequences = 0, 0, 0, 0
+        for run_ns, ranks in self.runs:
+            wall_ns += run_ns
+            total_ns += sum(step.total_ns for step in ranks[rank].steps)
+            for step in phase_steps(ranks[rank], phase):
                 steps, sequences = steps + 1, sequences + step.info.num_sequences
-                spent["idle"] += step.idle_ns
+                part_ns["idle"] += step.idle_ns
                 for category, ns in step.category_ns.items():
-                    spent[category] += ns
-        # Prefill is told whole; of decode, what it takes to give every sequence a token.
-        times = len(self.watches) if phase == PREFILL else sequences / batch
-        row: Row = {"phase": phase, "rank": rank, "steps": steps, "ms": sum(spent.values()) / times / 1e6}
-        row.update({f"{part}_ms": ns / times / 1e6 for part, ns in spent.items()})
-        row["accounted"] = everything / wall
+                    part_ns[category] += ns
+        # Prefill is reported as a whole, decode per token of every sequence.
+        times = len(self.runs) if phase == PREFILL else sequences / batch
+        row: Row = {"phase": phase, "rank": rank, "steps": steps, "ms": sum(part_ns.values()) / times / 1e6}
+        row.update({f"{part}_ms": ns / times / 1e6 for part, ns in part_ns.items()})
+        row["accounted"] = total_ns / wall_ns
         return row
 
     def names(self, phase: str) -> list[list[dict[str, Any]]]:
-        """For each rank, the names that took longest in the last repeat, as shares of what all ran."""
-        told = []
-        for watched in self.watches[-1][1]:
-            whole = sum(step.total_ns for step in watched.steps if step.info.phase == phase)
-            told.append([{**asdict(one), "share": one.ns / whole} for one in watched.names[phase]])
-        return told
+        """Return for each rank the kernels or operations that took longest in the last repeat, with their shares."""
+        names = []
+        for profile in self.runs[-1][1]:
+            total = sum(step.total_ns for step in profile.steps if step.info.phase == phase)
+            names.append([{**asdict(one), "share": one.ns / total} for one in profile.names[phase]])
+        return names
 
 
-def kept(watched: RankProfile, phase: str) -> list[Any]:
-    """The steps that count: of decode, not the first."""
-    own = [step for step in watched.steps if step.info.phase == phase]
-    return own[1:] if phase == DECODE else own
+def phase_steps(profile: RankProfile, phase: str) -> list[StepProfile]:
+    """Return the steps of a phase, without the first decode step."""
+    steps = [step for step in profile.steps if step.info.phase == phase]
+    return steps[1:] if phase == DECODE else steps
 
 
 def measure(
     config: EngineConfig, plan: ProfilePlan, command: str, report: Callable[[str], None] = lambda text: None
 ) -> results.Result:
-    """Run and watch the workload; `report` hears what it is doing."""
+    """Run and profile the workload; `report` is called with progress messages."""
     if config.dp > 1:
-        raise YalisError("profile watches one replica; leave --dp out")
+        raise YalisError("profile runs one replica; omit --dp")
     case = plan.workload
     config = replace(size_engine(config, LatencyPlan(workload=(case,))), prefix_reuse=False)
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
         limit = config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position
     if case.total_len > limit:
-        raise YalisError(f"a sequence of {case} has {case.total_len} tokens, but the context holds {limit}; give less")
-    seen: dict[str, Seen] = defaultdict(Seen)
-    unwatched: list[float] = []
+        raise YalisError(
+            f"a sequence of {case} has {case.total_len} tokens, but the context length is {limit}; give shorter lengths"
+        )
+    phases: dict[str, PhaseProfile] = defaultdict(PhaseProfile)
+    unprofiled: list[float] = []  # nanoseconds of a decode step
     report("loading the model")
     with LLM(**asdict(config)) as llm:
-        engine = llm._engine
-        assert isinstance(engine, Engine)
         for turn in range(plan.warmup + plan.repeats):
             counts = turn >= plan.warmup
             report(f"{case}: {f'repeat {turn - plan.warmup + 1}/{plan.repeats}' if counts else 'warm-up'}")
             rng = random.Random(f"{plan.seed}/{case}/{turn}")
             prompts = [random_prompt(rng, case.prompt_len, llm.spec.vocab_size) for _ in range(case.batch)]
-            found, alone = _run(llm, engine, plan, prompts)
+            runs, step_ns = _run(llm, plan, prompts)
             if counts:
-                for phase, watch in found.items():
-                    seen[phase].watches.append(watch)
-                unwatched += alone
+                for phase, run in runs.items():
+                    phases[phase].runs.append(run)
+                unprofiled += step_ns
         device = bandwidth.describe_device(llm.device)
         dtype = resolve_dtype(config.dtype, llm.spec.dtype, resolve_device(config.device))
-        topology = topology_of(llm._world)
-    rows = [row for phase in PHASES for row in seen[phase].rows(phase, case.batch)]
+        topology = llm_topology(llm)
+    rows = [row for phase in PHASES for row in phases[phase].rows(phase, case.batch)]
     decode_ms = max(row["ms"] for row in rows if row["phase"] == DECODE)
+    unprofiled_ms = sum(unprofiled) / len(unprofiled) / 1e6 if unprofiled else None
     parameters = {
         **asdict(plan),
         "engine": asdict(config),
         "dtype": str(dtype).removeprefix("torch."),
         "split": _label(config),
         "over_ranks": over_ranks(rows),
-        "names": {phase: seen[phase].names(phase) for phase in PHASES},
-        "unwatched_decode_ms": sum(unwatched) / len(unwatched) / 1e6 if unwatched else None,
-        "watching_costs": decode_ms / (sum(unwatched) / len(unwatched) / 1e6) - 1 if unwatched else None,
+        "names": {phase: phases[phase].names(phase) for phase in PHASES},
+        "unwatched_decode_ms": unprofiled_ms,
+        "watching_costs": None if unprofiled_ms is None else decode_ms / unprofiled_ms - 1,
     }
     result = results.new("profile", parameters, rows, command, [device], topology=topology)
     return replace(result, notes=list(_notes(result)))
 
 
-def _run(
-    llm: LLM, engine: Engine, plan: ProfilePlan, prompts: list[list[int]]
-) -> tuple[dict[str, tuple[float, list[RankProfile]]], list[float]]:
-    """What was seen of each phase beside its wall time, and the nanoseconds of an unwatched decode step, if known."""
+def _run(llm: LLM, plan: ProfilePlan, prompts: list[list[int]]) -> tuple[dict[str, PhaseRun], list[float]]:
+    """Profile both phases of one run.
+
+    Returns the profiles by phase, and a list with the nanoseconds of an unprofiled decode step if there were enough."""
     case, stats = plan.workload, llm.stats
-    before, preempted = stats.output_tokens, stats.preemptions
+    tokens_before, preemptions_before = stats.output_tokens, stats.preemptions
 
-    def tokens_each() -> float:
-        return (stats.output_tokens - before) / case.batch
+    def tokens_per_sequence() -> float:
+        return (stats.output_tokens - tokens_before) / case.batch
 
-    def seen_until(done: Callable[[], bool]) -> tuple[float, list[RankProfile]]:
-        begin = now()
-        while not done():
+    with llm.profile() as prefill:
+        ids = [llm.submit(prompt, SamplingParams(max_tokens=case.output_len, ignore_eos=True)) for prompt in prompts]
+        prefill_start = now()
+        while prefill.prompt_tokens < case.batch * case.prompt_len:
             llm.poll()
-        profiles = engine.stop_profiling()
-        return profiles[0].end_ns - begin, profiles
-
-    steps = engine.start_profiling()
-    ids = [llm.submit(prompt, SamplingParams(max_tokens=case.output_len, ignore_eos=True)) for prompt in prompts]
-    prefill = seen_until(lambda: Profile(steps).prompt_tokens >= case.batch * case.prompt_len)
-    middle = 1 + (case.output_len - 1 - plan.watched_steps) // 2
+    middle = 1 + (case.output_len - 1 - plan.counted_steps) // 2
     llm.poll()
-    begin, first = now(), tokens_each()
-    while tokens_each() < middle - 1:
+    start, first = now(), tokens_per_sequence()
+    while tokens_per_sequence() < middle - 1:
         llm.poll()
-    alone = [(now() - begin) / (tokens_each() - first)] if tokens_each() - first >= _ENOUGH_UNWATCHED else []
-    steps = engine.start_profiling()
-    wanted = case.batch * (plan.watched_steps + 1)
-    decode = seen_until(lambda: Profile(steps).decode_tokens >= wanted or llm.num_unfinished < case.batch)
+    steps = tokens_per_sequence() - first
+    step_ns = [(now() - start) / steps] if steps >= _MIN_UNPROFILED else []
+    with llm.profile() as decode:
+        decode_start = now()
+        num_tokens = case.batch * (plan.counted_steps + 1)
+        while decode.decode_tokens < num_tokens and llm.num_unfinished >= case.batch:
+            llm.poll()
     for id in ids:
         llm.cancel(id)
     while llm.num_unfinished:
         llm.poll()
-    if stats.preemptions > preempted or not kept(decode[1][0], DECODE):
+    if stats.preemptions > preemptions_before or not phase_steps(decode.ranks[0], DECODE):
         raise YalisFailure(
-            f"a batch of {case.batch} never decoded all at once, so its steps tell nothing; "
+            f"the batch of {case.batch} never decoded in one step, so there is nothing to report; "
             "give a larger --kv-memory, --kv-blocks or --max-batch-tokens, or a smaller --workload"
         )
-    return {PREFILL: prefill, DECODE: decode}, alone
+    runs = {
+        PREFILL: (prefill.ranks[0].end_ns - prefill_start, prefill.ranks),
+        DECODE: (decode.ranks[0].end_ns - decode_start, decode.ranks),
+    }
+    return runs, step_ns
 
 
 def _label(config: EngineConfig) -> str:
-    """ "tp2 nvrar"; what --allreduce auto chose is not told."""
+    """Return the split and the all-reduce, such as "tp2 nvrar"; only the split if --allreduce is auto."""
     split = split_of(config)
     named = split.size > 1 and config.allreduce != "auto"
     return Setting(split).label + (f" {config.allreduce}" if named else "")
 
 
 def over_ranks(rows: list[Row]) -> list[dict[str, Any]]:
-    """For each phase and part: the most and the mean over ranks, and how far apart those are."""
-    told = []
+    """Return the maximum, the mean and their ratio over ranks, for each phase and part."""
+    summary = []
     for phase in dict.fromkeys(row["phase"] for row in rows):
         for part in ("", *PARTS):
             times = [row[f"{part}_ms" if part else "ms"] for row in rows if row["phase"] == phase]
             mean = sum(times) / len(times)
-            told.append(
+            summary.append(
                 {
                     "phase": phase,
                     "part": part or "all",
@@ -217,7 +224,7 @@ def over_ranks(rows: list[Row]) -> list[dict[str, Any]]:
                     "imbalance": max(times) / mean if mean else 1.0,
                 }
             )
-    return told
+    return summary
 
 
 def _notes(result: results.Result) -> list[str]:
@@ -227,7 +234,5 @@ def _notes(result: results.Result) -> list[str]:
         if abs(row["accounted"] - 1) > TOLERANCE
     ]
     if oversubscribed := describe_oversubscription(result):
-        notes.append(
-            f"{oversubscribed}: what ranks wait for each other shows what sharing costs, not how the split scales"
-        )
+        notes.append(f"{oversubscribed}: waiting for other ranks shows the cost of sharing, not how the split scales")
     return notes

@@ -41,7 +41,7 @@ from yalis.study.requests import (
     read_dataset,
 )
 from yalis.study.spread import percentiles, spread
-from yalis.study.topology import has_floor, note_peer_devices, topology_of
+from yalis.study.topology import has_floor, llm_topology, note_peer_devices
 from yalis.types import RequestOutput
 
 
@@ -178,7 +178,7 @@ def measure(
             engines, turns, plan.warmup, lambda engine, requests, progress: engine.run(requests, progress), report
         )
         device_facts = bandwidth.describe_device(llm.device)
-        topology = topology_of(llm._world)
+        topology = llm_topology(llm)
     ours = runs[0]
     assert not isinstance(ours, str)
     floor = None

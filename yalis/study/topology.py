@@ -9,14 +9,19 @@ import torch
 
 from yalis import results
 from yalis.config import EngineConfig
+from yalis.engine.llm import LLM
 from yalis.engine.replica_ranks import split_of
 from yalis.launch.launchers import SRUN, detect_launcher
 from yalis.launch.world import World
 
 
-def topology_of(world: World | None) -> dict[str, Any]:
-    """Return the topology as result files store it: ranks, ranks per host and the launcher."""
-    assert world is not None, "the engine is closed"
+def llm_topology(llm: LLM) -> dict[str, Any]:
+    """Return the topology of an LLM as result files store it: ranks, ranks per host and the launcher."""
+    return results.topology(list(llm.topology.nodes), llm.topology.launcher)
+
+
+def topology_of(world: World) -> dict[str, Any]:
+    """Return the topology of ranks without an LLM, in the same form."""
     return results.topology([member.node for member in world.members], detect_launcher().launcher)
 
 
