@@ -1,4 +1,4 @@
-"""`yalis plan`: a split in numbers, from a config alone, and the same numbers as the ranks' own."""
+"""`yalis plan`: the sizes it computes from a config equal those of loaded ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from yalis.spec import read_spec
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of which only the config is there."""
+    """A model folder with only a config."""
     (tmp_path / "config.json").write_text(json.dumps({**NINE_HEADS, "dtype": "bfloat16"}))
     return tmp_path
 
@@ -39,45 +39,45 @@ def plan(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "budget", [{"kv_blocks": 7}, {"kv_memory": 0.001}, {"max_model_len": 64, "max_num_seqs": 3}, {}]
 )
-def test_every_rank_holds_what_was_planned(
+def test_every_rank_has_the_planned_sizes(
     folder: Path, capsys: pytest.CaptureFixture[str], budget: dict[str, Any]
 ) -> None:
     split = Split(4, 2, 2)
     words = [word for name, value in budget.items() for word in ("--" + name.replace("_", "-"), value)]
-    told = plan(capsys, "--model", folder, "--tp", "4x2", "--pp", 2, "--device", "cpu", *words)
+    planned = plan(capsys, "--model", folder, "--tp", "4x2", "--pp", 2, "--device", "cpu", *words)
     config = EngineConfig(str(folder), load="random", tp=(4, 2), pp=2, device="cpu", **budget)
     checkpoint = open_checkpoint(config.model, config.load)
     spec = read_spec(checkpoint.config)
-    assert [rank["rank"] for rank in told["ranks"]] == list(range(split.size))
+    assert [rank["rank"] for rank in planned["ranks"]] == list(range(split.size))
     counts = []
-    for rank in told["ranks"]:
+    for rank in planned["ranks"]:
         seats = Seats(rank["rank"])
         grid, stage = Grid.open(split, seats.rank, seats), Stage.open(split, seats.rank, seats)
-        able: list[int] = []
+        fitting: list[int] = []
 
-        def settle(blocks: int, able: list[int] = able) -> int:
-            able.append(blocks)
-            return int(told["kv_blocks"])
+        def min_over_ranks(blocks: int, fitting: list[int] = fitting) -> int:
+            fitting.append(blocks)
+            return int(planned["kv_blocks"])
 
-        runner = Runner(config, spec, checkpoint, frozenset(), torch.device("cpu"), grid, stage, settle)
+        runner = Runner(config, spec, checkpoint, frozenset(), torch.device("cpu"), grid, stage, min_over_ranks)
         assert rank["weight_bytes"] == runner.weight_bytes
         assert rank["rotary"]["bytes"] == sum(buffer.nbytes for buffer in runner.model.buffers())
         assert (rank["kv_blocks"], rank["kv_bytes"]) == (runner.num_blocks, runner.pool.nbytes)
-        counts += able
-    assert told["kv_blocks"] == min(counts)
+        counts += fitting
+    assert planned["kv_blocks"] == min(counts)
 
 
-def test_one_object_says_it_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = plan(
+def test_json_has_all_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = plan(
         capsys, "--model", folder, "--tp", "3x2", "--pp", 2, "--dp", 2, "--device", "cuda", "--max-model-len", 50
     )
-    assert told["split"] == {"rows": 3, "cols": 2, "stages": 2, "replicas": 2, "ranks": 24}
-    assert (told["dtype"], told["max_model_len"], told["block_size"]) == ("bfloat16", 50, 64)
-    assert told["kv_blocks"] is None  # a GPU that is not here decides that
-    assert told["even_weight_bytes"] == told["weight_bytes"] / 12
-    assert told["even_kv_bytes_per_token"] == told["kv_bytes_per_token"] / 6
-    assert told["kv_bytes_per_token"] == 3 * 2 * 3 * 8 * 2
-    last = told["ranks"][-1]
+    assert planned["split"] == {"rows": 3, "cols": 2, "stages": 2, "replicas": 2, "ranks": 24}
+    assert (planned["dtype"], planned["max_model_len"], planned["block_size"]) == ("bfloat16", 50, 64)
+    assert planned["kv_blocks"] is None  # depends on the memory of the GPU
+    assert planned["even_weight_bytes"] == planned["weight_bytes"] / 12
+    assert planned["even_kv_bytes_per_token"] == planned["kv_bytes_per_token"] / 6
+    assert planned["kv_bytes_per_token"] == 3 * 2 * 3 * 8 * 2
+    last = planned["ranks"][-1]
     assert (last["replica"], last["stage"], last["row"], last["col"]) == (1, 1, 2, 1)
     assert (last["layers"], last["heads"], last["kv_heads"]) == ([2, 3], [6, 9], [2, 3])
     assert (last["width"], last["vocabulary"]) == ([68, 101], [210, 251])
@@ -86,13 +86,13 @@ def test_one_object_says_it_all(folder: Path, capsys: pytest.CaptureFixture[str]
     assert (head["copies"], head["repeated_bytes"]) == (2, head["bytes"] / 2)
 
 
-def test_alike_ranks_share_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_ranks_share_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", str(folder), "--tp", "4", "--dp", "2", "--dtype", "float32", "--kv-blocks", "10"]
     assert main(["plan", *words, "--device", "cpu"]) == 0
     title, heads, *lines = capsys.readouterr().out.splitlines()
     assert title.endswith(" · tp 4 x pp 1 x dp 2 · 8 ranks · float32 · cpu")
     assert heads.split()[:4] == ["ranks", "layers", "heads", "kv"]
-    # Ranks 1 and 3 have as many heads, but not as much of the vocabulary and the MLP: 251 and 101 are prime.
+    # Ranks 1 and 3 have equal heads, but different shares of the vocabulary and the MLP: 251 and 101 are prime.
     assert [line.split("  ")[0] for line in lines[:4]] == ["0, 4", "1, 5", "2, 6", "3, 7"]
     assert lines[0].split()[2:7] == ["3", "3", "1", "26", "63"]
     assert lines[2].split()[2:7] == ["3", "2", "2", "25", "63"]
@@ -103,7 +103,7 @@ def test_alike_ranks_share_a_line(folder: Path, capsys: pytest.CaptureFixture[st
     assert lines[-1] == "KV cache of a replica: 10 blocks of 16 tokens, 160 tokens in all"
 
 
-def test_one_rank_repeats_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(folder / "config.json"), "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].endswith("  nothing")
@@ -123,7 +123,7 @@ def test_one_rank_repeats_nothing(folder: Path, capsys: pytest.CaptureFixture[st
         ("--device tpu", "device is 'tpu'"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(
+def test_invalid_splits_are_refused_in_one_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
     assert main(["plan", "--model", str(folder), *words.split()]) == 2
@@ -133,7 +133,7 @@ def test_what_cannot_be_is_one_sentence(
     assert sentence in err
 
 
-def test_ranks_are_spelt_short() -> None:
+def test_ranks_are_shown_as_spans() -> None:
     assert spell_ranks([0]) == "0"
     assert spell_ranks([0, 1, 2, 3, 8]) == "0-3, 8"
-    assert spell_ranks(range(0, 20, 2), most=3) == "0, 2, 4, ... (10)"
+    assert spell_ranks(range(0, 20, 2), max_spans=3) == "0, 2, 4, ... (10)"

@@ -1,4 +1,4 @@
-"""Show what each rank of a split would hold, from the model's config alone: no weight is read, no rank started."""
+"""Show the weights and KV cache of each rank of a split, from the model's config alone: nothing is loaded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Ranks that hold the same amounts."""
+class RankGroup:
+    """Ranks with equal shares of the model."""
 
     ranks: list[int]
-    memory: RankMemory  # of the first of them
-    kv_blocks: int | None  # None: as many as a GPU has room for
+    memory: RankMemory  # of the first rank
+    kv_blocks: int | None  # None: as many as fit in the memory of the GPU
 
     @property
     def kv_bytes(self) -> int | None:
@@ -34,13 +34,15 @@ class Holding:
 
 @dataclass(frozen=True)
 class SplitPlan:
+    """The memory of all ranks of a split."""
+
     model: str
     device: str
     dtype: str
     max_model_len: int
     split: Split
     whole: RankMemory  # the model on one rank
-    ranks: list[Holding]  # each rank by itself
+    ranks: list[RankGroup]  # one per rank
 
     @property
     def even_weight_bytes(self) -> float:
@@ -52,7 +54,7 @@ class SplitPlan:
 
     @property
     def kv_blocks(self) -> int | None:
-        """A block is the same tokens on every rank, so the rank with the fewest decides."""
+        """KV blocks of a replica: a block spans all of its ranks, so the rank with the fewest sets the number."""
         counts = [one.kv_blocks for one in self.ranks if one.kv_blocks is not None]
         return min(counts, default=None)
 
@@ -60,7 +62,7 @@ class SplitPlan:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     parser.set_defaults(uses_engine=False)
-    add_common_flags(parser, json="print the plan as one object")
+    add_common_flags(parser, json="print the plan as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,38 +85,38 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     from yalis.parallel.plan import Split
     from yalis.spec import read_spec
 
-    checkpoint = open_checkpoint(config.model, load="random")  # of which only the config is read
+    checkpoint = open_checkpoint(config.model, load="random")  # only its config is read
     spec = read_spec(checkpoint.config, checkpoint.label)
     checkpoint.close()
     split = Split(*config.tp, config.pp, config.dp)
     split.check(spec, checkpoint.label)
     max_len = longest_context(config, spec, checkpoint.label)
-    # A split for GPUs can be planned where there are none.
+    # A split for GPUs can be planned on a machine without GPUs.
     device = torch.device("cuda") if config.device.startswith("cuda") else resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
     block_size = resolve_block_size(config.block_size, device)
-    most_useful = -(-max_len // block_size) * config.max_num_seqs
-    depends = device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None
+    max_useful_blocks = -(-max_len // block_size) * config.max_num_seqs
+    unknown_memory = device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None
 
     ranks = range(split.size)
     memories = [rank_memory(spec, split, rank, dtype.itemsize, block_size, max_len) for rank in ranks]
-    # The rank whose blocks are largest decides for its replica, and replicas are alike.
+    # The rank with the largest blocks limits its replica, and all replicas are equal.
     largest = max(memory.kv_block_bytes for memory in memories)
-    blocks = None if depends else count_blocks(config, device, largest, most_useful)
+    blocks = None if unknown_memory else count_blocks(config, device, largest, max_useful_blocks)
     whole = whole_memory(spec, dtype.itemsize, block_size, max_len)
-    holdings = [Holding([rank], memories[rank], blocks) for rank in ranks]
-    return SplitPlan(checkpoint.label, device.type, str(dtype).removeprefix("torch."), max_len, split, whole, holdings)
+    groups = [RankGroup([rank], memories[rank], blocks) for rank in ranks]
+    return SplitPlan(checkpoint.label, device.type, str(dtype).removeprefix("torch."), max_len, split, whole, groups)
 
 
-def group_alike(holdings: Iterable[Holding]) -> list[Holding]:
-    """Ranks with as many of everything, on one line."""
-    found: dict[Any, Holding] = {}
-    for one in holdings:
-        memory = one.memory
+def group_equal(groups: Iterable[RankGroup]) -> list[RankGroup]:
+    """Join ranks that have the same sizes, to show them on one line."""
+    by_size: dict[Any, RankGroup] = {}
+    for rank in groups:
+        memory = rank.memory
         sizes = tuple(map(len, (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)))
-        known = found.setdefault((sizes, memory.parts()), Holding([], memory, one.kv_blocks))
-        known.ranks.extend(one.ranks)
-    return list(found.values())
+        group = by_size.setdefault((sizes, memory.parts()), RankGroup([], memory, rank.kv_blocks))
+        group.ranks.extend(rank.ranks)
+    return list(by_size.values())
 
 
 def _as_json(plan: SplitPlan) -> dict[str, Any]:
@@ -134,11 +136,11 @@ def _as_json(plan: SplitPlan) -> dict[str, Any]:
     }
 
 
-def _rank_json(one: Holding) -> dict[str, Any]:
-    memory = one.memory
+def _rank_json(group: RankGroup) -> dict[str, Any]:
+    memory = group.memory
     spans = {name: getattr(memory, name) for name in ("layers", "heads", "kv_heads", "width", "vocabulary")}
     return {
-        "rank": one.ranks[0],
+        "rank": group.ranks[0],
         **asdict(memory.coords),
         **{name: [span.start, span.stop] for name, span in spans.items()},
         "weight_bytes": memory.weight_bytes,
@@ -146,8 +148,8 @@ def _rank_json(one: Holding) -> dict[str, Any]:
         "rotary": _part_json(memory.rotary),
         "kv_bytes_per_token": memory.kv_token_bytes,
         "kv_per_block": [_part_json(part) for part in memory.kv_block],
-        "kv_blocks": one.kv_blocks,
-        "kv_bytes": one.kv_bytes,
+        "kv_blocks": group.kv_blocks,
+        "kv_bytes": group.kv_bytes,
     }
 
 
@@ -160,18 +162,18 @@ def _print_table(plan: SplitPlan) -> None:
     print(f"{plan.model} · {plan.split} · {ranks} · {plan.dtype} · {plan.device}")
     heads = ["ranks", "layers", "heads", "kv heads", "MLP width", "vocabulary", "weights GiB", "KV B/token", "KV GiB"]
     lines: list[list[str]] = []
-    notes: dict[tuple[str, str], None] = {}  # in order, each once
-    for one in group_alike(plan.ranks):
-        memory = one.memory
+    notes: dict[tuple[str, str], None] = {}  # ordered, without duplicates
+    for group in group_equal(plan.ranks):
+        memory = group.memory
         counts = (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)
-        kv = "what is left" if one.kv_bytes is None else f"{one.kv_bytes / _GIB:.3f}"
-        cells = [spell_ranks(one.ranks), *(str(len(part)) for part in counts), f"{memory.weight_bytes / _GIB:.3f}"]
+        kv = "rest of GPU" if group.kv_bytes is None else f"{group.kv_bytes / _GIB:.3f}"
+        cells = [spell_ranks(group.ranks), *(str(len(part)) for part in counts), f"{memory.weight_bytes / _GIB:.3f}"]
         repeated = [part for part in memory.parts() if part.copies > 1]
         notes.update({(part.name, part.held): None for part in repeated})
-        told = ", ".join(_spell_part(part, part in memory.kv_block) for part in repeated) or "nothing"
-        lines.append([*cells, str(memory.kv_token_bytes), kv, told])
+        replicated = ", ".join(_spell_part(part, part in memory.kv_block) for part in repeated) or "nothing"
+        lines.append([*cells, str(memory.kv_token_bytes), kv, replicated])
     widths = [max(map(len, column)) for column in zip(heads, *(line[:-1] for line in lines), strict=True)]
-    for line in ([*heads, "held elsewhere too"], *lines):
+    for line in ([*heads, "replicated"], *lines):
         right = [cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True)]
         print("  ".join([line[0].ljust(widths[0]), *right, line[-1]]))
     for name, held in notes:
@@ -188,19 +190,19 @@ def _print_table(plan: SplitPlan) -> None:
 
 
 def _spell_part(part: Part, is_kv: bool) -> str:
-    """The KV cache has no size of its own, only one for each token."""
+    """Return the name of a part with its bytes, or for the KV cache, whose size varies, with its copies."""
     from yalis.parallel.memory import spell_bytes
 
     return f"{part.name} ({part.copies} copies)" if is_kv else f"{part.name} {spell_bytes(part.bytes)}"
 
 
-def spell_ranks(ranks: Sequence[int], most: int = 6) -> str:
-    """0-3, 8: neighbours as one span, and many spans cut short."""
+def spell_ranks(ranks: Sequence[int], max_spans: int = 6) -> str:
+    """Return ranks as spans such as "0-3, 8", shortened if there are many."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    told = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return ", ".join(told) if len(told) <= most else ", ".join(told[:most]) + f", ... ({len(ranks)})"
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ", ".join(texts) if len(texts) <= max_spans else ", ".join(texts[:max_spans]) + f", ... ({len(ranks)})"

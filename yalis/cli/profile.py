@@ -1,4 +1,4 @@
-"""Break the time of prefill and decode into matmul, attention, communication, other kernels and idle, on every rank."""
+"""Profile prefill and decode on every rank: matmul, attention, communication, other kernels and idle time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from yalis.results import Result
 
 _NUMBERS = {
-    "steps": (32, "decode steps to watch, around the middle of the output"),
-    "warmup": (1, "runs before any that counts"),
-    "repeats": (3, "runs that count"),
+    "steps": (32, "decode steps to profile, around the middle of the output"),
+    "warmup": (1, "unmeasured runs at the start"),
+    "repeats": (3, "measured runs"),
     "seed": (0, "seed of the prompts"),
-    "names": (8, "kernels and calls to name for each phase, the longest first"),
+    "names": (8, "kernels or operations to list for each phase, longest first"),
 }
 
 
@@ -37,10 +37,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", metavar="N", type=parse_int, default=default, help=f"{about} (default: {default})"
         )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts as bars, as FILE.png and FILE.svg")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON to this folder")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot the parts as stacked bars, as FILE.png and FILE.svg"
+    )
     add_engine_flags(parser)
-    add_common_flags(parser, json="print the result as one object")
+    add_common_flags(parser, json="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
