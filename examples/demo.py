@@ -1,4 +1,4 @@
-"""What `make demo` shows: a completion, a batch, and a chat answer streamed as it comes."""
+"""Run by `make demo`: one completion, a batch, and a streamed chat answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from yalis import LLM, SamplingParams
 
 
 def main() -> None:
-    begin = time.perf_counter()
+    start = time.perf_counter()
     with LLM("smollm2-135m") as llm:
-        print(f"smollm2-135m is ready after {time.perf_counter() - begin:.1f} s\n")
+        print(f"smollm2-135m is ready after {time.perf_counter() - start:.1f} s\n")
 
         prompt = "The capital of France is"
         print(f"One completion\n  {prompt!r} -> {llm.generate(prompt, SamplingParams(max_tokens=16))[0].text!r}\n")
@@ -21,13 +21,13 @@ def main() -> None:
             print(f"  {prompt!r} -> {output.text!r}")
 
         question = "Why is the sky blue? Answer in two sentences."
-        print(f"\nA chat answer, as it comes\n  user: {question}\n  assistant: ", end="")
+        print(f"\nA streamed chat answer\n  user: {question}\n  assistant: ", end="")
         for chunk in llm.stream([{"role": "user", "content": question}], SamplingParams(max_tokens=96)):
             print(chunk.text, end="", flush=True)
         assert chunk.completion is not None
         metrics = chunk.completion.metrics
         print(
-            f"\n\n{metrics.output_tokens} tokens, first after {metrics.time_to_first_token:.2f} s, "
+            f"\n\n{metrics.output_tokens} tokens, first token after {metrics.time_to_first_token:.2f} s, "
             f"{metrics.output_tokens / metrics.total:.1f} tokens per second"
         )
 
