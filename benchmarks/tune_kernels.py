@@ -1,4 +1,4 @@
-"""Find the fastest launches of products with few rows on this GPU: lines for TUNED in yalis/kernels/skinny.py.
+"""Find the fastest skinny GEMM configurations on this GPU. Prints lines for TUNED in yalis/kernels/skinny_config.py.
 
 PYTHONPATH=. python benchmarks/tune_kernels.py [--rows 1,16,64] [--dtype bfloat16] [--processes 16]
 """
@@ -14,36 +14,36 @@ from typing import TextIO
 import torch
 
 from yalis.kernels.gpu_limits import gpu_limits
-from yalis.kernels.skinny import Problem, candidates
+from yalis.kernels.skinny_config import GemmShape, candidates
 from yalis.study.kernels.benchmark import LLAMA_8B, build, tune
 from yalis.study.kernels.cases import matrices
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1,16,32,64,128")
+    parser.add_argument("--rows", default="1,16,32,64,128", help="values of M, separated by commas")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--processes", type=int, default=16, help="processes that compile")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
-    problems = []
+    shapes = []
     for rows in map(int, args.rows.split(",")):
-        for name, (outputs, inputs) in matrices(LLAMA_8B).items():
+        for name, (n, k) in matrices(LLAMA_8B).items():
             gated = name == "gate_up"
-            problems.append(Problem(rows, outputs // 2 if gated else outputs, inputs, dtype.itemsize, gated))
+            shapes.append(GemmShape(rows, n // 2 if gated else n, k, dtype.itemsize, gated))
     limits = gpu_limits(torch.device("cuda"))
-    jobs = {(problem, shape) for problem in problems for shape in candidates(problem, limits)}
-    # Launches of equal inputs share a kernel, so one of them is enough; compiling is what takes the time.
-    unlike = {(p.rows, p.inputs if p.rows == 1 else 0, p.gated, shape): (p, shape, dtype) for p, shape in jobs}
+    launches = {(shape, config) for shape in shapes for config in candidates(shape, limits)}
+    # Compilation takes most of the time. Launches that share a kernel (N is not a constant of it, and K only of the
+    # GEMV) are compiled once.
+    kernels = {(s.m, s.k if s.m == 1 else 0, s.gated, config): (s, config, dtype) for s, config in launches}
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
-        for done in [pool.submit(build, *job) for job in unlike.values()]:
-            done.result()
-    found = tune(problems, dtype, lambda text: tell(text, sys.stderr))
-    for problem, shape in found.items():
-        tell(f"    Problem{tuple(problem)}: Shape{tuple(shape)},", sys.stdout)
+        for compiled in [pool.submit(build, *kernel) for kernel in kernels.values()]:
+            compiled.result()
+    for shape, config in tune(shapes, dtype, lambda text: write_line(text, sys.stderr)).items():
+        write_line(f"    GemmShape{tuple(shape)}: GemmConfig{tuple(config)},", sys.stdout)
 
 
-def tell(text: str, stream: TextIO) -> None:
+def write_line(text: str, stream: TextIO) -> None:
     stream.write(f"{text}\n")
     stream.flush()
 

@@ -1,4 +1,4 @@
-"""The attention backends on a GPU, against their float64 reference; and that a step never waits for the device."""
+"""The attention backends on a GPU against the float64 reference, and that a step never synchronizes with the device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from yalis.errors import YalisError
 from yalis.kernels import ops
 
 if not torch.cuda.is_available():
-    pytest.skip("no GPU here", allow_module_level=True)
+    pytest.skip("needs a GPU", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("Triton is in its interpreter: run tests/gpu in a process of its own", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET is set: run tests/gpu in its own process", allow_module_level=True)
 
 BACKENDS = ("sdpa", "flex", "triton", "flash")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -44,7 +44,7 @@ CHECKS = [
     for name in BACKENDS
     for dtype in TOLERANCE
     for shape in SHAPES
-    # float16 takes bfloat16's paths; flex compiles for seconds on every one of these
+    # float16 uses the same code paths as bfloat16, and flex compiles for seconds in each of these.
     if (dtype != torch.float16 or shape == SHAPES[0]) and (name != "flex" or shape in SHAPES[1:7:3])
 ]
 
@@ -56,7 +56,7 @@ def run(backend: AttentionBackend, step: Step, case: Case) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), CHECKS, ids=str)
 def test_backend_matches_the_reference(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    torch.compiler.reset()  # or flex reaches torch's limit of compilations, and goes on uncompiled
+    torch.compiler.reset()  # or flex exceeds torch's recompilation limit and falls back to eager
     for seed, mix in enumerate(MIXES.values()):
         case = Case(mix, *shape, seed=seed, dtype=dtype, device="cuda")  # type: ignore[arg-type]
         try:
@@ -73,7 +73,7 @@ def test_backend_matches_the_reference(name: str, dtype: torch.dtype, shape: tup
 def test_triton_random_lengths(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rng = random.Random(str(shape))
     for seed in range(20):
-        lengths = ((0, 1, 15, 64, 500, 2000), (1, 1, 1, 2, 16, 129))  # cached, brought
+        lengths = ((0, 1, 15, 64, 500, 2000), (1, 1, 1, 2, 16, 129))  # cached tokens, new tokens
         sequences = tuple(tuple(map(rng.choice, lengths)) for _ in range(rng.randint(1, 11)))
         case = Case(sequences, *shape, rng.choice((1, 50, 700)), None, seed, dtype, "cuda")  # type: ignore[arg-type]
         step = make_step(case, slowly=False)
@@ -87,7 +87,7 @@ def test_no_host_synchronisation(name: str, mix: str) -> None:
     case = Case(MIXES[mix], 2, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
     backend = choose_backend(name, case.needs)(case.needs)
     step = make_step(case, slowly=False)
-    run(backend, step, case)  # whatever is compiled or loaded once
+    run(backend, step, case)  # compile and load everything first
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -99,7 +99,7 @@ def test_no_host_synchronisation(name: str, mix: str) -> None:
 
 
 def test_triton_decode_can_be_captured() -> None:
-    """A graph made for one step serves another of the same sizes: lengths and tables are read on the device."""
+    """A graph captured for one step serves another with the same number of sequences."""
     case = Case(MIXES["decode"], 2, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
     backend = choose_backend("triton", case.needs)(case.needs)
     step = make_step(case, slowly=False)
@@ -110,21 +110,21 @@ def test_triton_decode_can_be_captured() -> None:
         out = run(backend, step, case)
     shorter = Case(tuple((cached // 2, 1) for cached, _ in case.sequences), 2, 4, 128, 64, seed=5, dtype=case.dtype)
     other = make_step(Case(**{**vars(shorter), "device": "cuda"}), slowly=False)
-    for name in ("slots", "query_start", "context_len"):
+    for name in ("kv_slots", "query_start", "context_len"):
         getattr(step.batch, name).copy_(getattr(other.batch, name))
     step.batch.block_tables[:, : other.batch.block_tables.shape[1]].copy_(other.batch.block_tables)
-    for mine, new in ((step.q, other.q), (step.k, other.k), (step.v, other.v)):
-        mine.copy_(new)
-    for mine, new in zip(step.cache, other.cache, strict=True):
-        mine[: new.shape[0]].copy_(new)
+    for captured, new in ((step.q, other.q), (step.k, other.k), (step.v, other.v)):
+        captured.copy_(new)
+    for captured, new in zip(step.cache, other.cache, strict=True):
+        captured[: new.shape[0]].copy_(new)
     out.fill_(float("nan"))
     graph.replay()
     assert relative_error(out, other.expected) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-def test_triton_joins_pieces_to_the_same_bits_every_time(pdl: bool) -> None:
-    """Whichever piece comes last, with ragged contexts of up to all of them, one launch right behind the other."""
+def test_triton_decode_is_deterministic(pdl: bool) -> None:
+    """Back-to-back launches over contexts of different lengths give the same bits in any order of the KV splits."""
     from yalis.kernels import paged_attention
     from yalis.kernels.pdl import enable_pdl
 

@@ -1,4 +1,4 @@
-"""The kernels of a decode step on a GPU, against their plain references: every dtype, dependent launches, graphs."""
+"""The kernels of a step on a GPU against their plain references: every dtype, with and without PDL, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    pytest.skip("no GPU here", allow_module_level=True)
+    pytest.skip("needs a GPU", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("Triton is in its interpreter: run tests/gpu in a process of its own", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET is set: run tests/gpu in its own process", allow_module_level=True)
 
 import triton
 
-from yalis.kernels import fused, gated_product, ops, reference, skinny
+from yalis.kernels import fused, gated_product, ops, reference, skinny, skinny_config
 from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
 from yalis.kernels.integer_math import next_power_of_2
 from yalis.kernels.pdl import enable_pdl, pdl_enabled
-from yalis.kernels.skinny import Problem, Shape
+from yalis.kernels.skinny_config import GemmConfig, GemmShape, choose_config, shared_bytes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-# Outputs and inputs: Llama-3.1-8B's, SmolLM2's, and odd ones.
+# (N, K) of Llama-3.1-8B and SmolLM2, and odd sizes.
 SIZES = ((6144, 4096), (4096, 14336), (960, 576), (576, 1536), (1000, 333), (17, 4096), (49152, 576))
 
 
 @pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Outputs are full of NaN before a kernel writes them."""
+def _fill_with_nan() -> Iterator[None]:
+    """Make torch fill new tensors with NaN, so that an element a kernel does not write is noticed."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
     yield
@@ -50,79 +50,84 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @DTYPES
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_products(dtype: torch.dtype, size: tuple[int, int]) -> None:
+def test_skinny_gemm(dtype: torch.dtype, size: tuple[int, int]) -> None:
     rng = random.Random(str(size))
     outputs, inputs = size
     weight = draw(outputs, inputs, dtype=dtype) / inputs**0.5
-    tiled = [skinny.TILED_ROWS] if dtype.itemsize == 2 and inputs % 8 == 0 else []
-    for rows in (1, 2, 7, 8, 9, 16, 31, 64, *tiled):
+    tma = [skinny.TMA_ROWS] if dtype.itemsize == 2 and inputs % 8 == 0 else []
+    for rows in (1, 2, 7, 8, 9, 16, 31, 64, *tma):
         x = draw(rows, inputs, dtype=dtype)
         bias = draw(outputs, dtype=dtype) if rng.random() < 0.5 else None
-        pdl = rng.random() < 0.5  # compiling is what takes the time
+        pdl = rng.random() < 0.5  # one of the two, to halve the time of compilation
         found = skinny.linear(x, weight, bias, pdl)
         assert error(found, reference.linear(x, weight, bias)) < TOLERANCE[dtype], (rows, pdl)
         if outputs % 2 == 0:
             activation = rng.choice(fused.ACTIVATIONS)
             found = skinny.gated_linear(x, weight, activation, bias, pdl)
             expected = reference.gated_linear(x, weight, activation, bias)
-            # gates near zero lose digits that the norm of the output does not
+            # Gates near zero lose digits that the norm of the output does not.
             assert error(found, expected) < 2 * TOLERANCE[dtype], (rows, activation)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_launch_of_the_search_is_right(rows: int, gated: bool) -> None:
-    problem = Problem(rows, 6144, 4096, 2, gated)
+def test_configurations_of_the_search(rows: int, gated: bool) -> None:
+    shape = GemmShape(rows, 6144, 4096, 2, gated)
     weight = draw(2 * 6144 if gated else 6144, 4096, dtype=torch.bfloat16) / 64
     x = draw(rows, 4096, dtype=torch.bfloat16)
     expected = reference.gated_linear(x, weight, "silu") if gated else reference.linear(x, weight)
-    for shape in random.Random(rows).sample(list(skinny.candidates(problem, gpu_limits(x.device))), 8):
-        found = skinny.gated_linear(x, weight, "silu", shape=shape) if gated else skinny.linear(x, weight, shape=shape)
-        assert error(found, expected) < 2 * TOLERANCE[torch.bfloat16], shape
+    for config in random.Random(rows).sample(list(skinny_config.candidates(shape, gpu_limits(x.device))), 8):
+        if gated:
+            found = skinny.gated_linear(x, weight, "silu", config=config)
+        else:
+            found = skinny.linear(x, weight, config=config)
+        assert error(found, expected) < 2 * TOLERANCE[torch.bfloat16], config
 
 
 @pytest.mark.parametrize(
-    "problem",
-    [Problem(16, 6144, 4096, 2), Problem(16, 14336, 4096, 2, True), Problem(32, 14336, 4096, 2, True),
-     Problem(16, 5120, 27648, 2), Problem(64, 9728, 2560, 2, True), Problem(16, 3584, 18944, 2)],
+    "shape",
+    [GemmShape(16, 6144, 4096, 2), GemmShape(16, 14336, 4096, 2, True), GemmShape(32, 14336, 4096, 2, True),
+     GemmShape(16, 5120, 27648, 2), GemmShape(64, 9728, 2560, 2, True), GemmShape(16, 3584, 18944, 2)],
     ids=str,
 )  # fmt: skip
-def test_a_program_that_owns_a_part_of_its_tile_gives_the_bits_of_whole_tiles(problem: Problem) -> None:
-    """As matrices of real models are launched on a large GPU; with all rows there, and with the last missing."""
-    shape = skinny.choose(problem, GpuLimits(132, 227 << 10, True))
-    whole = shape._replace(outputs=next_power_of_2(shape.outputs))
-    assert shape != whole
-    if skinny.shared_bytes(problem, whole) > gpu_limits(torch.device("cuda")).max_shared_memory:
-        pytest.skip("made for more shared memory than this GPU has")
-    weight = draw(problem.outputs * (2 if problem.gated else 1), problem.inputs, dtype=torch.bfloat16)
-    weight /= problem.inputs**0.5
-    for rows in (problem.rows, problem.rows - 1):
-        x = draw(rows, problem.inputs, dtype=torch.bfloat16)
-        if problem.gated:
-            found, expected = (skinny.gated_linear(x, weight, "silu", pdl=True, shape=one) for one in (shape, whole))
+def test_partly_owned_tiles_give_the_same_bits_as_full_tiles(shape: GemmShape) -> None:
+    """Matrices of real models, with the configuration of a large GPU; M is full, or one row short."""
+    config = choose_config(shape, GpuLimits(132, 227 << 10, True))
+    full_tiles = config._replace(n_per_program=next_power_of_2(config.n_per_program))
+    assert config != full_tiles
+    if shared_bytes(shape, full_tiles) > gpu_limits(torch.device("cuda")).max_shared_memory:
+        pytest.skip("needs more shared memory than this GPU has")
+    weight = draw(shape.n * (2 if shape.gated else 1), shape.k, dtype=torch.bfloat16)
+    weight /= shape.k**0.5
+    for rows in (shape.m, shape.m - 1):
+        x = draw(rows, shape.k, dtype=torch.bfloat16)
+        if shape.gated:
+            found, expected = (
+                skinny.gated_linear(x, weight, "silu", pdl=True, config=one) for one in (config, full_tiles)
+            )
             plain = reference.gated_linear(x, weight, "silu")
         else:
-            found, expected = (skinny.linear(x, weight, pdl=True, shape=one) for one in (shape, whole))
+            found, expected = (skinny.linear(x, weight, pdl=True, config=one) for one in (config, full_tiles))
             plain = reference.linear(x, weight)
         assert torch.equal(found, expected)
         assert error(found, plain) < 2 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-def test_split_products_give_the_same_bits_every_time(pdl: bool) -> None:
-    """Whichever part comes last; eagerly and from a graph, one launch right behind the other."""
+def test_split_k_is_deterministic(pdl: bool) -> None:
+    """Back-to-back launches, eager and replayed from a CUDA graph, give the same bits in any order of programs."""
     x, weight = draw(16, 4096, dtype=torch.bfloat16), draw(1024, 4096, dtype=torch.bfloat16) / 64
-    shape = Shape(32, 64, 4, 3, 8)
+    config = GemmConfig(32, 64, 4, 3, 8)
 
     def run() -> list[torch.Tensor]:
-        return [skinny.linear(x, weight, pdl=pdl, shape=shape) for _ in range(50)]
+        return [skinny.linear(x, weight, pdl=pdl, config=config) for _ in range(50)]
 
-    first = skinny.linear(x, weight, shape=shape)
+    first = skinny.linear(x, weight, config=config)
     assert error(first, reference.linear(x, weight)) < TOLERANCE[torch.bfloat16]
     for found in run():
         assert torch.equal(found, first)
     assert skinny._counters(x.device).count_nonzero() == 0
-    torch.use_deterministic_algorithms(False)  # filling is no part of the graph
+    torch.use_deterministic_algorithms(False)  # the graph must not contain the fills
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = run()
@@ -134,8 +139,8 @@ def test_split_products_give_the_same_bits_every_time(pdl: bool) -> None:
             assert torch.equal(output, first)
 
 
-def test_a_chain_of_dependent_launches_equals_one_that_waits() -> None:
-    """Norms, products and gates, each reading what the one before wrote, in memory that is used again."""
+def test_a_chain_of_pdl_launches_gives_the_same_bits_as_without_pdl() -> None:
+    """Norms, GEMMs and gates, each reading what the previous one wrote, in memory that is reused."""
     dtype, hidden, width = torch.bfloat16, 1024, 3072
     norm = (draw(hidden, dtype=dtype), 1e-5)
     layers = [
@@ -145,14 +150,14 @@ def test_a_chain_of_dependent_launches_equals_one_that_waits() -> None:
     ]  # fmt: skip
 
     def run(x: torch.Tensor, pdl: bool) -> torch.Tensor:
-        branch = None
+        residual = None
         for square, up, down in layers:
-            y, x = fused.add_rms_norm(x, branch, *norm, pdl)
-            branch = skinny.linear(skinny.linear(y, square, None, pdl), square, None, pdl)
-            y, x = fused.add_rms_norm(x, branch, *norm, pdl)
-            branch = skinny.linear(skinny.gated_linear(y, up, "silu", None, pdl), down, None, pdl)
-            branch = fused.gated(torch.cat((branch, x), 1), "silu", pdl)
-        return fused.add_rms_norm(x, branch, *norm, pdl)[1]
+            y, x = fused.add_rms_norm(x, residual, *norm, pdl)
+            residual = skinny.linear(skinny.linear(y, square, None, pdl), square, None, pdl)
+            y, x = fused.add_rms_norm(x, residual, *norm, pdl)
+            residual = skinny.linear(skinny.gated_linear(y, up, "silu", None, pdl), down, None, pdl)
+            residual = fused.gated(torch.cat((residual, x), 1), "silu", pdl)
+        return fused.add_rms_norm(x, residual, *norm, pdl)[1]
 
     for rows in (1, 5, 16, 64):
         x = draw(rows, hidden, dtype=dtype)
@@ -171,25 +176,25 @@ def test_a_chain_of_dependent_launches_equals_one_that_waits() -> None:
 @pytest.mark.parametrize("cols", [64, 576, 4096, 5120, 8192])
 def test_add_rms_norm(dtype: torch.dtype, cols: int) -> None:
     for rows in (1, 33, 300):
-        x, branch = draw(rows, cols, dtype=dtype), draw(rows, cols, dtype=dtype)
+        x, residual = draw(rows, cols, dtype=dtype), draw(rows, cols, dtype=dtype)
         for weight in (draw(cols, dtype=dtype), draw(cols, dtype=torch.float32)):
-            for other in (None, branch):
-                normed, summed = fused.add_rms_norm(x, other, weight, 1e-5, pdl=True)
-                expected, expected_sum = reference.add_rms_norm(x, other, weight, 1e-5)
+            for addend in (None, residual):
+                normed, summed = fused.add_rms_norm(x, addend, weight, 1e-5, pdl=True)
+                expected, expected_sum = reference.add_rms_norm(x, addend, weight, 1e-5)
                 assert error(normed, expected) < TOLERANCE[dtype]
                 assert torch.equal(summed, expected_sum)
 
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "turned", "norm"),
+    ("heads", "kv_heads", "dim", "rotary_dim", "norm"),
     [(32, 8, 128, 128, False), (32, 8, 128, 128, True), (9, 3, 64, 64, False), (32, 32, 96, 96, False),
      (8, 4, 256, 256, True), (32, 32, 80, 32, False)],
 )  # fmt: skip
-def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, turned: int, norm: bool) -> None:
+def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: bool) -> None:
     for tokens in (1, 64, 700):
         qkv = draw(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
-        cos, sin = draw(tokens, 1, 2 * turned, dtype=dtype).chunk(2, dim=-1)
+        cos, sin = draw(tokens, 1, 2 * rotary_dim, dtype=dtype).chunk(2, dim=-1)
         pool = draw(2, 100, 16, kv_heads, dim, dtype=dtype)
         slots = torch.randperm(1600, device="cuda")[:tokens]
         slots[tokens // 2] = -1
@@ -209,14 +214,12 @@ def test_gated(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [(28672, 4096), (1040, 520)], ids=str)
-def test_gate_and_up_of_many_rows(size: tuple[int, int]) -> None:
-    """As one product, which rounds as the two do, tile by tile to the last."""
+def test_fused_gate_and_up_gemm(size: tuple[int, int]) -> None:
+    """Rounds as the separate operations do, in every tile up to the last, partial ones."""
     outputs, inputs = size
     for dtype, activation in ((torch.bfloat16, "silu"), (torch.float16, "gelu_tanh")):
-        x, weight = (
-            draw(ops.FUSED_GATE_MIN_ROWS + 77, inputs, dtype=dtype),
-            draw(outputs, inputs, dtype=dtype) / inputs**0.5,
-        )
+        x = draw(ops.FUSED_GATE_MIN_ROWS + 77, inputs, dtype=dtype)
+        weight = draw(outputs, inputs, dtype=dtype) / inputs**0.5
         assert gated_product.suits(x, weight)
         for bias in (None, draw(outputs, dtype=dtype)):
             found = ops.gated_linear(x, weight, activation, bias)
@@ -226,28 +229,28 @@ def test_gate_and_up_of_many_rows(size: tuple[int, int]) -> None:
 @DTYPES
 def test_argmax(dtype: torch.dtype) -> None:
     for rows, vocab in ((1, 128256), (64, 49152), (5, 7)):
-        logits = draw(rows, vocab, dtype=dtype).round()  # many equals
+        logits = draw(rows, vocab, dtype=dtype).round()  # many ties
         logits[0, vocab // 2 :: 2] = math.nan
         logits[-1] = -math.inf if rows > 1 else logits[-1]
-        assert fused.argmax(logits, pdl=True).tolist() == [first_best(row) for row in logits.float().cpu()]
+        assert fused.argmax(logits, pdl=True).tolist() == [first_argmax(row) for row in logits.float().cpu()]
 
 
-def first_best(row: torch.Tensor) -> int:
-    strange = row.isnan().nonzero()
-    if len(strange):
-        return int(strange[0])
+def first_argmax(row: torch.Tensor) -> int:
+    nan = row.isnan().nonzero()
+    if len(nan):
+        return int(nan[0])
     return int((row == row.max()).nonzero()[0])
 
 
-# What layers call: kernels/ops.py.
+# The operations that layers call: kernels/ops.py.
 
 ROWS = (1, 2, 7, 16, 33, 64, 65, 128, 300)
-# A sum in another order rounds now and then to the other neighbour.
+# Another summation order sometimes rounds up instead of down.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-3}
 
 
 class Layer:
-    """The matrices of a small layer, and what ops make of them, or plain references."""
+    """A small decoder layer without attention, computed with kernels/ops.py."""
 
     hidden, width, heads, kv_heads, dim = 1024, 2816, 8, 2, 128
 
@@ -261,7 +264,7 @@ class Layer:
         self.pool = torch.zeros(2, 40, 16, self.kv_heads, self.dim, dtype=dtype, device="cuda")
 
     def run(self, x: torch.Tensor, angles: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Without attention; keys come back from the cache instead."""
+        """Run the layer. In place of attention, the keys just written are read back from the cache."""
         qkv = ops.linear(ops.rms_norm(x, self.norm, 1e-5), self.qkv).view(x.shape[0], -1, self.dim)
         q = ops.rope_write(qkv, *angles.chunk(2, dim=-1), *self.pool, slots)
         q = q + self.pool[0].flatten(0, 1).index_select(0, slots).repeat(1, self.heads // self.kv_heads, 1)
@@ -281,8 +284,10 @@ def test_ops_round_as_their_references(dtype: torch.dtype, rows: int) -> None:
         found = ops.gated_linear(x, layer.up, activation)
         assert error(found, reference.gated_linear(x, layer.up, activation)) < 2 * ROUNDING[dtype]
     wide = draw(hidden, dtype=torch.float32)
-    for branch, gain in ((None, layer.norm), (x.flip(1), layer.norm), (x.flip(1), wide)):
-        pairs = zip(ops.add_rms_norm(x, branch, gain, eps), reference.add_rms_norm(x, branch, gain, eps), strict=True)
+    for residual, weight in ((None, layer.norm), (x.flip(1), layer.norm), (x.flip(1), wide)):
+        pairs = zip(
+            ops.add_rms_norm(x, residual, weight, eps), reference.add_rms_norm(x, residual, weight, eps), strict=True
+        )
         assert all(error(*pair) < ROUNDING[dtype] for pair in pairs)
     qkv = draw(rows, layer.heads + 2 * layer.kv_heads, layer.dim, dtype=dtype)
     cos, sin = draw(rows, 1, 2 * layer.dim, dtype=dtype).chunk(2, dim=-1)
@@ -296,14 +301,14 @@ def test_ops_round_as_their_references(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-def test_two_hundred_replays_with_dependent_launches(dtype: torch.dtype, rows: int) -> None:
-    """Layer behind layer, replay behind replay, with other numbers each time: the bits of launches that wait."""
-    torch.use_deterministic_algorithms(False)  # filling is no part of the graph
+def test_two_hundred_replays_with_pdl(dtype: torch.dtype, rows: int) -> None:
+    """Back-to-back layers and replays with new inputs each time give the same bits as launches without PDL."""
+    torch.use_deterministic_algorithms(False)  # the graph must not contain the fills
     layers, times = [Layer(dtype) for _ in range(3)], 200
-    bank = draw(times, rows, Layer.hidden, dtype=dtype)
-    turns = draw(times, rows, 1, 2 * Layer.dim, dtype=dtype) / 2
-    places = torch.stack([torch.randperm(640, device="cuda")[:rows] for _ in range(times)])
-    x, angles, slots = bank[0].clone(), turns[0].clone(), places[0].clone()
+    inputs = draw(times, rows, Layer.hidden, dtype=dtype)
+    all_angles = draw(times, rows, 1, 2 * Layer.dim, dtype=dtype) / 2
+    all_slots = torch.stack([torch.randperm(640, device="cuda")[:rows] for _ in range(times)])
+    x, angles, slots = inputs[0].clone(), all_angles[0].clone(), all_slots[0].clone()
 
     def run() -> torch.Tensor:
         y = x
@@ -311,16 +316,16 @@ def test_two_hundred_replays_with_dependent_launches(dtype: torch.dtype, rows: i
             y = layer.run(y, angles, slots)
         return y
 
-    def everything(step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        results = torch.full_like(bank, math.nan)
+    def run_all(step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        results = torch.full_like(inputs, math.nan)
         for i in range(times):
-            x.copy_(bank[i])
-            angles.copy_(turns[i])
-            slots.copy_(places[i])
+            x.copy_(inputs[i])
+            angles.copy_(all_angles[i])
+            slots.copy_(all_slots[i])
             results[i].copy_(step())
         return results
 
-    expected = everything(run)
+    expected = run_all(run)
     with enable_pdl(x.device):
         assert pdl_enabled()
         run()
@@ -332,24 +337,24 @@ def test_two_hundred_replays_with_dependent_launches(dtype: torch.dtype, rows: i
         graph.replay()
         return y
 
-    assert torch.equal(everything(replay), expected)
+    assert torch.equal(run_all(replay), expected)
     with enable_pdl(x.device):
-        assert torch.equal(everything(run), expected)
+        assert torch.equal(run_all(run), expected)
     assert skinny._counters(x.device).count_nonzero() == 0
 
 
 def test_nothing_is_compiled_after_a_warm_up() -> None:
-    """A few sizes compile what every other size, and wherever in a packed step the slots lie, needs."""
+    """After a few sizes have run, no other size and no alignment of the slots compiles another kernel."""
     compiled: list[str] = []
     layer, table = Layer(torch.bfloat16), draw(9000, 1, 2 * Layer.dim, dtype=torch.bfloat16)
     packed = torch.zeros(18000, dtype=torch.int64, device="cuda")
 
     def run(rows: int, first: int) -> None:
-        """With slots that are a piece of a longer tensor, at any multiple of 8 bytes."""
+        """Run a layer with slots that are a slice of a longer tensor, at any multiple of 8 bytes."""
         packed[first : first + rows] = torch.arange(rows, device="cuda") % 640
         layer.run(draw(rows, layer.hidden, dtype=torch.bfloat16), table[:rows], packed[first : first + rows])
 
-    triton.knobs.runtime.jit_post_compile_hook = lambda *args, **told: compiled.append(str(told.get("repr")))
+    triton.knobs.runtime.jit_post_compile_hook = lambda *args, **info: compiled.append(str(info.get("repr")))
     try:
         for rows in (1, 8, 16, 32, 64, 65, 128, 600, ops.FUSED_GATE_MIN_ROWS):
             run(rows, 0)

@@ -1,4 +1,4 @@
-"""What a decode step does between its matrices, in Triton's interpreter, against plain references and the layers."""
+"""Fused kernels in Triton's interpreter, against the plain references and the separate operations of the layers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (3, 100), (5, 1030)])
 @pytest.mark.parametrize("wide_weight", [False, True])
 def test_add_rms_norm(dtype: torch.dtype, rows: int, cols: int, wide_weight: bool) -> None:
-    x, branch = torch.randn(rows, cols + 3).to(dtype)[:, 3:], torch.randn(cols, rows).to(dtype).T
+    x, residual = torch.randn(rows, cols + 3).to(dtype)[:, 3:], torch.randn(cols, rows).to(dtype).T
     weight = torch.randn(cols, dtype=torch.float32 if wide_weight else dtype)
-    for other in (branch, None):
-        normed, summed = fused.add_rms_norm(x, other, weight, 1e-5)
-        expected, expected_sum = reference.add_rms_norm(x, other, weight, 1e-5)
+    for addend in (residual, None):
+        normed, summed = fused.add_rms_norm(x, addend, weight, 1e-5)
+        expected, expected_sum = reference.add_rms_norm(x, addend, weight, 1e-5)
         assert close(normed, expected)
         assert torch.equal(summed, expected_sum)
         assert close(normed, ops.rms_norm(expected_sum, weight, 1e-5))
-        assert torch.equal(normed, fused.add_rms_norm(summed, None, weight, 1e-5)[0])  # of the rounded sum
+        # The norm is that of the rounded sum.
+        assert torch.equal(normed, fused.add_rms_norm(summed, None, weight, 1e-5)[0])
 
 
 @DTYPES
@@ -52,13 +53,13 @@ def test_gated(dtype: torch.dtype, activation: str) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("width", [1, 576, 5000])
-def test_take(dtype: torch.dtype, width: int) -> None:
+def test_gather_rows(dtype: torch.dtype, width: int) -> None:
     table = torch.randn(7, width + 2).to(dtype)[:, 2:]
     rows = torch.tensor([6, 0, 3, 3, 5])
-    assert torch.equal(fused.take(table, rows), table.index_select(0, rows))
+    assert torch.equal(fused.gather_rows(table, rows), table.index_select(0, rows))
 
 
-def test_activations_far_out() -> None:
+def test_activations_of_large_inputs() -> None:
     far = torch.tensor([[-1e4, -90.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 1e4]])
     for activation in fused.ACTIVATIONS:
         found = fused.gated(torch.cat((far, torch.ones_like(far)), 1), activation)
@@ -67,15 +68,15 @@ def test_activations_far_out() -> None:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "turned", "norm"),
+    ("heads", "kv_heads", "dim", "rotary_dim", "norm"),
     [(4, 2, 64, 64, False), (3, 1, 80, 80, True), (9, 9, 16, 16, False), (2, 2, 100, 50, False), (5, 5, 96, 96, True)],
 )
-def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, turned: int, norm: bool) -> None:
+def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: bool) -> None:
     tokens, blocks, block_size = 5, 4, 8
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim).to(dtype)
-    angles = torch.randn(tokens, 1, turned // 2)
+    angles = torch.randn(tokens, 1, rotary_dim // 2)
     cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
-    cos, sin = torch.cat((cos, sin), -1).to(dtype).chunk(2, dim=-1)  # two halves of one table's rows
+    cos, sin = torch.cat((cos, sin), -1).to(dtype).chunk(2, dim=-1)  # views of one table, as the layers pass them
     slots = torch.randperm(blocks * block_size)[:tokens]
     pool = torch.randn(2, blocks, block_size, kv_heads, dim).to(dtype)
     norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if norm else (None, None)
@@ -90,7 +91,7 @@ def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, tur
     assert torch.equal(found.flatten(1, 2)[:, untouched], pool.flatten(1, 2)[:, untouched])
     assert torch.equal(found[1].flatten(0, 1)[slots], qkv[:, heads + kv_heads :])
 
-    # and what the layers do in five steps
+    # The same with separate operations.
     q_part, k_part, v_part = qkv.split((heads, kv_heads, kv_heads), dim=1)
     if norms[0] is not None and norms[1] is not None:
         q_part, k_part = ops.rms_norm(q_part, norms[0], 1e-6), ops.rms_norm(k_part, norms[1], 1e-6)
@@ -100,7 +101,7 @@ def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, tur
     assert close(found, layers)
 
 
-def test_rope_write_of_a_padded_step_writes_no_slot_below_zero() -> None:
+def test_rope_write_skips_negative_slots() -> None:
     qkv, angles = torch.randn(3, 6, 16), torch.randn(3, 1, 16)
     pool = torch.zeros(2, 2, 4, 2, 16)
     fused.rope_write(qkv, angles, angles, *pool, torch.tensor([-1, 5, -1]))
@@ -111,7 +112,7 @@ def test_rope_write_of_a_padded_step_writes_no_slot_below_zero() -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 2048, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_argmax(vocab: int, dtype: torch.dtype) -> None:
-    logits = torch.randint(-3, 4, (6, vocab + 2)).to(dtype)[:, 2:]  # many equals
+    logits = torch.randint(-3, 4, (6, vocab + 2)).to(dtype)[:, 2:]  # many ties
     logits[0] = -math.inf
     logits[1] = -torch.arange(vocab) - 1.0
     logits[2, vocab // 2 :] = math.nan
@@ -123,9 +124,9 @@ def test_argmax(vocab: int, dtype: torch.dtype) -> None:
     assert found.tolist() == logits.argmax(1).tolist()
 
 
-def test_nothing_to_do() -> None:
-    none = torch.empty(0, 8)
-    assert fused.add_rms_norm(none, none, torch.ones(8), 1e-5)[0].shape == (0, 8)
-    assert fused.gated(none, "silu").shape == (0, 4)
-    assert fused.argmax(none).shape == (0,)
-    assert fused.take(none, torch.empty(0, dtype=torch.int64)).shape == (0, 8)
+def test_empty_inputs() -> None:
+    empty = torch.empty(0, 8)
+    assert fused.add_rms_norm(empty, empty, torch.ones(8), 1e-5)[0].shape == (0, 8)
+    assert fused.gated(empty, "silu").shape == (0, 4)
+    assert fused.argmax(empty).shape == (0,)
+    assert fused.gather_rows(empty, torch.empty(0, dtype=torch.int64)).shape == (0, 8)

@@ -157,7 +157,7 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     if _triton(table) and rows.is_contiguous():
         from yalis.kernels import fused
 
-        return fused.take(table, rows, pdl_enabled())
+        return fused.gather_rows(table, rows, pdl_enabled())
     lib = _native(table)
     if lib is None or table.stride(1) != 1 or not rows.is_contiguous():
         return table.index_select(0, rows)

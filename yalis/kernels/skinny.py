@@ -1,35 +1,31 @@
-"""Matrix products with few rows, which cost what reading the matrix costs. kernels/reference.py says the same plainly.
+"""Skinny GEMMs in Triton: y[M, N] = x[M, K] weight[N, K]^T + bias for M of 1 to 64, or 128; reference in reference.py.
 
-One row is a sum of products: a program takes a few rows of the matrix, wide pieces of each, and adds up in registers.
-Several rows go through the tensor cores, the matrix on the left, so that the few rows are the short side. Where a
-matrix has too few rows to keep the whole device reading, its columns are split: each program leaves its part in
-scratch, and the last to arrive adds the parts up in their order, so a result never depends on who came first.
-Tiles are powers of two, but a program may own fewer outputs than its tile has, so that all processors have as much to
-read; it does not load the others. Descriptors bring the tiles of 128 rows, the most that a program has registers for.
+"Skinny" is the usual name for GEMMs whose M is small, as in a decode step. They are bound by reading the weights.
 
-What stands behind the product joins it: the bias, the gate of an MLP. An RMSNorm of the input is a launch of its own,
-which adds the residual too (kernels/fused.py): inside the product every program would repeat it, which was slower at
-every size tried. Sums are float32. Rounded to the dtype of the tensors, where separate operations round: the product
-with its bias; in an MLP gate and up, the activation of the gate, and their product.
+- M = 1 is a GEMV without tensor cores: a program holds a few rows of the weights and sums in registers.
+- Larger M use the tensor cores with the weights as the left operand, so that M is the short side of the MMA tile.
+- Where N gives too few programs to fill the GPU, K is split (split-K). Each program stores its partial sums, and the
+  last one of a tile to finish adds them in order, so the result does not depend on timing.
+- A tile has a power-of-two BLOCK_N, but a program may compute fewer outputs (OWNED_N) and leave the rest unloaded, so
+  that every SM reads the same amount in each wave.
+- M = 128 loads its tiles by TMA. It is the largest M for which the accumulators fit into registers.
 
-Splits share counters of the device, so one stream carries its launches, captured or not.
+The epilogue adds the bias and, for a gated MLP, computes activation(gate) * up. RMSNorm of the input is not fused,
+because every program would repeat it; that was slower at every size tried. It is its own launch (kernels/fused.py),
+which also adds the residual. Sums are float32. They are rounded to the tensors' dtype where separate operations would
+round: after the bias, and in an MLP after gate, up, the activation and the product.
 
-A dependent launch (`pdl`, see kernels/pdl.py) asks for its first weights before it waits for its input: with one
-row it loads them, with several it brings them into the L2 cache.
-
-Names: R rows of x · N outputs · K inputs · OWN outputs of a program, BN filled up · BK inputs it takes at a time ·
-RP rows, filled up.
+With programmatic dependent launch (`pdl`, see kernels/pdl.py) a program requests its first weights before it waits for
+its input: M = 1 loads them into registers, larger M prefetch them into L2. Split-K counters are shared by all launches
+on a device, so launches, captured or not, must be on one stream.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-# (a kernel's arguments are pointers and numbers of a language of its own)
+# (arguments of a Triton kernel are pointers and scalars without Python types)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from itertools import product
-from typing import NamedTuple
 
 import torch
 import triton
@@ -38,35 +34,34 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from yalis.kernels.fused import gate
-from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
+from yalis.kernels.gpu_limits import gpu_limits
 from yalis.kernels.integer_math import cdiv, next_power_of_2
 from yalis.kernels.pdl import pdl_option
+from yalis.kernels.skinny_config import MAX_ROWS, TMA_ROWS, TUNED, GemmConfig, GemmShape, choose_config
 from yalis.kernels.tma import make_descriptor, tma_compatible
 
-MOST_ROWS = 64
-TILED_ROWS = 128  # by descriptor; any fewer, and tiles that reach past the last row come slowly
-_LINES = 256  # cache lines a program asks for before its input is there
+_PREFETCH_LINES = 256  # cache lines that a program prefetches before its input is ready
 _LINE_BYTES = 128
 
 
 @triton.jit
-def _ask(at, begin, end, LINE: tl.constexpr, LINES: tl.constexpr):
-    """Bring the first lines of these matrix rows, numbers begin..end of each, into the L2 cache.
+def _prefetch_weights(row_ptrs, begin, end, LINE_ELEMENTS: tl.constexpr, LINES: tl.constexpr):
+    """Prefetch into L2 the first LINES cache lines of columns begin..end of each weight row.
 
-    Of all rows of a tile: those it does not own are its neighbour's, who asks for them too.
+    Covers all rows of the tile. Those the program does not own belong to its neighbour, which prefetches them too.
     """
-    k = tl.minimum(begin + tl.arange(0, LINES) * LINE, tl.maximum(end - 1, 0))
-    at = (at[:, None] + k[None, :]).to(tl.int64)
+    k = tl.minimum(begin + tl.arange(0, LINES) * LINE_ELEMENTS, tl.maximum(end - 1, 0))
+    ptrs = (row_ptrs[:, None] + k[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _finish(
-    acc, up, y_ptr, bias_ptr, r, n, y_row, N, live, ACTIVATION: tl.constexpr, BIAS: tl.constexpr
+def _epilogue(
+    acc, up, y_ptr, bias_ptr, m, n, stride_ym, N, mask, ACTIVATION: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Sums acc (and up) of outputs n for rows r: bias, gate, and out. r, n and live broadcast to acc."""
+    """Add the bias, apply the gate and store outputs n of rows m. m, n and mask broadcast to the shape of acc."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
@@ -75,364 +70,243 @@ def _finish(
         if BIAS:
             up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
         out = gate(out.to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype).to(dtype)
-    tl.store(y_ptr + r * y_row + n, out, mask=live)
+    tl.store(y_ptr + m * stride_ym + n, out, mask=mask)
 
 
 @triton.jit
-def _piece(at, own, start, end, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Numbers start..start + BK of these matrix rows, 0 from `end` on and in rows that are not its own.
+def _load_weights(row_ptrs, owned, start, end, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """Return columns start..start + BLOCK_K of the weight rows; 0 from `end` on and in rows that are not owned.
 
-    EVEN: none lies from `end` on. own: None, if all are.
+    EVEN_K: no column reaches `end`, so none is masked. owned: mask of the rows, or None if all are owned. Weights are
+    read once per step, hence evict_first.
     """
-    k = start + tl.arange(0, BK)
-    at = at[:, None] + k[None, :]
-    if EVEN and own is None:
-        return tl.load(at, eviction_policy="evict_first")
+    k = start + tl.arange(0, BLOCK_K)
+    ptrs = row_ptrs[:, None] + k[None, :]
+    if EVEN_K and owned is None:
+        return tl.load(ptrs, eviction_policy="evict_first")
     else:
-        inside = ((k < end) | EVEN)[None, :]
-        if own is not None:
-            inside = inside & own[:, None]
-        return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+        mask = ((k < end) | EVEN_K)[None, :]
+        if owned is not None:
+            mask = mask & owned[:, None]
+        return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _one_row(
-    y_ptr, x_ptr, w_ptr, bias_ptr, w_row, N, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def _gemv_kernel(
+    y_ptr, x_ptr, w_ptr, bias_ptr, stride_wn, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """y[N] = weight[N, K] x[K]; with ACTIVATION, weight is [2N, K] and y = activation(gate) * up.
+
+    Grid: (cdiv(N, BLOCK_N),). A program computes BLOCK_N outputs. Its accumulator is [BLOCK_N, BLOCK_K]: every thread
+    sums its own columns, and one reduction follows at the end.
+    """
     GATED: tl.constexpr = ACTIVATION != ""
-    EVEN: tl.constexpr = K % BK == 0
-    k = tl.arange(0, BK)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)  # past the end, the last once more
-    gates = w_ptr + row * w_row
-    ups = w_ptr + (row + N) * w_row
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    k = tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1).to(tl.int64)  # past the end, repeat the last row
+    gate_rows = w_ptr + row * stride_wn
+    up_rows = w_ptr + (row + N) * stride_wn
     if PDL:
         gdc_launch_dependents()
-    # The first weights are on their way while the launch before ends.
-    w = _piece(gates, None, 0, K, BK, EVEN)
-    u = _piece(ups, None, 0, K, BK, EVEN) if GATED else w
+    # The first weights are loaded while the previous launch finishes.
+    w = _load_weights(gate_rows, None, 0, K, BLOCK_K, EVEN_K)
+    u = _load_weights(up_rows, None, 0, K, BLOCK_K, EVEN_K) if GATED else w
     if PDL:
         gdc_wait()
 
-    acc = tl.zeros([BN, BK], tl.float32)
-    up = tl.zeros([BN, BK], tl.float32)
-    for start in tl.static_range(0, K, BK):  # unrolled, so that loads of several pieces are in flight
-        inside = (start + k < K) | EVEN
-        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):  # unrolled, so that loads of several iterations are in flight
+        mask = (start + k < K) | EVEN_K
+        x = tl.load(x_ptr + start + k, mask=mask, other=0.0).to(tl.float32)[None, :]
         acc += w.to(tl.float32) * x
         if GATED:
             up += u.to(tl.float32) * x
-        if start + BK < K:
-            w = _piece(gates, None, start + BK, K, BK, EVEN)
+        if start + BLOCK_K < K:
+            w = _load_weights(gate_rows, None, start + BLOCK_K, K, BLOCK_K, EVEN_K)
             if GATED:
-                u = _piece(ups, None, start + BK, K, BK, EVEN)
-    _finish(tl.sum(acc, 1), tl.sum(up, 1), y_ptr, bias_ptr, 0, n, 0, N, n < N, ACTIVATION, BIAS)
+                u = _load_weights(up_rows, None, start + BLOCK_K, K, BLOCK_K, EVEN_K)
+    _epilogue(tl.sum(acc, 1), tl.sum(up, 1), y_ptr, bias_ptr, 0, n, 0, N, n < N, ACTIVATION, BIAS)
 
 
-@triton.jit(do_not_specialize=["R"])
-def _few_rows(
-    y_ptr, x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, part_ptr, arrived_ptr, x_row, w_row, R, N, K,
-    RP: tl.constexpr, OWN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    DESCRIBED: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+@triton.jit(do_not_specialize=["M"])
+def _skinny_gemm_kernel(
+    y_ptr, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, partial_ptr, counter_ptr, stride_xm, stride_wn, M, N, K,
+    BLOCK_M: tl.constexpr, OWNED_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, USE_TMA: tl.constexpr, LINE_ELEMENTS: tl.constexpr, LINES: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """y[M, N] = x[M, K] weight[N, K]^T; with ACTIVATION, weight is [2N, K] and y = activation(gate) * up.
+
+    Grid: (cdiv(N, OWNED_N), SPLIT_K). A program computes OWNED_N <= BLOCK_N outputs of all M <= BLOCK_M rows, over its
+    K / SPLIT_K columns in steps of BLOCK_K. Accumulators are [BLOCK_N, BLOCK_M]. With USE_TMA tiles come from the
+    descriptors x_desc and w_desc, and OWNED_N = BLOCK_N. With SPLIT_K > 1 partial sums go to partial [SPLIT_K, M, N]
+    float32 ([SPLIT_K, 2, M, N] if gated), and the program that brings the counter of its tile to SPLIT_K adds them.
+    """
     GATED: tl.constexpr = ACTIVATION != ""
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    r = tl.arange(0, RP)
-    k = tl.arange(0, BK)
-    n = tile * OWN + tl.arange(0, BN)
-    own = tl.arange(0, BN) < OWN if OWN < BN else None
-    row = tl.minimum(n, N - 1).to(tl.int64)  # past the end, the last once more
-    share = tl.cdiv(tl.cdiv(K, BK), SPLITS) * BK
-    begin = split * share
-    end = tl.minimum(K, begin + share)
-    gates = w_ptr + row * w_row
-    ups = w_ptr + (row + N) * w_row
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    n = tile * OWNED_N + tl.arange(0, BLOCK_N)
+    owned = tl.arange(0, BLOCK_N) < OWNED_N if OWNED_N < BLOCK_N else None
+    row = tl.minimum(n, N - 1).to(tl.int64)  # past the end, repeat the last row
+    k_per_split = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+    begin = split * k_per_split
+    end = tl.minimum(K, begin + k_per_split)
+    gate_rows = w_ptr + row * stride_wn
+    up_rows = w_ptr + (row + N) * stride_wn
     if PDL:
         gdc_launch_dependents()
-        _ask(gates, begin, end, LINE, LINES)
+        _prefetch_weights(gate_rows, begin, end, LINE_ELEMENTS, LINES)
         if GATED:
-            _ask(ups, begin, end, LINE, LINES)
+            _prefetch_weights(up_rows, begin, end, LINE_ELEMENTS, LINES)
         gdc_wait()
 
-    some = (r < R)[:, None]
-    x_at = x_ptr + (r.to(tl.int64) * x_row)[:, None] + k[None, :]
-    acc = tl.zeros([BN, RP], tl.float32)
-    up = tl.zeros([BN, RP], tl.float32)
-    for start in range(begin, end, BK):
-        if DESCRIBED:
-            x = x_tiles.load([0, start])
-            w = w_tiles.load([tile * BN, start])
+    m_mask = (m < M)[:, None]
+    x_ptrs = x_ptr + (m.to(tl.int64) * stride_xm)[:, None] + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        if USE_TMA:
+            x = x_desc.load([0, start])
+            w = w_desc.load([tile * BLOCK_N, start])
         else:
-            inside = ((start + k < K) | EVEN)[None, :]
-            x = tl.load(x_at + start, mask=some & inside, other=0.0)
-            w = _piece(gates, own, start, K, BK, EVEN)
+            k_mask = ((start + k < K) | EVEN_K)[None, :]
+            x = tl.load(x_ptrs + start, mask=m_mask & k_mask, other=0.0)
+            w = _load_weights(gate_rows, owned, start, K, BLOCK_K, EVEN_K)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         if GATED:
-            w = w_tiles.load([N + tile * BN, start]) if DESCRIBED else _piece(ups, own, start, K, BK, EVEN)
+            if USE_TMA:
+                w = w_desc.load([N + tile * BLOCK_N, start])
+            else:
+                w = _load_weights(up_rows, owned, start, K, BLOCK_K, EVEN_K)
             up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
 
-    live = (n < N)[:, None] & (r < R)[None, :]
-    if own is not None:
-        live = live & own[:, None]
-    row = r.to(tl.int64)[None, :]
-    if SPLITS == 1:
-        _finish(acc, up, y_ptr, bias_ptr, row, n[:, None], N, N, live, ACTIVATION, BIAS)
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    if owned is not None:
+        mask = mask & owned[:, None]
+    row = m.to(tl.int64)[None, :]
+    if SPLIT_K == 1:
+        _epilogue(acc, up, y_ptr, bias_ptr, row, n[:, None], N, N, mask, ACTIVATION, BIAS)
     else:
-        part = part_ptr + row * N + n[:, None]
-        step = R * N  # from one part to the next; gates and ups take turns
-        HALVES: tl.constexpr = 2 if GATED else 1
-        tl.store(part + split * HALVES * step, acc, mask=live)
+        partial_ptrs = partial_ptr + row * N + n[:, None]
+        stride_partial = M * N
+        HALVES: tl.constexpr = 2 if GATED else 1  # the sums of gate and of up alternate
+        tl.store(partial_ptrs + split * HALVES * stride_partial, acc, mask=mask)
         if GATED:
-            tl.store(part + (split * HALVES + 1) * step, up, mask=live)
-        # Every thread's stores come before the count, and the count before any load.
+            tl.store(partial_ptrs + (split * HALVES + 1) * stride_partial, up, mask=mask)
+        # The barrier orders the stores of all threads before the increment. acq_rel makes them visible to the program
+        # that reduces, and orders its loads after the increment.
         tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
-        if before == SPLITS - 1:
-            tl.store(arrived_ptr + tile, 0)  # for the next launch
-            acc = tl.zeros([BN, RP], tl.float32)
-            up = tl.zeros([BN, RP], tl.float32)
-            for s in range(SPLITS):
-                acc += tl.load(part + s * HALVES * step, mask=live, other=0.0, cache_modifier=".cg")
+        finished = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        if finished == SPLIT_K - 1:
+            tl.store(counter_ptr + tile, 0)  # for the next launch
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            # .cg reads from L2: other SMs wrote these, and L1 is not coherent.
+            for s in range(SPLIT_K):
+                gate_ptrs = partial_ptrs + s * HALVES * stride_partial
+                acc += tl.load(gate_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
                 if GATED:
-                    up += tl.load(part + (s * HALVES + 1) * step, mask=live, other=0.0, cache_modifier=".cg")
-            _finish(acc, up, y_ptr, bias_ptr, row, n[:, None], N, N, live, ACTIVATION, BIAS)
-
-
-class Shape(NamedTuple):
-    """How a product is launched."""
-
-    outputs: int  # a program computes; with 1 and 128 rows a power of two
-    inputs: int  # it takes at a time
-    warps: int
-    stages: int = 1  # of loads in flight, with several rows
-    splits: int = 1  # of the columns, with several rows
-
-
-class Problem(NamedTuple):
-    """What a launch is chosen by."""
-
-    rows: int  # 1, or filled up to 16, 32, 64 or 128
-    outputs: int
-    inputs: int
-    itemsize: int
-    gated: bool = False
-
-    @classmethod
-    def of(cls, x: Tensor, weight: Tensor, gated: bool = False) -> Problem:
-        rows = 1 if x.shape[0] == 1 else max(16, next_power_of_2(x.shape[0]))
-        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-        return cls(rows, outputs, weight.shape[1], x.itemsize, gated)
-
-
-#: Llama-3.1-8B's in bfloat16, by search on an H200, in whole decode steps or chains of layers; tune_kernels.py tries
-#: products alone.
-TUNED: dict[Problem, Shape] = {
-    Problem(1, 6144, 4096, 2): Shape(4, 2048, 8),
-    Problem(1, 4096, 4096, 2): Shape(1, 2048, 4),
-    Problem(1, 14336, 4096, 2, True): Shape(1, 2048, 8),
-    Problem(1, 4096, 14336, 2): Shape(4, 1024, 4),
-    Problem(1, 128256, 4096, 2): Shape(1, 2048, 4),
-    Problem(16, 6144, 4096, 2): Shape(48, 256, 4, 4, 1),
-    Problem(16, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
-    Problem(16, 14336, 4096, 2, True): Shape(112, 128, 4, 3, 1),
-    Problem(16, 4096, 14336, 2): Shape(64, 256, 4, 3, 2),
-    Problem(16, 128256, 4096, 2): Shape(128, 128, 4, 3, 1),
-    Problem(32, 6144, 4096, 2): Shape(48, 128, 4, 5, 1),
-    Problem(32, 4096, 4096, 2): Shape(64, 256, 4, 3, 2),
-    Problem(32, 14336, 4096, 2, True): Shape(56, 128, 4, 5, 1),
-    Problem(32, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
-    Problem(32, 128256, 4096, 2): Shape(64, 128, 4, 3, 1),
-    Problem(64, 6144, 4096, 2): Shape(64, 128, 4, 5, 1),
-    Problem(64, 4096, 4096, 2): Shape(64, 128, 4, 5, 2),
-    Problem(64, 14336, 4096, 2, True): Shape(128, 64, 8, 4, 1),
-    Problem(64, 4096, 14336, 2): Shape(64, 128, 4, 5, 2),
-    Problem(64, 128256, 4096, 2): Shape(128, 64, 8, 4, 1),
-    Problem(128, 6144, 4096, 2): Shape(64, 128, 4, 4),
-    Problem(128, 4096, 4096, 2): Shape(64, 64, 4, 8, 2),
-    Problem(128, 14336, 4096, 2, True): Shape(64, 64, 4, 3),
-    Problem(128, 4096, 14336, 2): Shape(64, 128, 4, 4, 2),
-    Problem(128, 128256, 4096, 2): Shape(128, 64, 4, 3),
-}
-
-
-@cache
-def choose(problem: Problem, limits: GpuLimits) -> Shape:
-    """The launch found by search, else one that should do; always one that the device has limits for."""
-    tuned = TUNED.get(problem)
-    if tuned is None or shared_bytes(problem, tuned) > limits.max_shared_memory:
-        return _guess(problem, limits)
-    tile = next_power_of_2(tuned.outputs)
-    if tuned.outputs == tile:
-        return tuned
-    return tuned._replace(outputs=evenly(problem.outputs, tile, tuned.splits, limits))  # as it was where it was found
-
-
-def shared_bytes(problem: Problem, shape: Shape) -> int:
-    """Of shared memory, that the loads of several rows in flight take at most."""
-    if problem.rows == 1:
-        return 0
-    weights = next_power_of_2(shape.outputs) * (2 if problem.gated else 1)
-    return shape.stages * shape.inputs * (weights + problem.rows) * problem.itemsize
-
-
-def _guess(problem: Problem, limits: GpuLimits) -> Shape:
-    """About what won for Llama-3.1-8B's matrices on an H200."""
-    wide = 16 // problem.itemsize  # what a thread loads at once
-    if problem.rows == 1:
-        inputs = max(64, min(256 * wide, next_power_of_2(problem.inputs)))
-        while problem.inputs % inputs and inputs > 64 * wide:
-            inputs //= 2
-        return Shape(max(1, 64 * wide // inputs), inputs, max(1, inputs // (32 * wide)))
-    if problem.itemsize == 4:  # exact products run outside the tensor cores
-        outputs, inputs, stages = 32, 64, 2
-    else:
-        outputs, inputs = 64, 64 if problem.gated and problem.rows > 32 else 128
-        stages = 5 if problem.rows <= MOST_ROWS else 4
-    tiles = cdiv(problem.outputs, outputs)
-    # A program for each processor, but a part is worth a few chunks at least.
-    splits = max(1, min(limits.num_sms // tiles, cdiv(problem.inputs, inputs) // 4, 8))
-    if problem.itemsize == 2 and problem.rows <= MOST_ROWS:
-        even = evenly(problem.outputs, outputs, splits, limits)
-        # With up to 16 rows it pays to look further ahead; narrow tiles that do not lost more than processors won.
-        deep = Shape(even, 256, 4, 4, splits)
-        if problem.rows > 16 or (problem.gated and 4 * even >= 3 * outputs):
-            outputs = even
-        elif (
-            not problem.gated
-            and problem.inputs >= 1024 * splits
-            and shared_bytes(problem, deep) <= limits.max_shared_memory
-        ):
-            return deep
-    shape = Shape(outputs, inputs, 4, stages, splits)
-    while shared_bytes(problem, shape) > limits.max_shared_memory and shape.stages > 2:
-        shape = shape._replace(stages=shape.stages - 1)
-    return shape
-
-
-def evenly(outputs: int, tile: int, splits: int, limits: GpuLimits) -> int:
-    """What a program owns if processors share `outputs` evenly, in as many rounds as whole tiles take.
-
-    More than half of a tile, or all of it; in eights, since every number is a kernel of its own.
-    """
-    rounds = cdiv(cdiv(outputs, tile) * splits, limits.num_sms)
-    even = 8 * cdiv(outputs, 8 * (rounds * limits.num_sms // splits))
-    return even if tile // 2 < even < tile else tile
-
-
-def candidates(problem: Problem, limits: GpuLimits) -> Iterator[Shape]:
-    """Launches worth trying, for a search."""
-    wide = 16 // problem.itemsize
-    if problem.rows == 1:
-        for outputs, warps, loads in product((1, 2, 4), (2, 4, 8, 16), (1, 2)):
-            inputs = 32 * wide * warps * loads  # each thread so many loads of 16 bytes from each row
-            if problem.inputs % inputs == 0 and outputs * loads <= 4:
-                yield Shape(outputs, inputs, warps)
-        return
-    tiled = problem.rows > MOST_ROWS  # by descriptors, which bring whole tiles
-    depths = (3, 4, 8) if tiled else (3, 4, 5)
-    most = min(210_000, limits.max_shared_memory - 2048)  # a kernel has some of its own
-    for tile, inputs, stages, splits in product((16, 32, 64, 128), (64, 128, 256), depths, (1, 2, 4, 8)):
-        for outputs in {tile} if tiled else {tile, evenly(problem.outputs, tile, splits, limits)}:
-            programs = cdiv(problem.outputs, outputs) * splits
-            if programs < 90 or (splits > 1 and programs > 1200):
-                continue
-            for warps in {16: (2,), 128: (4, 8)}.get(tile, (4,)):
-                shape = Shape(outputs, inputs, warps, stages, splits)
-                if 24_000 <= shared_bytes(problem, shape) <= most:
-                    yield shape
+                    up_ptrs = partial_ptrs + (s * HALVES + 1) * stride_partial
+                    up += tl.load(up_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+            _epilogue(acc, up, y_ptr, bias_ptr, row, n[:, None], N, N, mask, ACTIVATION, BIAS)
 
 
 def linear(
-    x: Tensor,  # [R, K]
+    x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,  # [N]
     pdl: bool = False,
-    shape: Shape | None = None,
+    config: GemmConfig | None = None,
 ) -> Tensor:
-    """x times weight transposed, plus bias: [R, N] for 1 to MOST_ROWS rows, or TILED_ROWS."""
-    return _launch(x, weight, bias, "", pdl, shape)
+    """Return x weight^T + bias, [M, N], for M from 1 to MAX_ROWS or M = TMA_ROWS."""
+    return _launch(x, weight, bias, "", pdl, config)
 
 
 def gated_linear(
-    x: Tensor,  # [R, K]
-    weight: Tensor,  # [2W, K], the gate's rows before those of up
+    x: Tensor,  # [M, K]
+    weight: Tensor,  # [2N, K], the rows of gate before those of up
     activation: str,
-    bias: Tensor | None = None,  # [2W]
+    bias: Tensor | None = None,  # [2N]
     pdl: bool = False,
-    shape: Shape | None = None,
+    config: GemmConfig | None = None,
 ) -> Tensor:
-    """activation(gate) * up, both products of x with their half of weight: [R, W]."""
-    return _launch(x, weight, bias, activation, pdl, shape)
+    """Return activation(gate) * up, [M, N], where gate and up are the products of x with their half of weight."""
+    return _launch(x, weight, bias, activation, pdl, config)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pdl: bool, shape: Shape | None) -> Tensor:
-    rows, inputs = x.shape
-    assert 1 <= rows <= MOST_ROWS or rows == TILED_ROWS, f"{rows} rows"
-    assert weight.stride(1) == 1, "the numbers of a row lie side by side"
-    problem = Problem.of(x, weight, activation != "")
-    shape = shape or choose(problem, gpu_limits(x.device))
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pdl: bool, config: GemmConfig | None
+) -> Tensor:
+    m, k = x.shape
+    assert 1 <= m <= MAX_ROWS or m == TMA_ROWS, f"{m} rows"
+    assert weight.stride(1) == 1, "rows of the weights must be contiguous"
+    shape = GemmShape.of(x, weight, activation != "")
+    config = config or choose_config(shape, gpu_limits(x.device))
     if x.stride(1) != 1:
         x = x.contiguous()
-    outputs = problem.outputs
-    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    tiles = cdiv(outputs, shape.outputs)
-    given = {
-        "BN": next_power_of_2(shape.outputs), "BK": shape.inputs, "ACTIVATION": activation, "BIAS": bias is not None,
-        "PDL": pdl, "num_warps": shape.warps, **pdl_option(pdl),
+    n = shape.n
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    tiles = cdiv(n, config.n_per_program)
+    block_n = next_power_of_2(config.n_per_program)
+    options = {
+        "BLOCK_N": block_n, "BLOCK_K": config.block_k, "ACTIVATION": activation, "BIAS": bias is not None,
+        "PDL": pdl, "num_warps": config.num_warps, **pdl_option(pdl),
     }  # fmt: skip
-    if rows == 1:
-        _one_row[(tiles,)](y, x, weight, x if bias is None else bias, weight.stride(0), outputs, K=inputs, **given)
+    if m == 1:
+        _gemv_kernel[(tiles,)](y, x, weight, x if bias is None else bias, weight.stride(0), n, K=k, **options)
         return y
-    part, arrived = y, y  # never touched where columns are not split
-    if shape.splits > 1:
-        part = torch.empty(
-            (shape.splits * (2 if problem.gated else 1), rows, outputs), dtype=torch.float32, device=x.device
-        )
-        arrived = _counters(x.device)
-        assert tiles <= arrived.numel(), f"{tiles} tiles"
-    x_tiles, w_tiles = x, weight
-    tiled = rows == TILED_ROWS
-    if tiled:
-        assert given["BN"] == shape.outputs, "descriptors bring whole tiles"
-        x_tiles = make_descriptor(x, [problem.rows, shape.inputs])
-        w_tiles = make_descriptor(weight, [shape.outputs, shape.inputs])
-    _few_rows[(tiles, shape.splits)](
-        y, x, x_tiles, weight, w_tiles, x if bias is None else bias, part, arrived,
-        x.stride(0), weight.stride(0), rows, outputs, inputs,
-        LINE=_LINE_BYTES // x.itemsize, LINES=_lines(shape, problem),
-        RP=problem.rows, OWN=shape.outputs, EVEN=inputs % shape.inputs == 0, SPLITS=shape.splits, DESCRIBED=tiled,
-        num_stages=shape.stages, **given,
+    partial, counters = y, y  # not accessed without split-K
+    if config.split_k > 1:
+        halves = 2 if shape.gated else 1
+        partial = torch.empty((config.split_k * halves, m, n), dtype=torch.float32, device=x.device)
+        counters = _counters(x.device)
+        assert tiles <= counters.numel(), f"{tiles} tiles"
+    x_desc, w_desc = x, weight
+    use_tma = m == TMA_ROWS
+    if use_tma:
+        assert block_n == config.n_per_program, "TMA loads whole tiles"
+        x_desc = make_descriptor(x, [shape.m, config.block_k])
+        w_desc = make_descriptor(weight, [block_n, config.block_k])
+    _skinny_gemm_kernel[(tiles, config.split_k)](
+        y, x, x_desc, weight, w_desc, x if bias is None else bias, partial, counters,
+        x.stride(0), weight.stride(0), m, n, k,
+        LINE_ELEMENTS=_LINE_BYTES // x.itemsize, LINES=_prefetch_lines(shape, config),
+        BLOCK_M=shape.m, OWNED_N=config.n_per_program, EVEN_K=k % config.block_k == 0, SPLIT_K=config.split_k,
+        USE_TMA=use_tma, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return y
 
 
 def suits(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Whether a product has so few rows that these kernels are the fastest known."""
+    """Return whether these kernels are the fastest known for a product of this size."""
     rows = x.shape[0]
-    if rows == TILED_ROWS:
-        return tileable(x, weight) and Problem.of(x, weight, gated) in TUNED
-    return 0 < rows <= MOST_ROWS
+    if rows == TMA_ROWS:
+        return can_use_tma(x, weight) and GemmShape.of(x, weight, gated) in TUNED
+    return 0 < rows <= MAX_ROWS
 
 
-def tileable(x: Tensor, weight: Tensor) -> bool:
-    """Whether descriptors may bring the tiles; exact products run outside the tensor cores."""
+def can_use_tma(x: Tensor, weight: Tensor) -> bool:
+    """Return whether TMA can load the tiles. float32 is excluded: exact products do not use the tensor cores."""
     return gpu_limits(x.device).has_tma and x.itemsize == 2 and tma_compatible(x, weight)
 
 
-def _lines(shape: Shape, problem: Problem) -> int:
-    """Cache lines of each matrix row to ask for early: a power of two."""
-    held = next_power_of_2(-(-problem.inputs * problem.itemsize // (shape.splits * _LINE_BYTES)))
-    return max(1, min(held, _LINES // (next_power_of_2(shape.outputs) * (2 if problem.gated else 1))))
+def _prefetch_lines(shape: GemmShape, config: GemmConfig) -> int:
+    """Return the cache lines to prefetch from each weight row, a power of two."""
+    row_lines = next_power_of_2(cdiv(shape.k * shape.itemsize, config.split_k * _LINE_BYTES))
+    weight_rows = next_power_of_2(config.n_per_program) * (2 if shape.gated else 1)
+    return max(1, min(row_lines, _PREFETCH_LINES // weight_rows))
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """How many parts of each tile are done: all zero between launches, which follow each other in one stream.
+    """Return the counters of finished K splits per tile, shared by all launches on one stream; zero between launches.
 
-    Graphs share them with everyone, so they are made by a launch that is not captured.
+    CUDA graphs use them too, so the first launch, which allocates them, must not be captured.
     """
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "the first launch compiles"
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capturing a graph"
     return torch.zeros(4096, dtype=torch.int32, device=device)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from yalis.kernels.fused import argmax, dense, pdl_sync
+from yalis.kernels.fused import argmax, pdl_sync, with_contiguous_rows
 from yalis.kernels.integer_math import cdiv
 from yalis.kernels.pdl import pdl_option
 
@@ -59,7 +59,7 @@ def _pick_greedy(
 
 def pick_greedy(logits: Tensor, last_tokens: Tensor, request_slots: Tensor, none: int, pdl: bool = False) -> Tensor:
     """Return the argmax of each row of logits [R, V], or `none` for a row with NaN, and store it in last_tokens."""
-    logits = dense(logits)
+    logits = with_contiguous_rows(logits)
     best_ids = argmax(logits, pdl)
     out = torch.empty_like(best_ids)
     rows = logits.shape[0]

@@ -130,9 +130,9 @@ class NativeBackend(TorchBackend):
 
 
 class TritonBackend:
-    """Our Triton kernels. `pdl` enables programmatic dependent launch, `shape` sets the launch shape of linears."""
+    """Our Triton kernels, with `pdl` by programmatic dependent launch; `config` sets the launch of skinny GEMMs."""
 
-    def __init__(self, pdl: bool = False, shape: Any = None) -> None:
+    def __init__(self, pdl: bool = False, config: Any = None) -> None:
         from yalis.kernels import fused, gated_product, paged_attention, skinny, token_feedback
 
         self._token_feedback: Any = token_feedback
@@ -140,17 +140,17 @@ class TritonBackend:
         self._skinny: Any = skinny
         self._gated_product: Any = gated_product.gated_product
         self._attention: Any = paged_attention.paged_attention
-        self._pdl, self._shape = pdl, shape
+        self._pdl, self._config = pdl, config
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = self._skinny.linear(x, weight, None, self._pdl, self._shape)
+        y: Tensor = self._skinny.linear(x, weight, None, self._pdl, self._config)
         return y
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.shape[0] > self._skinny.TILED_ROWS:
+        if x.shape[0] > self._skinny.TMA_ROWS:
             y: Tensor = self._gated_product(x, weight, _ACTIVATION)
         else:
-            y = self._skinny.gated_linear(x, weight, _ACTIVATION, None, self._pdl, self._shape)
+            y = self._skinny.gated_linear(x, weight, _ACTIVATION, None, self._pdl, self._config)
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,7 @@ class TritonBackend:
         return q
 
     def gather_rows(self, table: Tensor, rows: Tensor) -> Tensor:
-        y: Tensor = self._fused.take(table, rows, self._pdl)
+        y: Tensor = self._fused.gather_rows(table, rows, self._pdl)
         return y
 
     def use_last_tokens(self, ids: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from yalis.study.kernels.cases import DTYPES, KernelCase, KernelsPlan, list_case
 from yalis.study.spread import spread
 
 if TYPE_CHECKING:
-    from yalis.kernels.skinny import Problem, Shape
+    from yalis.kernels.skinny_config import GemmConfig, GemmShape
 
 LLAMA_8B = ModelDims(
     hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, tied=False
@@ -170,27 +170,27 @@ def capture_graph(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def tune(
-    problems: Iterable[Problem], dtype: torch.dtype, report: Callable[[str], None] = lambda text: None
-) -> dict[Problem, Shape]:
-    """Return the fastest correct launch shape of each GEMM on this GPU, for the table skinny.TUNED."""
+    shapes: Iterable[GemmShape], dtype: torch.dtype, report: Callable[[str], None] = lambda text: None
+) -> dict[GemmShape, GemmConfig]:
+    """Return the fastest correct configuration of each GEMM on this GPU, for the table skinny_config.TUNED."""
     from yalis.kernels.gpu_limits import gpu_limits
-    from yalis.kernels.skinny import candidates
+    from yalis.kernels.skinny_config import candidates
 
-    found: dict[Problem, Shape] = {}
+    found: dict[GemmShape, GemmConfig] = {}
     device = torch.device("cuda")
     with torch.inference_mode():
-        for problem in problems:
-            case = make_linear(problem, dtype, device)
+        for shape in shapes:
+            case = make_linear(shape, dtype, device)
             expected = case.run(ReferenceBackend())
-            tried: list[tuple[float, Shape]] = []
-            for shape in candidates(problem, gpu_limits(device)):
-                backend = TritonBackend(pdl=True, shape=shape)  # as in a decode step
+            tried: list[tuple[float, GemmConfig]] = []
+            for config in candidates(shape, gpu_limits(device)):
+                backend = TritonBackend(pdl=True, config=config)  # as in a decode step
                 if fits(case, backend) and find_error(case, backend, expected) <= _TOLERANCE[dtype]:
                     seconds = time_calls(partial(case.run, backend), len(case.copies), device, 5)
-                    tried.append((median(seconds), shape))
+                    tried.append((median(seconds), config))
             if tried:
-                best, found[problem] = min(tried)
-                report(f"{problem}: {found[problem]}, {1e6 * best:.2f} us, {case.bytes / best / 1e12:.2f} TB/s")
+                best, found[shape] = min(tried)
+                report(f"{shape}: {found[shape]}, {1e6 * best:.2f} us, {case.bytes / best / 1e12:.2f} TB/s")
     return found
 
 
@@ -205,8 +205,8 @@ def fits(case: KernelCase, backend: Backend) -> bool:
     return True
 
 
-def build(problem: Problem, shape: Shape, dtype: torch.dtype) -> None:
+def build(shape: GemmShape, config: GemmConfig, dtype: torch.dtype) -> None:
     """Compile a kernel into Triton's cache. Many processes do this in parallel before a search."""
-    small = problem._replace(outputs=min(problem.outputs, 1024))
+    small = shape._replace(n=min(shape.n, 1024))
     with torch.inference_mode():
-        fits(make_linear(small, dtype, torch.device("cuda"), max_copies=1), TritonBackend(pdl=True, shape=shape))
+        fits(make_linear(small, dtype, torch.device("cuda"), max_copies=1), TritonBackend(pdl=True, config=config))

@@ -23,7 +23,7 @@ from yalis.perfmodel.floors import ModelDims
 from yalis.study.kernels.backends import Backend
 
 if TYPE_CHECKING:
-    from yalis.kernels.skinny import Problem
+    from yalis.kernels.skinny_config import GemmShape
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _COPIES_BYTES = {"cpu": 2**28, "cuda": 2**30}  # of all copies together: far more than the caches hold
@@ -289,17 +289,17 @@ def _matrix(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device)
 
 
 def make_linear(
-    problem: Problem, dtype: torch.dtype, device: torch.device, max_copies: int = _MAX_COPIES
+    shape: GemmShape, dtype: torch.dtype, device: torch.device, max_copies: int = _MAX_COPIES
 ) -> KernelCase:
     """Return one linear layer as a case, for the launch search."""
-    outputs = problem.outputs * (2 if problem.gated else 1)
-    rows = problem.rows
-    x = _random(rows, problem.inputs, dtype=dtype, device=device)
-    count = min(max_copies, _num_copies(outputs * problem.inputs * dtype.itemsize, device))
-    weights = [_matrix(outputs, problem.inputs, dtype, device) for _ in range(count)]
+    outputs = shape.n * (2 if shape.gated else 1)
+    rows = shape.m
+    x = _random(rows, shape.k, dtype=dtype, device=device)
+    count = min(max_copies, _num_copies(outputs * shape.k * dtype.itemsize, device))
+    weights = [_matrix(outputs, shape.k, dtype, device) for _ in range(count)]
     flops = 2.0 * rows * weights[0].numel()
 
     def operation(backend: Backend, weight: Tensor) -> Tensor:
-        return backend.gated_linear(x, weight) if problem.gated else backend.linear(x, weight)
+        return backend.gated_linear(x, weight) if shape.gated else backend.linear(x, weight)
 
     return KernelCase("", "", rows, float(weights[0].nbytes), flops, operation, [(w,) for w in weights])
