@@ -20,7 +20,8 @@ from tests.peak_memory import peak_extra_bytes
 from yalis import LLM, SamplingParams
 from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.errors import YalisError
-from yalis.spec import FAMILIES, read_spec
+from yalis.families import FAMILIES
+from yalis.spec import read_spec
 
 Kind = gguf.GGMLQuantizationType
 _LLAMA3 = {

@@ -94,7 +94,7 @@ def test_what_is_not_a_model(tmp_path: Path) -> None:
     with pytest.raises(YalisError, match=r"notes\.txt is not a model"):
         open_checkpoint(str(tmp_path / "notes.txt"))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(YalisError, match="names no architecture"):
+    with pytest.raises(YalisError, match="has no architectures entry"):
         open_checkpoint(str(tmp_path))
     with pytest.raises(YalisError, match="is a config without weights; add --load random"):
         open_checkpoint(str(tmp_path / "config.json"))

@@ -12,8 +12,8 @@ import torch
 from yalis.attention.base import BACKENDS
 from yalis.cli.doctor import examine
 from yalis.cli.main import main
+from yalis.families import FAMILIES
 from yalis.kernels import native
-from yalis.spec import FAMILIES
 
 
 def test_doctor_finds_this_environment_usable(capsys: pytest.CaptureFixture[str]) -> None:

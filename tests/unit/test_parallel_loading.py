@@ -26,7 +26,7 @@ from yalis.parallel.memory import rank_memory
 from yalis.parallel.norm import HeadNorm, RMSNorm
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
-from yalis.parallel.weights import ParallelLayer
+from yalis.parallel.weights import DenseWeight, ParallelLayer, Weight
 from yalis.spec import ModelSpec, read_spec
 
 Kind = gguf.GGMLQuantizationType
@@ -56,26 +56,32 @@ def load_rank(spec: ModelSpec, checkpoint: Checkpoint, split: Split, rank: int, 
 Slice = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]  # name, whole shape, what is kept of it, values
 
 
+def dense(weight: Weight) -> Tensor:
+    assert isinstance(weight, DenseWeight)
+    return weight.data
+
+
 def slices_of(model: Decoder) -> Iterator[Slice]:
     """Every slice of a checkpoint's tensor that the model holds."""
     for module in model.modules():
         if not isinstance(module, ParallelLayer):
             continue
         if isinstance(module, GridLinear):
-            at = 0
-            for piece in module.pieces:
-                here = slice(at, at + len(piece.rows))
-                shape = (piece.total_rows, module.total_cols)
-                yield f"{piece.name}.weight", shape, (piece.rows, module.cols), module.weight.data[here]
+            start, cols = 0, module.weight.cols
+            for shard in module.weight.shards:
+                here = slice(start, start + len(shard.rows))
+                shape = (shard.total_rows, module.weight.total_cols)
+                yield f"{shard.name}.weight", shape, (shard.rows, cols), dense(module.weight)[here]
                 if module.bias is not None:
-                    yield f"{piece.name}.bias", shape[:1], (piece.rows,), module.bias[here]
-                at += len(piece.rows)
+                    yield f"{shard.name}.bias", shape[:1], (shard.rows,), module.bias[here]
+                start += len(shard.rows)
         elif isinstance(module, (VocabEmbedding, LMHead)):
             if not (isinstance(module, LMHead) and module.tied):
-                shape, kept = (module.piece.total_rows, module.hidden), (module.part, range(module.hidden))
-                yield f"{module.piece.name}.weight", shape, kept, module.weight.data
+                (shard,) = module.weight.shards
+                shape, held = (shard.total_rows, module.hidden), (module.vocab_shard, range(module.hidden))
+                yield f"{shard.name}.weight", shape, held, dense(module.weight)
         elif isinstance(module, RMSNorm):
-            yield f"{module.name}.weight", (module.size,), (module.part,), module.weight
+            yield f"{module.name}.weight", (module.size,), (module.shard,), module.weight
         else:
             assert isinstance(module, HeadNorm)
             yield f"{module.name}.weight", (module.head_dim,), (range(module.head_dim),), module.weight
@@ -117,7 +123,7 @@ def check_joined(spec: ModelSpec, split: Split, models: list[Decoder], alone: di
     if spec.tie_embeddings and split.stages > 1:  # which join() takes for one
         assert models[0].embedding is not None
         assert models[-split.per_stage].head is not None
-        assert torch.equal(models[0].embedding.weight.data, models[-split.per_stage].head.weight.data)
+        assert torch.equal(dense(models[0].embedding.weight), dense(models[-split.per_stage].head.weight))
 
 
 # Safetensors

@@ -6,7 +6,8 @@ import pytest
 import transformers
 
 from yalis.errors import YalisError
-from yalis.spec import FAMILIES, read_spec
+from yalis.families import FAMILIES
+from yalis.spec import read_spec
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,7 +24,7 @@ GOOD = {
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_silence_means_what_transformers_assumes(architecture):
     """A config.json that gives only sizes is read with the defaults of transformers' own config class."""
-    family = FAMILIES[architecture][0]
+    family = FAMILIES[architecture].name
     sizes = {
         "hidden_size": 512,
         "intermediate_size": 128,
@@ -48,7 +49,10 @@ def test_silence_means_what_transformers_assumes(architecture):
     [
         ({"architectures": ["BertModel"]}, "'BertModel', which is not supported; known: LlamaForCausalLM"),
         ({"architectures": "GPT2LMHeadModel"}, "'GPT2LMHeadModel'"),
-        ({"architectures": []}, "names no architecture; take a model whose config.json does; known: LlamaForCausalLM"),
+        (
+            {"architectures": []},
+            "has no architectures entry; use a model whose config.json has one of: LlamaForCausalLM",
+        ),
         ({"architectures": [["LlamaForCausalLM"]]}, "makes no sense|not supported"),
         ({"hidden_size": "64"}, "hidden_size in .* is '64'"),
         ({"num_key_value_heads": 3}, "must be a multiple"),

@@ -17,23 +17,27 @@ import torch
 from torch import Tensor
 
 from yalis.checkpoint.base import Checkpoint, LazyTensor
-from yalis.checkpoint.gguf_config import build_config, family_of, hugging_face_name
+from yalis.checkpoint.gguf_config import GgufMetadata, build_config, hugging_face_name
 from yalis.checkpoint.gguf_header import FLOATS, GgufEntry, import_gguf, read_header
 from yalis.checkpoint.mapped import MappedFile, row_chunks
 from yalis.errors import YalisError
+from yalis.families import find_gguf_family
 
 _ROPE = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufTensor(LazyTensor):
-    """`head_dim` is set where llama.cpp interleaved the rows of each head; `shift` is what it added to each element."""
+    """A tensor of a GGUF file, dequantised and converted to transformers' layout while it is read.
 
-    def __init__(self, name: str, entry: GgufEntry, head_dim: int | None = None, shift: float = 0.0) -> None:
+    `head_dim` is set where llama.cpp interleaved the rows of each head; `offset` is what it added to each element.
+    """
+
+    def __init__(self, name: str, entry: GgufEntry, head_dim: int | None = None, offset: float = 0.0) -> None:
         self.name = name
         self.shape = entry.shape
         self.dtype = FLOATS.get(entry.kind, torch.float32)
-        self._entry, self._head_dim, self._shift = entry, head_dim, shift
+        self._entry, self._head_dim, self._offset = entry, head_dim, offset
 
     def read_into(self, out: Tensor, *index: slice) -> None:
         entry = self._entry
@@ -60,8 +64,8 @@ class GgufTensor(LazyTensor):
             part = table[self._stored_rows(chunk), first * entry.block_bytes : last * entry.block_bytes]
             entry.file.bytes_read += part.numel()
             values = self._decode(part.contiguous()).view(len(chunk), wide)[:, inside]
-            if self._shift:
-                values = values.float() - self._shift
+            if self._offset:
+                values = values.float() - self._offset
             out[chunk.start - rows.start : chunk.stop - rows.start].copy_(values)
             low, high = self._touched(chunk)
             entry.file.release(entry.offset + low * table.shape[1], entry.offset + high * table.shape[1])
@@ -105,10 +109,10 @@ class GgufCheckpoint(Checkpoint):
             self._files.append(MappedFile(other))
             entries += read_header(self._files[-1])[1]
         by_name = {entry.name: entry for entry in entries}
-        self.family = family_of(self.metadata, self.label)
+        metadata = GgufMetadata(self.metadata, {name: entry.shape for name, entry in by_name.items()}, self.label)
+        self.family = find_gguf_family(metadata)
         factors = {name: _read_vector(by_name[f"{name}.weight"]) for name in _ROPE if f"{name}.weight" in by_name}
-        shapes = {name: entry.shape for name, entry in by_name.items()}
-        self.config = build_config(self.metadata, shapes, factors, _main_dtype(entries), self.label)
+        self.config = build_config(metadata, self.family, factors, _main_dtype(entries))
         known = ((hugging_face_name(entry.name, self.family), entry) for entry in entries)
         self._entries = {name: entry for name, entry in known if name is not None}
 
@@ -119,11 +123,11 @@ class GgufCheckpoint(Checkpoint):
         entry = self._entries.get(name)
         if entry is None:
             return None
-        interleaved = self.family == "llama" and (".q_proj." in name or ".k_proj." in name)
+        interleaved = self.family.gguf.interleaved_heads and (".q_proj." in name or ".k_proj." in name)
         if interleaved and entry.shape[0] % self.config["head_dim"]:
             raise YalisError(f"tensor {entry.name!r} in {entry.file.path} is not made of whole heads; fetch it again")
-        shifted = self.family == "gemma2" and name.endswith("norm.weight")
-        return GgufTensor(name, entry, self.config["head_dim"] if interleaved else None, 1.0 if shifted else 0.0)
+        offset = self.family.norm_offset if name.endswith("norm.weight") else 0.0  # llama.cpp stores offset + weight
+        return GgufTensor(name, entry, self.config["head_dim"] if interleaved else None, offset)
 
     @property
     def header_digest(self) -> str:

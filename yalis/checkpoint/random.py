@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from yalis.checkpoint.base import Checkpoint, LazyTensor
+from yalis.families import match_family
 
 STD = 0.02
 #: Elements made at once; each takes 8 bytes twice while it is mixed. On a CPU few enough for one thread and its cache:
@@ -64,8 +65,9 @@ class RandomCheckpoint(Checkpoint):
         self._seed = seed
         stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), None)
         self._dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
-        # Gemma multiplies by 1 + weight, the others by weight.
-        self._norm = 0.0 if str(config.get("model_type", "")).startswith("gemma") else 1.0
+        # Norms start as the identity: offset + weight is 1.
+        family = match_family(config)
+        self._norm = 1.0 if family is None else 1.0 - family.norm_offset
 
     def names(self) -> Iterator[str]:
         return iter(())

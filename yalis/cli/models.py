@@ -17,7 +17,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from yalis.checkpoint.fetch import fetch_model, list_models
-    from yalis.spec import FAMILIES
+    from yalis.families import FAMILIES
 
     if args.fetch is not None:
         path = str(fetch_model(args.fetch))
@@ -27,14 +27,15 @@ def run(args: argparse.Namespace) -> int:
         for model in list_models():
             facts = {"name": model.name, "about": model.about, "bytes": model.size, "path": str(model.path)}
             print(json.dumps({"kind": "model", **facts, "cached": model.cached}))
-        for architecture, (family, about) in FAMILIES.items():
-            print(json.dumps({"kind": "family", "name": family, "architecture": architecture, "about": about}))
+        for family in FAMILIES.values():
+            facts = {"name": family.name, "architecture": family.architecture, "about": family.models}
+            print(json.dumps({"kind": "family", **facts}))
         return 0
     print("Models with a short name (--model NAME):")
     for model in list_models():
         state = "fetched" if model.cached else "fetched on first use"
         print(f"  {model.name:<16}{model.about}, {model.size / 1e6:.0f} MB, {state}")
     print("Families (--model FOLDER, FILE.gguf or a hub's org/name):")
-    for architecture, (family, about) in FAMILIES.items():
-        print(f"  {family:<16}{about} ({architecture})")
+    for family in FAMILIES.values():
+        print(f"  {family.name:<16}{family.models} ({family.architecture})")
     return 0

@@ -9,10 +9,10 @@ from torch.nn.functional import pad
 from yalis.attention.base import AttentionParams, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
-from yalis.parallel.linear import down_linear, up_linear
+from yalis.parallel.linear import column_parallel, row_parallel
 from yalis.parallel.norm import HeadNorm
 from yalis.parallel.plan import Grid
-from yalis.parallel.weights import Piece
+from yalis.parallel.weights import RowShard
 from yalis.spec import ModelSpec
 
 
@@ -27,11 +27,11 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = len(heads), len(kv_heads), spec.head_dim
         self.before, self.behind = uneven_edges(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
         self.params = AttentionParams(spec.attention_scale, spec.windows[layer], spec.attention_softcap)
-        pieces = _qkv_pieces(spec, prefix, heads, kv_heads)
-        self.qkv = up_linear(grid, pieces, spec.hidden_size, spec.qkv_bias, dtype, device)
+        shards = _qkv_shards(spec, prefix, heads, kv_heads)
+        self.qkv = column_parallel(grid, shards, spec.hidden_size, spec.qkv_bias, dtype, device)
         kept = range(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         width = spec.num_heads * spec.head_dim
-        self.out = down_linear(grid, f"{prefix}.o_proj", width, kept, spec.hidden_size, spec.out_bias, dtype, device)
+        self.out = row_parallel(grid, f"{prefix}.o_proj", width, kept, spec.hidden_size, spec.out_bias, dtype, device)
         self.q_norm, self.k_norm = (
             HeadNorm(f"{prefix}.{name}", spec.head_dim, dtype, device) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
@@ -69,17 +69,17 @@ def uneven_edges(heads: range, kv_heads: range, group: int) -> tuple[int, int]:
     return (heads.start % group, -heads.stop % group) if len(kv_heads) > 1 else (0, 0)
 
 
-def _qkv_pieces(spec: ModelSpec, prefix: str, heads: range, kv_heads: range) -> list[Piece]:
+def _qkv_shards(spec: ModelSpec, prefix: str, heads: range, kv_heads: range) -> list[RowShard]:
     """Rows of q, k and v for these heads, from three matrices or from a fused one that stacks them."""
     D = spec.head_dim
     sizes = {"q": spec.num_heads * D, "k": spec.num_kv_heads * D, "v": spec.num_kv_heads * D}
-    pieces, at = [], 0
+    shards, at = [], 0
     for part, size in sizes.items():
         kept = heads if part == "q" else kv_heads
         if spec.fused_projections:
             rows = range(at + kept.start * D, at + kept.stop * D)
-            pieces.append(Piece(f"{prefix}.qkv_proj", sum(sizes.values()), rows))
+            shards.append(RowShard(f"{prefix}.qkv_proj", sum(sizes.values()), rows))
         else:
-            pieces.append(Piece(f"{prefix}.{part}_proj", size, range(kept.start * D, kept.stop * D)))
+            shards.append(RowShard(f"{prefix}.{part}_proj", size, range(kept.start * D, kept.stop * D)))
         at += size
-    return pieces
+    return shards

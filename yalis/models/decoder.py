@@ -15,7 +15,7 @@ from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
 from yalis.layers.attention import SelfAttention
-from yalis.layers.mlp import GatedMLP
+from yalis.layers.mlp import MLPS
 from yalis.layers.rotary import Rotary
 from yalis.parallel.embedding import LMHead, VocabEmbedding
 from yalis.parallel.norm import RMSNorm
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
         self.attention_norm = norm("input_layernorm")
         self.attention = SelfAttention(spec, grid, layer, f"{prefix}.self_attn", dtype, device)
-        self.mlp = GatedMLP(spec, grid, f"{prefix}.mlp", dtype, device)
+        self.mlp = MLPS[spec.mlp](spec, grid, f"{prefix}.mlp", dtype, device)
         self.attention_out_norm: RMSNorm | None = None
         self.mlp_out_norm: RMSNorm | None = None
         if spec.sandwich_norms:

@@ -1,8 +1,8 @@
-"""Linear layers of an r x c grid. With c = 1 they are the usual column- and row-parallel ones; with 1 x 1, plain.
+"""Linear layers on an r x c grid of ranks. With c = 1 they are Megatron's column- and row-parallel layers.
 
-Up (qkv, gate + up): W keeps out/r x in/c, partial sums are reduced over the columns.
-Down (attention output, mlp down): W keeps out/c x in/r, partial sums are reduced over the rows.
-A block's output is laid out like its input: split over c.
+Column-parallel (qkv, gate + up): a rank holds out/r x in/c; partial sums are reduced over the grid's columns.
+Row-parallel (attention output, MLP down): a rank holds out/c x in/r; partial sums are reduced over the grid's rows.
+So the input and the output of a block have the same layout: the hidden size split over the c columns.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from yalis.comm.allreduce_op import AllReduceOp
 from yalis.comm.base import Communicator
 from yalis.kernels import ops
 from yalis.parallel.plan import Grid
-from yalis.parallel.weights import DenseWeight, ParallelLayer, Piece, TensorSource
+from yalis.parallel.weights import ParallelLayer, RowShard, TensorSource, make_weight
 
 
 class GridLinear(ParallelLayer):
-    """Stacked pieces of rows, cut to some columns; partial sums are reduced over `reduce`."""
+    """x @ weight.T + bias, for some rows and columns of the matrix; partial sums are all-reduced over `reduce`."""
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        shards: Sequence[RowShard],
         total_cols: int,
         cols: range,
         bias: bool,
@@ -33,54 +33,53 @@ class GridLinear(ParallelLayer):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.pieces, self.total_cols, self.cols = tuple(pieces), total_cols, cols
-        self.reduce, self.sum = reduce, AllReduceOp(reduce)
-        rows = sum(len(piece.rows) for piece in pieces)
-        self.weight = DenseWeight(rows, len(cols), dtype, device)
-        # The bias joins one partial sum only, so that it is added once.
+        self.reduce, self.all_reduce = reduce, AllReduceOp(reduce)
+        self.weight = make_weight(shards, total_cols, cols, dtype, device)
+        # Only the first rank of the group adds the bias, so that the sum contains it once.
+        rows = sum(len(shard.rows) for shard in shards)
         has_bias = bias and reduce.rank == 0
         self.bias = (
             nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if has_bias else None
         )
 
     def load(self, source: TensorSource) -> None:
-        self.weight.fill(source, self.pieces, self.total_cols, self.cols)
+        self.weight.load(source)
         if self.bias is None:
             return
-        at = 0
-        for piece in self.pieces:
-            out = self.bias[at : at + len(piece.rows)]
-            piece.bias(source).read_into(out, slice(piece.rows.start, piece.rows.stop))
-            at += len(piece.rows)
+        start = 0
+        for shard in self.weight.shards:
+            out = self.bias[start : start + len(shard.rows)]
+            shard.bias(source).read_into(out, slice(shard.rows.start, shard.rows.stop))
+            start += len(shard.rows)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.weight(x, self.bias)
-        return y if self.reduce.size == 1 else self.sum(y)
+        return y if self.reduce.size == 1 else self.all_reduce(y)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up, where the pieces are gate and up; all in one, but for what ranks must sum between."""
+        """Return activation(gate) * up, where the shards are gate and up. Fused unless an all-reduce comes between."""
         if self.reduce.size > 1:
             return ops.gated(self(x), activation)
         return self.weight.gated(x, activation, self.bias)
 
 
-def up_linear(
-    grid: Grid, pieces: Sequence[Piece], hidden: int, bias: bool, dtype: torch.dtype, device: torch.device
+def column_parallel(
+    grid: Grid, shards: Sequence[RowShard], hidden: int, bias: bool, dtype: torch.dtype, device: torch.device
 ) -> GridLinear:
-    """From the hidden size, split over the columns, to heads or MLP width, split over the rows."""
-    return GridLinear(pieces, hidden, grid.hidden(hidden), bias, grid.col_group, dtype, device)
+    """Make a layer from the hidden size (split over columns) to heads or MLP width (split over rows)."""
+    return GridLinear(shards, hidden, grid.hidden(hidden), bias, grid.col_group, dtype, device)
 
 
-def down_linear(
+def row_parallel(
     grid: Grid,
     name: str,
     total_in: int,
-    kept_in: range,
+    in_shard: range,
     hidden: int,
     bias: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> GridLinear:
-    """From heads or MLP width, split over the rows, back to the hidden size, split over the columns."""
-    piece = Piece(name, hidden, grid.hidden(hidden))
-    return GridLinear([piece], total_in, kept_in, bias, grid.row_group, dtype, device)
+    """Make a layer from heads or MLP width (split over rows) back to the hidden size (split over columns)."""
+    shard = RowShard(name, hidden, grid.hidden(hidden))
+    return GridLinear([shard], total_in, in_shard, bias, grid.row_group, dtype, device)

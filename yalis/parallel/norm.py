@@ -1,4 +1,4 @@
-"""RMSNorm on a hidden size that may be split over the grid's columns."""
+"""RMSNorm over a hidden size that may be split over the grid's columns, and the norm of query and key heads."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from yalis.parallel.weights import ParallelLayer, TensorSource
 
 
 class RMSNorm(ParallelLayer):
-    """x / rms(x) * (offset + weight), computed in fp32; the mean square is taken over every column's part."""
+    """x / rms(x) * (offset + weight), computed in fp32; the mean square is all-reduced over the grid's columns."""
 
     def __init__(
         self, grid: Grid, name: str, size: int, eps: float, offset: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
-        self.part = grid.hidden(size)
-        self.sum = AllReduceOp(grid.col_group)
-        # offset + weight does not fit a 16-bit float
-        kept = torch.float32 if offset else dtype
-        self.weight = nn.Parameter(torch.empty(len(self.part), dtype=kept, device=device), requires_grad=False)
+        self.shard = grid.hidden(size)
+        self.all_reduce = AllReduceOp(grid.col_group)
+        # offset + weight would lose precision in a 16-bit float.
+        stored = torch.float32 if offset else dtype
+        self.weight = nn.Parameter(torch.empty(len(self.shard), dtype=stored, device=device), requires_grad=False)
 
     def load(self, source: TensorSource) -> None:
         source.tensor(f"{self.name}.weight", (self.size,)).read_into(
-            self.weight, slice(self.part.start, self.part.stop)
+            self.weight, slice(self.shard.start, self.shard.stop)
         )
         if self.offset:
             self.weight.add_(self.offset)
@@ -41,13 +41,13 @@ class RMSNorm(ParallelLayer):
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         if residual is not None:
             x = ops.add(residual, x)
-        wide = x.float()
-        squares = self.sum(wide.pow(2).sum(-1, keepdim=True))
-        return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype), x
+        x_fp32 = x.float()
+        squares = self.all_reduce(x_fp32.pow(2).sum(-1, keepdim=True))
+        return (x_fp32 * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype), x
 
 
 class HeadNorm(ParallelLayer):
-    """The weight of an RMSNorm over each head's dimensions (Qwen3); every rank holds the whole of its heads."""
+    """The weight of an RMSNorm over each query or key head (Qwen3); every rank holds a copy."""
 
     def __init__(self, name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

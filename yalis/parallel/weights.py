@@ -1,4 +1,4 @@
-"""How a matrix is stored and multiplied: the format behind every linear layer."""
+"""How a weight matrix is stored and multiplied. Layers get theirs from `make_weight`."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from yalis.kernels import ops
 
 
 class ReadableTensor(Protocol):
-    """A tensor of a checkpoint; only the slice asked for is read."""
+    """A tensor of a checkpoint, of which only the requested slice is read."""
 
     def read_into(self, out: Tensor, *index: slice) -> None: ...
 
 
 class TensorSource(Protocol):
-    """Where layers find their tensors by name; `shape` is the whole tensor's, checked against the checkpoint."""
+    """Looks up checkpoint tensors by name and checks that the full tensor has this shape."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> ReadableTensor: ...
 
 
 class ParallelLayer(nn.Module, ABC):
-    """A layer that holds weights: it knows which slices are its own and reads just those."""
+    """A layer that holds weights and reads only this rank's slices of them."""
 
     @abstractmethod
     def load(self, source: TensorSource) -> None: ...
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some rows of a checkpoint's matrix. A layer may stack several: q, k and v; gate and up."""
+class RowShard:
+    """The rows of a checkpoint matrix that this rank holds. A layer may stack several: q, k and v, or gate and up."""
 
     name: str  # without ".weight" or ".bias"
-    total_rows: int  # of the tensor in the checkpoint
-    rows: range  # those kept here
+    total_rows: int  # of the matrix in the checkpoint
+    rows: range  # held by this rank
 
     def weight(self, source: TensorSource, total_cols: int) -> ReadableTensor:
         return source.tensor(f"{self.name}.weight", (self.total_rows, total_cols))
@@ -47,27 +47,64 @@ class Piece:
         return source.tensor(f"{self.name}.bias", (self.total_rows,))
 
 
-class DenseWeight(nn.Module):
-    """A matrix [out, in] in the compute dtype."""
+class Weight(nn.Module, ABC):
+    """A matrix [out, in] in one stored format: row shards stacked, each cut to the columns `cols`."""
 
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shards: Sequence[RowShard], total_cols: int, cols: range) -> None:
         super().__init__()
-        shape = (out_features, in_features)
+        self.shards, self.total_cols, self.cols = tuple(shards), total_cols, cols
+
+    @abstractmethod
+    def load(self, source: TensorSource) -> None:
+        """Read this rank's slices."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T + bias: [T, in] to [T, out]."""
+
+    @abstractmethod
+    def gated(self, x: Tensor, activation: str, bias: Tensor | None) -> Tensor:
+        """Return activation(gate) * up, where the first half of the rows is gate: [T, in] to [T, out / 2]."""
+
+    @abstractmethod
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of an embedding table: [T] indices to [T, in]."""
+
+
+class DenseWeight(Weight):
+    """A matrix stored in the compute dtype."""
+
+    def __init__(
+        self, shards: Sequence[RowShard], total_cols: int, cols: range, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(shards, total_cols, cols)
+        shape = (sum(len(shard.rows) for shard in shards), len(cols))
         self.data = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
-    def fill(self, source: TensorSource, pieces: Sequence[Piece], total_cols: int, cols: range) -> None:
-        """Read the pieces into the rows, one below the other, each cut to `cols`."""
-        at = 0
-        for piece in pieces:
-            out = self.data[at : at + len(piece.rows)]
-            lazy = piece.weight(source, total_cols)
-            lazy.read_into(out, slice(piece.rows.start, piece.rows.stop), slice(cols.start, cols.stop))
-            at += len(piece.rows)
+    def load(self, source: TensorSource) -> None:
+        start = 0
+        for shard in self.shards:
+            out = self.data[start : start + len(shard.rows)]
+            tensor = shard.weight(source, self.total_cols)
+            tensor.read_into(out, slice(shard.rows.start, shard.rows.stop), slice(self.cols.start, self.cols.stop))
+            start += len(shard.rows)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x times this, plus bias."""
         return ops.linear(x, self.data, bias)
 
     def gated(self, x: Tensor, activation: str, bias: Tensor | None) -> Tensor:
-        """activation(gate) * up of x; the gate's rows are the first half."""
         return ops.gated_linear(x, self.data, activation, bias)
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        return ops.gather_rows(self.data, rows)
+
+
+def make_weight(
+    shards: Sequence[RowShard], total_cols: int, cols: range, dtype: torch.dtype, device: torch.device
+) -> Weight:
+    """Return the weight of a linear layer or embedding table, not loaded yet.
+
+    This is the one place that chooses a stored format. A new format (fp8, int4, GGUF blocks) is a subclass of Weight
+    in a file of its own, returned from here.
+    """
+    return DenseWeight(shards, total_cols, cols, dtype, device)

@@ -1,0 +1,293 @@
+"""The supported model families: one record per family, holding everything that sets it apart.
+
+Every family runs on the same decoder with different settings. To add a dense family, add a record to FAMILIES. If it
+needs an operation no field describes, add a field to ModelSpec (spec.py) and use it in the layer that computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from yalis.errors import YalisError
+
+
+class ConfigReader:
+    """Typed access to the keys of a config.json. A missing key and null both mean the default."""
+
+    def __init__(self, config: Mapping[str, Any], label: str) -> None:
+        self.config, self.label = config, label
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise YalisError(f"{key} in {self.label} is {value!r}; it must be a whole number of at least 1")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise YalisError(f"{key} in {self.label} is {value!r}; it must be a number")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.config.get(key) is None else self.number(key, 0.0)
+
+    def flag(self, key: str) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise YalisError(f"{key} in {self.label} is {value!r}; it must be true or false")
+        return bool(value)
+
+
+class GgufReader(Protocol):
+    """Typed access to the metadata of a GGUF file; keys omit the architecture prefix ("llama.")."""
+
+    architecture: str  # general.architecture
+    model_name: str  # general.name
+    label: str
+
+    def integer(self, key: str, default: int | None = None) -> int: ...
+
+    def number(self, key: str, default: float | None = None) -> float: ...
+
+    def has_tensor(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class GgufFormat:
+    """How llama.cpp's converter stores a family in a GGUF file."""
+
+    architecture: str  # the file's general.architecture
+    #: GGUF tensor name -> Hugging Face name within a layer, where it differs from gguf_config.LAYER_TENSORS.
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
+    interleaved_heads: bool = False  # rows of q_proj and k_proj are reordered for RoPE on pairs (2i, 2i + 1)
+    rope_dim_is_head_dim: bool = False  # without attention.key_length, rope.dimension_count is the head size
+    #: Returns further config.json entries; gets the metadata and the entries common to all families.
+    extra_config: Callable[[GgufReader, Mapping[str, Any]], dict[str, Any]] = lambda metadata, config: {}
+    #: Decides between families that share an architecture name; None: the one taken when no other matches.
+    matches: Callable[[GgufReader], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str  # config.json's model_type
+    architecture: str  # config.json's "architectures" entry
+    models: str  # released models, for people
+    gguf: GgufFormat
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' value of keys a config.json leaves out
+    #: Returns, per layer, whether it uses the sliding window. None: the family ignores sliding_window.
+    sliding_layers: Callable[[ConfigReader, int], Sequence[bool]] | None = None
+    activation: str | None = None  # replaces hidden_act, which this family's config.json may hold but does not use
+    qkv_bias: bool = False  # q, k and v always have biases; otherwise attention_bias decides
+    qk_norm: bool = False
+    norm_offset: float = 0.0
+    sandwich_norms: bool = False
+    fused_projections: bool = False
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names for a RoPE scaling type
+    #: Returns ModelSpec fields computed from config.json keys that only this family has.
+    spec_fields: Callable[[ConfigReader], dict[str, Any]] = lambda config: {}
+
+
+def _every_layer(config: ConfigReader, num_layers: int) -> list[bool]:
+    return [True] * num_layers
+
+
+def _listed_layers(config: ConfigReader, num_layers: int) -> list[bool] | None:
+    """Return what config.json's layer_types says of each layer, or None if it has no such key."""
+    types = config.config.get("layer_types")
+    if types is None:
+        return None
+    if len(types) != num_layers:
+        raise YalisError(
+            f"{config.label} gives {len(types)} layer_types for {num_layers} layers; it must give one for each"
+        )
+    return [layer_type == "sliding_attention" for layer_type in types]
+
+
+def _qwen_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+    if not config.flag("use_sliding_window"):
+        return [False] * num_layers
+    first = config.config.get("max_window_layers", 28)
+    return _listed_layers(config, num_layers) or [layer >= first for layer in range(num_layers)]
+
+
+def _gemma2_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+    return _listed_layers(config, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
+
+
+def _gemma2_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return {
+        "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "embed_scale": config.integer("hidden_size") ** 0.5,
+        "attention_softcap": config.optional_number("attn_logit_softcapping"),
+        "logit_softcap": config.optional_number("final_logit_softcapping"),
+    }
+
+
+def _gguf_window(metadata: GgufReader) -> int | None:
+    return metadata.integer("attention.sliding_window", 0) or None
+
+
+def _llama_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mlp_bias": metadata.has_tensor("blk.0.ffn_down.bias")}
+
+
+def _is_mistral_gguf(metadata: GgufReader) -> bool:
+    """Mistral's GGUF files have Llama's architecture name. The window or the model's name distinguishes them."""
+    return _gguf_window(metadata) is not None or "mistral" in metadata.model_name.lower()
+
+
+def _mistral_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_llama_gguf_config(metadata, config), "sliding_window": _gguf_window(metadata)}
+
+
+def _qwen2_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_sliding_window": False, "sliding_window": None}
+
+
+def _gemma2_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    # The query scale is not in the file. It is the head size, except in the 27B model with its 46 layers.
+    by_hidden = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": _gguf_window(metadata) or 4096,
+        "query_pre_attn_scalar": by_hidden if config["num_hidden_layers"] == 46 else config["head_dim"],
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _phi3_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    by_hidden = config["hidden_size"] // config["num_attention_heads"]
+    max_position = config["max_position_embeddings"]
+    return {
+        "sliding_window": _gguf_window(metadata),
+        "partial_rotary_factor": metadata.integer("rope.dimension_count", by_hidden) / config["head_dim"],
+        "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length", max_position),
+    }
+
+
+_RECORDS = (
+    Family(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        models="Llama 2, 3, 3.1, 3.2; SmolLM2",
+        gguf=GgufFormat("llama", interleaved_heads=True, rope_dim_is_head_dim=True, extra_config=_llama_gguf_config),
+        defaults={"max_position_embeddings": 2048},
+    ),
+    Family(
+        name="mistral",
+        architecture="MistralForCausalLM",
+        models="Mistral",
+        gguf=GgufFormat(
+            "llama",
+            interleaved_heads=True,
+            rope_dim_is_head_dim=True,
+            extra_config=_mistral_gguf_config,
+            matches=_is_mistral_gguf,
+        ),
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        sliding_layers=_every_layer,
+    ),
+    Family(
+        name="qwen2",
+        architecture="Qwen2ForCausalLM",
+        models="Qwen2, Qwen2.5",
+        gguf=GgufFormat("qwen2", extra_config=_qwen2_gguf_config),
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768},
+        sliding_layers=_qwen_sliding_layers,
+        qkv_bias=True,
+    ),
+    Family(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        models="Qwen3",
+        gguf=GgufFormat("qwen3"),
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_position_embeddings": 32768,
+            "head_dim": 128,
+        },
+        sliding_layers=_qwen_sliding_layers,
+        qk_norm=True,
+    ),
+    Family(
+        name="gemma2",
+        architecture="Gemma2ForCausalLM",
+        models="Gemma 2",
+        gguf=GgufFormat(
+            "gemma2",
+            tensor_names={
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_norm": "pre_feedforward_layernorm",
+                "post_ffw_norm": "post_feedforward_layernorm",
+            },
+            extra_config=_gemma2_gguf_config,
+        ),
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "max_position_embeddings": 8192,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        sliding_layers=_gemma2_sliding_layers,
+        activation="gelu_pytorch_tanh",
+        norm_offset=1.0,
+        sandwich_norms=True,
+        spec_fields=_gemma2_spec_fields,
+    ),
+    Family(
+        name="phi3",
+        architecture="Phi3ForCausalLM",
+        models="Phi-3",
+        gguf=GgufFormat("phi3", tensor_names={"ffn_up": "mlp.gate_up_proj"}, extra_config=_phi3_gguf_config),
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        sliding_layers=_every_layer,
+        fused_projections=True,
+        rope_aliases={"su": "longrope", "yarn": "longrope"},
+    ),
+)
+#: The families by config.json's "architectures" entry.
+FAMILIES = {family.architecture: family for family in _RECORDS}
+
+
+def match_family(config: Mapping[str, Any]) -> Family | None:
+    """Return the family of a config.json, or None if it is not supported."""
+    names = config.get("architectures") or []
+    if not names:
+        return next((family for family in _RECORDS if family.name == config.get("model_type")), None)
+    names = [names] if isinstance(names, str) else names
+    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+
+
+def find_family(config: Mapping[str, Any], label: str) -> Family:
+    """Return the family of a config.json; raises an error that lists the supported ones."""
+    family = match_family(config)
+    if family is not None:
+        return family
+    known = ", ".join(f"{family.architecture} ({family.models})" for family in _RECORDS)
+    names = config.get("architectures")
+    unknown = (names if isinstance(names, str) else names[0]) if names else config.get("model_type")
+    if unknown is None:
+        raise YalisError(f"{label} has no architectures entry; use a model whose config.json has one of: {known}")
+    raise YalisError(f"{label} has architecture {unknown!r}, which is not supported; known: {known}")
+
+
+def find_gguf_family(metadata: GgufReader) -> Family:
+    """Return the family of a GGUF file by its general.architecture."""
+    candidates = [family for family in _RECORDS if family.gguf.architecture == metadata.architecture]
+    if not candidates:
+        known = ", ".join(dict.fromkeys(family.gguf.architecture for family in _RECORDS))
+        raise YalisError(f"{metadata.label} is a GGUF file of architecture {metadata.architecture!r}; known: {known}")
+    matching = [family for family in candidates if family.gguf.matches is not None and family.gguf.matches(metadata)]
+    return matching[0] if matching else next(family for family in candidates if family.gguf.matches is None)
