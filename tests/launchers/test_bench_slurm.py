@@ -13,10 +13,10 @@ from yalis.cli.main import main
 
 
 def test_a_study_as_slurm_jobs(slurm: Slurm, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "scaling", "--out", str(tmp_path / "study"), "--ranks", "2", "--schemes", "tp"]
-    words += ["--allreduce", "torch,mpi", "--workload", "2x6x4", "--repeats", "2", "--warmup", "0", "--threads", "1"]
-    words += ["--device", "cpu", "--model", model, "--cpus-per-task", "1", "--sbatch=--partition=all"]
-    assert main([*words, "--slurm", str(tmp_path / "scripts")]) == 0
+    args = ["bench", "scaling", "--out", str(tmp_path / "study"), "--ranks", "2", "--schemes", "tp"]
+    args += ["--allreduce", "torch,mpi", "--workload", "2x6x4", "--repeats", "2", "--warmup", "0", "--threads", "1"]
+    args += ["--device", "cpu", "--model", model, "--cpus-per-task", "1", "--sbatch=--partition=all"]
+    assert main([*args, "--slurm", str(tmp_path / "scripts")]) == 0
     assert f"wrote 2 scripts; type `bash {tmp_path}/scripts/submit.sh`" in capsys.readouterr().err
     # This Slurm has no PMIx: the other job fails, and the study is summarized without it.
     (tmp_path / "scripts" / "tp2-mpi.sh").write_text("#!/bin/bash\n#SBATCH --output=/dev/null\nexit 1\n")
@@ -27,7 +27,7 @@ def test_a_study_as_slurm_jobs(slurm: Slurm, model: str, tmp_path: Path, capsys:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     log = (tmp_path / "study" / "tp2-torch" / "log.txt").read_text()
-    assert main([*words, "--gather"]) == 1, log
+    assert main([*args, "--gather"]) == 1, log
     (path,) = (tmp_path / "study").glob("scaling-*.json")
     ours, missing = results.read(path).rows
     assert (ours["status"], ours["ranks"], ours["hosts"], ours["speedup"]) == ("ok", 2, 1, 1.0), log

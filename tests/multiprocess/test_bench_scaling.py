@@ -19,11 +19,11 @@ def test_a_stopped_study_continues_and_a_failed_setting_does_not_end_it(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # tp10 is refused by a model of 9 heads. Settings run in this order: tp1, tp2, tp10.
-    words = ["bench", "scaling", "--out", str(tmp_path / "study"), "--ranks", "1,2,10", "--schemes", "tp"]
-    words += ["--allreduce", "torch", "--workload", "2x6x4", "--repeats", "2", "--threads", "1", "--device", "cpu"]
-    words += ["--model", model]
+    args = ["bench", "scaling", "--out", str(tmp_path / "study"), "--ranks", "1,2,10", "--schemes", "tp"]
+    args += ["--allreduce", "torch", "--workload", "2x6x4", "--repeats", "2", "--threads", "1", "--device", "cpu"]
+    args += ["--model", model]
     study = subprocess.Popen(
-        [sys.executable, "-m", "yalis", *words], env=environment(), stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "yalis", *args], env=environment(), stderr=subprocess.PIPE, text=True
     )
     second = tmp_path / "study" / "tp2-torch" / "log.txt"
     try:
@@ -43,7 +43,7 @@ def test_a_stopped_study_continues_and_a_failed_setting_does_not_end_it(
     (first,) = (tmp_path / "study" / "tp1").glob("*.json")
     written = first.stat().st_mtime_ns
 
-    assert main(words) == 1
+    assert main(args) == 1
     out, err = capsys.readouterr()
     assert "tp 10x1 leaves ranks without a shard" in out
     assert "1 of 3 settings have no figures" in err

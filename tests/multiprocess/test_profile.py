@@ -13,10 +13,8 @@ from yalis.study.profile import PARTS
 
 def test_every_rank_is_profiled(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Two stages of two ranks: collectives within a stage, and sends between stages that outlive the profiler.
-    words = (
-        f"profile --tp 2 --pp 2 --allreduce torch --workload 4x12x9 --steps 4 --warmup 0 --repeats 2 --model {model}"
-    )
-    assert main([*words.split(), "--threads", "1", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    args = f"profile --tp 2 --pp 2 --allreduce torch --workload 4x12x9 --steps 4 --warmup 0 --repeats 2 --model {model}"
+    assert main([*args.split(), "--threads", "1", "--device", "cpu", "--out", str(tmp_path)]) == 0
     out, _ = capsys.readouterr()
     (path,) = tmp_path.iterdir()
     result = results.read(path)

@@ -13,7 +13,7 @@ from yalis.errors import YalisError
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         "bench latency --output-len 1",
         "bench latency --model /no/such/model",
@@ -24,8 +24,8 @@ from yalis.errors import YalisError
         "profile --workload 1x1x1",
     ],
 )
-def test_a_refused_command_leaves_no_folder(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words.split(), "--out", str(tmp_path / "deep" / "out")]) == 2
+def test_a_refused_command_leaves_no_folder(args: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*args.split(), "--out", str(tmp_path / "deep" / "out")]) == 2
     assert "--out" not in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

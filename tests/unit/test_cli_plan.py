@@ -27,13 +27,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def plan(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    assert main(["plan", *map(str, words), "--json"]) == 0
+def plan(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
+    assert main(["plan", *map(str, args), "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.count("\n") == 1
-    found: dict[str, Any] = json.loads(out)
-    return found
+    sizes: dict[str, Any] = json.loads(out)
+    return sizes
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_every_rank_has_the_planned_sizes(
     folder: Path, capsys: pytest.CaptureFixture[str], budget: dict[str, Any]
 ) -> None:
     split = Split(4, 2, 2)
-    words = [word for name, value in budget.items() for word in ("--" + name.replace("_", "-"), value)]
-    planned = plan(capsys, "--model", folder, "--tp", "4x2", "--pp", 2, "--device", "cpu", *words)
+    args = [word for name, value in budget.items() for word in ("--" + name.replace("_", "-"), value)]
+    planned = plan(capsys, "--model", folder, "--tp", "4x2", "--pp", 2, "--device", "cpu", *args)
     config = EngineConfig(str(folder), load="random", tp=(4, 2), pp=2, device="cpu", **budget)
     checkpoint = open_checkpoint(config.model, config.load)
     spec = read_spec(checkpoint.config)
@@ -87,8 +87,8 @@ def test_json_has_all_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_equal_ranks_share_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", str(folder), "--tp", "4", "--dp", "2", "--dtype", "float32", "--kv-blocks", "10"]
-    assert main(["plan", *words, "--device", "cpu"]) == 0
+    args = ["--model", str(folder), "--tp", "4", "--dp", "2", "--dtype", "float32", "--kv-blocks", "10"]
+    assert main(["plan", *args, "--device", "cpu"]) == 0
     title, heads, *lines = capsys.readouterr().out.splitlines()
     assert title.endswith(" · tp 4 x pp 1 x dp 2 · 8 ranks · float32 · cpu")
     assert heads.split()[:4] == ["ranks", "layers", "heads", "kv"]
@@ -111,7 +111,7 @@ def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("args", "sentence"),
     [
         ("--tp 10", "has 9 heads and an MLP width of 101; give 1 to 9 rows"),
         ("--tp 1x5", "columns that divide it: 1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72"),
@@ -124,9 +124,9 @@ def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_invalid_splits_are_refused_in_one_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
+    folder: Path, capsys: pytest.CaptureFixture[str], args: str, sentence: str
 ) -> None:
-    assert main(["plan", "--model", str(folder), *words.split()]) == 2
+    assert main(["plan", "--model", str(folder), *args.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1

@@ -99,8 +99,8 @@ def test_wrong_kernels_are_reported_without_times(
     rows = {row["kernel"]: row for row in benchmark.measure(plan(rows=(1,)), "").rows}
     assert rows["argmax"]["status"] == "wrong: off by 1.0e+00"
     monkeypatch.setitem(benchmark.DIMS, "cpu", TINY)
-    words = f"bench kernels --device cpu --rows 1 --layers 1 --prompt-len 40 --repeats 1 --out {tmp_path}"
-    assert main(words.split()) == 1
+    args = f"bench kernels --device cpu --rows 1 --layers 1 --prompt-len 40 --repeats 1 --out {tmp_path}"
+    assert main(args.split()) == 1
     out, err = capsys.readouterr()
     assert "wrong: off by 1.0e+00\n" in out
     assert "1 of 17 kernels differ from their reference, the first is argmax (300, 1 rows): off by" in err
@@ -111,13 +111,13 @@ def test_speed_is_shown_in_the_unit_that_bounds_the_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(benchmark.DIMS, "cpu", TINY)
-    words = "bench kernels --device cpu --rows 1 --layers 1 --prompts 1 --prompt-len 40 --repeats 1"
+    args = "bench kernels --device cpu --rows 1 --layers 1 --prompts 1 --prompt-len 40 --repeats 1"
     for rates, ceilings, unit in (
         ((1e15, 1e12, "a kernel"), "read 1000.00 TB/s (a kernel), matmul 1.00 TFLOP/s", "FLOP/s"),
         ((1e9, 1e15, "another"), "read 1.0 GB/s (another), matmul 1000.00 TFLOP/s", "B/s"),
     ):
         monkeypatch.setattr(bandwidth, "measure_rates", lambda *_, rates=rates: bandwidth.DeviceRates(*rates))
-        assert main(words.split()) == 0
+        assert main(args.split()) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[1] == f"measured here: {ceilings}"
         speeds = {line[:26].rstrip(): line.split()[-2] for line in lines[3:]}

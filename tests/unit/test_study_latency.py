@@ -56,9 +56,9 @@ def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_yalis_and_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
     capsys.readouterr()  # saving draws a progress bar
-    words = "bench latency --batch 1,3 --prompt-len 9 --output-len 5 --repeats 2 --threads 1"
-    words += f" --peer transformers --peer broken --peer missing --model {model} --out {tmp_path / 'out'}"
-    assert main(words.split()) == 0
+    args = "bench latency --batch 1,3 --prompt-len 9 --output-len 5 --repeats 2 --threads 1"
+    args += f" --peer transformers --peer broken --peer missing --model {model} --out {tmp_path / 'out'}"
+    assert main(args.split()) == 0
     out, err = capsys.readouterr()
     (path,) = (tmp_path / "out").iterdir()
     assert err == f"yalis: wrote {path}\n"
@@ -141,8 +141,8 @@ def _check(row: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("small_measurements")
 def test_tokens_of_random_weights_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
-    words = "bench latency --batch 2 --prompt-len 4 --output-len 3 --repeats 1 --warmup 0 --threads 1 --json"
-    assert main([*words.split(), "--peer", "transformers", "--load", "random", "--model", model]) == 0
+    args = "bench latency --batch 2 --prompt-len 4 --output-len 3 --repeats 1 --warmup 0 --threads 1 --json"
+    assert main([*args.split(), "--peer", "transformers", "--load", "random", "--model", model]) == 0
     data = json.loads(capsys.readouterr().out)
     results.check(data, "printed")
     assert [row["same_tokens"] for row in data["rows"]] == [None, None]
@@ -151,14 +151,14 @@ def test_tokens_of_random_weights_are_not_compared(tmp_path: Path, capsys: pytes
 @pytest.mark.usefixtures("small_measurements")
 def test_workloads_share_one_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
-    words = "bench latency --workload 2x5x3 --workload 1x9x4 --repeats 1 --warmup 0 --threads 1 --json --model"
-    assert main([*words.split(), model]) == 0
+    args = "bench latency --workload 2x5x3 --workload 1x9x4 --repeats 1 --warmup 0 --threads 1 --json --model"
+    assert main([*args.split(), model]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [(row["batch"], row["prompt_len"], row["output_len"]) for row in data["rows"]] == [(2, 5, 3), (1, 9, 4)]
     assert all(0 < row["host_ms"] < row["decode_ms"] for row in data["rows"])
     assert data["parameters"]["load_seconds"] > 0
     assert data["parameters"]["graph_bytes"] == 0
-    assert main([*words.replace("2x5x3", "2x5x1").split(), model]) == 2
+    assert main([*args.replace("2x5x3", "2x5x1").split(), model]) == 2
     assert "has no decode step" in capsys.readouterr().err
 
 

@@ -22,9 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_profile_is_printed_plotted_and_written(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"profile --workload 3x20x24 --steps 6 --repeats 2 --threads 1 --device cpu --model {model}"
-    words += f" --out {tmp_path / 'out'} --plot {tmp_path / 'bars'}"
-    assert main(words.split()) == 0
+    args = f"profile --workload 3x20x24 --steps 6 --repeats 2 --threads 1 --device cpu --model {model}"
+    args += f" --out {tmp_path / 'out'} --plot {tmp_path / 'bars'}"
+    assert main(args.split()) == 0
     out, err = capsys.readouterr()
     (path,) = (tmp_path / "out").iterdir()
     assert err == f"yalis: wrote {path}\nyalis: drew {tmp_path / 'bars.png'} and {tmp_path / 'bars.svg'}\n"
@@ -81,7 +81,7 @@ def test_profiling_changes_no_tokens(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         ("--workload 3x20x2", "too few decode steps"),
         ("--workload sometimes", "unknown workload"),
@@ -90,10 +90,8 @@ def test_profiling_changes_no_tokens(model: str) -> None:
         ("--dp 2", "omit --dp"),
     ],
 )
-def test_invalid_workloads_are_refused(
-    model: str, words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(f"profile {words} --model {model} --device cpu".split()) == 2
+def test_invalid_workloads_are_refused(model: str, args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"profile {args} --model {model} --device cpu".split()) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1

@@ -322,19 +322,19 @@ def test_the_newest_result_is_found_by_its_time_not_its_name(tmp_path: Path) -> 
 
 
 def test_a_study_without_figures_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "scaling", "--out", str(tmp_path), "--ranks", "1,2", "--schemes", "tp", "--gather"]
-    words += ["--model", "m", "--workload", "2x8x4", "--repeats", "2", "--plot", str(tmp_path / "plot")]
-    assert main(words) == 1
+    args = ["bench", "scaling", "--out", str(tmp_path), "--ranks", "1,2", "--schemes", "tp", "--gather"]
+    args += ["--model", "m", "--workload", "2x8x4", "--repeats", "2", "--plot", str(tmp_path / "plot")]
+    assert main(args) == 1
     assert "2 of 2 settings have no figures" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     write(plan(tmp_path), Setting(Split()), 1.0)
-    assert main(words) == 1
+    assert main(args) == 1
     assert "1 of 2 settings have no figures" in capsys.readouterr().err
     assert len(list(tmp_path.glob("scaling-*.json"))) == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--model", "no/such/folder"], "there is no 'no/such/folder'"),
         (["--workload", "2x9000x1"], "take 9001 tokens, but the context length is 512"),
@@ -346,13 +346,13 @@ def test_a_study_without_figures_writes_no_file(tmp_path: Path, capsys: pytest.C
 )
 @pytest.mark.parametrize("slurm", [False, True])
 def test_a_workload_that_no_setting_can_run_starts_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str, slurm: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str, slurm: bool
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     study = ["bench", "scaling", "--out", str(tmp_path / "study"), "--model", str(config), "--load", "random"]
     study += ["--slurm", str(tmp_path / "scripts")] if slurm else []
-    assert main([*study, *words]) == 2
+    assert main([*study, *args]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1

@@ -38,8 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_chat(tmp_path_factory.mktemp("model")))
 
 
-def run(model: str, *words: str) -> int:
-    return main(["bench", "throughput", "--model", model, "--threads", "1", "--repeats", "2", *words])
+def run(model: str, *args: str) -> int:
+    return main(["bench", "throughput", "--model", model, "--threads", "1", "--repeats", "2", *args])
 
 
 def test_a_workload_is_a_name_or_three_numbers() -> None:
@@ -102,8 +102,8 @@ def test_a_dataset_arriving_at_random(model: str, tmp_path: Path, capsys: pytest
     file = tmp_path / "in.jsonl"
     lines = [{"prompt": "abcdefghijklmnopqrstuvwxyz", "max_tokens": 4, "ignore_eos": True}] * 3
     file.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"prompt": "left out"}]))
-    words = ["--dataset", str(file), "--requests", "3", "--rate", "20", "--json"]
-    assert run(model, *words) == 0
+    args = ["--dataset", str(file), "--requests", "3", "--rate", "20", "--json"]
+    assert run(model, *args) == 0
     plain = json.loads(capsys.readouterr().out)
     results.check(plain, "printed")
     (row,) = plain["rows"]
@@ -111,7 +111,7 @@ def test_a_dataset_arriving_at_random(model: str, tmp_path: Path, capsys: pytest
     # The run cannot end before the last request arrives and its tokens are generated.
     assert row["floor_s"] > 0.01
     assert row["seconds"] > row["floor_s"]
-    assert run(model, *words, "--prefix-reuse") == 0
+    assert run(model, *args, "--prefix-reuse") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["cached_tokens"] == 3 * 16  # a block of each, from the repeat before
 
@@ -148,7 +148,7 @@ def test_repeats_differ_only_in_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--workload", "2x200x100"], "take 300 tokens, but the context length is 256"),
         (["--workload", "2x100x100", "--vary", "0.5"], "take 300 tokens, but the context length is 256"),
@@ -166,9 +166,9 @@ def test_repeats_differ_only_in_tokens() -> None:
     ],
 )
 def test_invalid_workloads_are_refused(
-    model: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    model: str, args: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model, *words) == 2
+    assert run(model, *args) == 2
     assert message in capsys.readouterr().err
 
 

@@ -123,7 +123,7 @@ def _row(case: KernelCase, suffix: str, timing: CaseTiming | str) -> dict[str, A
 
 
 def find_error(case: KernelCase, backend: Backend, expected: tuple[Tensor, ...] | None = None) -> float:
-    """Return |found - expected| / |expected| of the worst output; for integer outputs, the share that differs.
+    """Return |actual - expected| / |expected| of the worst output; for integer outputs, the share that differs.
 
     Outputs are allocated filled with NaN, so that elements the kernel does not write count as wrong."""
     if expected is None:
@@ -131,18 +131,18 @@ def find_error(case: KernelCase, backend: Backend, expected: tuple[Tensor, ...] 
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch then fills new tensors with NaN
     try:
-        found = case.run(backend)
+        actual = case.run(backend)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     return float(
-        torch.stack([_relative_error(*pair) for pair in zip(found, expected, strict=True)]).max()
+        torch.stack([_relative_error(*pair) for pair in zip(actual, expected, strict=True)]).max()
     )  # NaN if any is NaN
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> Tensor:
+def _relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     if not expected.is_floating_point():
-        return (found != expected).double().mean()
-    return (found.double() - expected.double()).norm() / expected.double().norm()
+        return (actual != expected).double().mean()
+    return (actual.double() - expected.double()).norm() / expected.double().norm()
 
 
 def time_calls(run: Callable[[int], object], copies: int, device: torch.device, repeats: int) -> list[float]:
@@ -176,7 +176,7 @@ def tune(
     from yalis.kernels.gpu_limits import gpu_limits
     from yalis.kernels.skinny_config import candidates
 
-    found: dict[GemmShape, GemmConfig] = {}
+    fastest: dict[GemmShape, GemmConfig] = {}
     device = torch.device("cuda")
     with torch.inference_mode():
         for shape in shapes:
@@ -189,9 +189,9 @@ def tune(
                     seconds = time_calls(partial(case.run, backend), len(case.copies), device, 5)
                     tried.append((median(seconds), config))
             if tried:
-                best, found[shape] = min(tried)
-                report(f"{shape}: {found[shape]}, {1e6 * best:.2f} us, {case.bytes / best / 1e12:.2f} TB/s")
-    return found
+                best, fastest[shape] = min(tried)
+                report(f"{shape}: {fastest[shape]}, {1e6 * best:.2f} us, {case.bytes / best / 1e12:.2f} TB/s")
+    return fastest
 
 
 def fits(case: KernelCase, backend: Backend) -> bool:

@@ -146,7 +146,7 @@ def even_steps(first: float, total: float, count: int) -> list[float]:
 
 
 def _model_folder(setup: PeerSetup, scratch: Path) -> Path:
-    """Return a folder with a config.json, as vLLM needs it. A lone .json or .gguf file is converted in `scratch`."""
+    """Return a folder with a config.json, as vLLM needs it. A single file is copied or converted to `scratch`."""
     if setup.path.is_dir():
         return setup.path
     if setup.path.suffix == ".json":
@@ -154,7 +154,7 @@ def _model_folder(setup: PeerSetup, scratch: Path) -> Path:
     else:
         with contextlib.redirect_stderr(io.StringIO()):
             model = _load(replace(setup, device=torch.device("cpu")))
-            model.hf_quantizer = None  # the weights have been dequantized, but the model still claims otherwise
+            model.hf_quantizer = None  # the weights have been dequantized, but the attribute stays set
             vars(model.config).pop("quantization_config", None)
             model.save_pretrained(scratch)
     return scratch

@@ -135,8 +135,8 @@ def _parse_split(scheme: str) -> Split:
     """Parse one split, such as "2x2", "tp4" or "tp2-pp2"."""
     counts: dict[str, int] = {}
     for part in scheme.lower().split("-"):
-        found = re.fullmatch(r"(?:tp)?([1-9]\d*)x([1-9]\d*)|(tp|pp|dp)([1-9]\d*)", part)
-        if found is None or counts.keys() & (new := _degrees(found)).keys():
+        match = re.fullmatch(r"(?:tp)?([1-9]\d*)x([1-9]\d*)|(tp|pp|dp)([1-9]\d*)", part)
+        if match is None or counts.keys() & (new := _degrees(match)).keys():
             raise YalisError(
                 f"unknown scheme {scheme!r}; accepted: {', '.join(SCHEMES)}, or one split such as 2x2, tp4 or tp2-pp2"
             )
@@ -144,8 +144,8 @@ def _parse_split(scheme: str) -> Split:
     return Split(**counts)
 
 
-def _degrees(found: re.Match[str]) -> dict[str, int]:
-    rows, cols, name, count = found.groups()
+def _degrees(match: re.Match[str]) -> dict[str, int]:
+    rows, cols, name, count = match.groups()
     if name is None:
         return {"rows": int(rows), "cols": int(cols)}
     return {{"tp": "rows", "pp": "stages", "dp": "replicas"}[name]: int(count)}
