@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from yalis import results
+from yalis.study import results
 
 #: (work, batch, prompt, what of the row, its floor, unit, must reach, aim for); times in ms and s.
 TARGETS: list[tuple[str, int, int, str, str, str, float, float]] = [

@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from yalis import results
+from yalis.study import results
 
 
 def main() -> None:

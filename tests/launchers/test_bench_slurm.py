@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.slurm import Slurm
-from yalis import results
 from yalis.cli.main import main
+from yalis.study import results
 
 
 def test_a_study_as_slurm_jobs(slurm: Slurm, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

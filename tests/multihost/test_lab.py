@@ -15,7 +15,7 @@ from tests.launchers.launch import YALIS
 from tests.multihost.hosts import Hosts
 from tests.system import needs
 from tests.system.processes import commands, environment
-from yalis import results
+from yalis.study import results
 
 ECHO = """
 import socket
@@ -130,7 +130,7 @@ def test_a_run_that_is_ended_leaves_nothing(number: signal.Signals, status: int)
         stderr=subprocess.PIPE,
         text=True,
     )
-    module = "yalis.study.allreduce_lab"
+    module = "yalis.study.allreduce.in_lab"
     deadline = time.monotonic() + 30
     while sum(module in command for command in commands()) < 4 and time.monotonic() < deadline:
         time.sleep(0.1)

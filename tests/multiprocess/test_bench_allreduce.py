@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from tests.multiprocess.engine_job import ForkServer
-from yalis import results
 from yalis.comm.hierarchical import HierarchicalBackend
+from yalis.study import results
 
 SIZES = ["--sizes", "12,16K", "--repeats", "6", "--warmup", "2", "--device", "cpu"]
 # Each goes wrong in its own way: one rank alone has another sum, one rank has other bits, nothing is summed at all.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.system.processes import commands, environment
-from yalis import results
 from yalis.cli.main import main
+from yalis.study import results
 
 
 def test_a_stopped_study_continues_and_a_failed_setting_does_not_end_it(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from yalis import results
 from yalis.cli.main import main
-from yalis.study.profile import PARTS
+from yalis.study import results
+from yalis.study.results.kinds.profile import CATEGORIES
 
 
 def test_every_rank_is_profiled(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,12 +24,12 @@ def test_every_rank_is_profiled(model: str, tmp_path: Path, capsys: pytest.Captu
     for row in result.rows:
         assert row["communication_ms"] > 0
         assert row["matmul_ms"] > 0
-        assert row["ms"] == pytest.approx(sum(row[f"{part}_ms"] for part in PARTS))
+        assert row["ms"] == pytest.approx(sum(row[f"{part}_ms"] for part in CATEGORIES))
         assert 0.5 < row["accounted"] < 1.5  # roughly right even on a busy machine
     # A token for every sequence takes as long on one rank as on another.
     decode = [row["ms"] for row in result.rows if row["phase"] == "decode"]
     assert max(decode) < 1.5 * min(decode)
-    assert {one["part"] for one in result.parameters["over_ranks"]} == {"all", *PARTS}
+    assert {one["part"] for one in result.parameters["over_ranks"]} == {"all", *CATEGORIES}
     assert result.topology is not None
     assert result.topology["ranks"] == 4
     assert "max/mean" in out

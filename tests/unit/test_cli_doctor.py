@@ -41,7 +41,7 @@ def test_doctor_names_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     missing = {"gguf", "jinja2", "accelerate", "triton"}
-    monkeypatch.setattr("yalis.results.package_version", lambda name: None if name in missing else "9")
+    monkeypatch.setattr("yalis.machine.package_version", lambda name: None if name in missing else "9")
     assert main(["doctor"]) == 0  # what has a use of its own is not what everything needs
     out = capsys.readouterr().out
     assert "--  gguf          not installed; only needed for GGUF files: pip install gguf\n" in out

@@ -15,7 +15,7 @@ import pytest
 
 from tests.terminal import Terminal
 from tests.tiny_chat import save_tiny_chat
-from yalis import results
+from yalis.study import results
 
 ENDLESS = "30000"  # tokens
 NOTHING = b"stopped: nothing was written"

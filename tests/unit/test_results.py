@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from yalis import results
 from yalis.cli.main import main
 from yalis.errors import YalisError, YalisFailure
+from yalis.study import results
 
 ROW: dict[str, Any] = {
     "engine": "yalis", "version": "0", "status": "ok", "batch": 1, "prompt_len": 4, "output_len": 4,
@@ -46,23 +46,23 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda d: d.update(schema="other"), "not a yalis result"),
-        (lambda d: d.update(schema_version=0), "schema version 0, and this yalis reads versions 1 to 4"),
+        (lambda d: d.update(schema_version=0), "schema version 0, but this yalis reads versions 1 to 5"),
         (lambda d: d.pop("host"), "has no 'host'"),
-        (lambda d: d.update(schema_version=5), "schema version 5, and this yalis reads versions 1 to 4"),
+        (lambda d: d.update(schema_version=6), "schema version 6, but this yalis reads versions 1 to 5"),
         (lambda d: d.update(rows={}), "'rows' of type dict"),
         (lambda d: d.update(rows=[]), "no rows: nothing was measured"),
-        (lambda d: d.update(extra=1), "field 'extra'"),
+        (lambda d: d.update(extra=1), "unknown field 'extra'"),
         (lambda d: d.update(kind="speed"), "kind 'speed'"),
         (lambda d: d["rows"][0].pop("decode_ms"), "row 1 .* lacks the column 'decode_ms'"),
         (lambda d: d["rows"][0].update(odd=1), "row 1 .* unknown column 'odd'"),
         (lambda d: d["rows"][0].update(batch="1"), "'1' as 'batch'"),
         (lambda d: d["rows"][0].update(engine=None), "None as 'engine'"),
         (lambda d: d["rows"][0].update(decode_ms=True), "True as 'decode_ms'"),
-        (lambda d: d["rows"][0].update(decode_ms=10**400), "as 'decode_ms'; it should be a float"),
-        (lambda d: d["rows"][0].update(batch=10**400), "as 'batch'; it should be a int"),
+        (lambda d: d["rows"][0].update(decode_ms=10**400), "as 'decode_ms'; it should be a number"),
+        (lambda d: d["rows"][0].update(batch=10**400), "as 'batch'; it should be an integer"),
         (lambda d: d["rows"][0].update(decode_ms=0), "0 as 'decode_ms'; it should be above 0"),
         (lambda d: d["rows"][0].update(first_token_ms=-1), "-1 as 'first_token_ms'; it should be above 0"),
-        (lambda d: d["rows"][0].update(decode_ms=None), "no 'decode_ms', although it is told to be good"),
+        (lambda d: d["rows"][0].update(decode_ms=None), "no 'decode_ms', although its status is ok"),
         (lambda d: d["rows"][0].update(decode_ms_low=4), "3 as 'decode_ms', from 4 to 3.0"),
         (lambda d: d["rows"][0].update(decode_ms_high=2), "3 as 'decode_ms', from 3.0 to 2"),
         (lambda d: d["rows"][0].update(decode_ms_high=None), "3 as 'decode_ms', from 3.0 to None"),
@@ -94,35 +94,35 @@ FILES = {
     ("kind", "place", "value", "words"),
     [
         ("latency", "parameters engine", 5, "5 as 'parameters.engine'; it should be an object"),
-        ("latency", "parameters engine model", None, "None as 'parameters.engine.model'; it should be text"),
-        ("latency", "devices", [], "'devices'; it should be a list that is not empty"),
+        ("latency", "parameters engine model", None, "None as 'parameters.engine.model'; it should be a string"),
+        ("latency", "devices", [], "'devices'; it should be a non-empty list"),
         ("latency", "devices", [{"type": "cpu"}], "no 'devices[].name'"),
         ("latency", "devices 0 type", 1, "1 as 'devices[].type'"),
-        ("latency", "devices 0 threads", "2", "'2' as 'devices[].threads'; it should be a whole number above 0"),
+        ("latency", "devices 0 threads", "2", "'2' as 'devices[].threads'; it should be a positive integer"),
         ("latency", "devices", ["cpu"], "'cpu' as 'devices[]'; it should be an object"),
-        ("latency", "host cores", 0, "0 as 'host.cores'; it should be a whole number above 0"),
+        ("latency", "host cores", 0, "0 as 'host.cores'; it should be a positive integer"),
         ("latency", "host", {}, "no 'host.cores'"),
         ("latency", "notes", [1], "1 as 'notes[]'"),
         ("latency", "versions torch", 2, "2 as 'versions.torch'"),
         ("throughput", "topology", {"ranks": 2}, "no 'topology.ranks_per_host'"),
-        ("throughput", "topology ranks_per_host", [], "'topology.ranks_per_host'; it should be a list that is not"),
+        ("throughput", "topology ranks_per_host", [], "'topology.ranks_per_host'; it should be a non-empty"),
         ("throughput", "parameters answers", [], "'parameters.answers'"),
         ("throughput", "parameters dtype", 32, "32 as 'parameters.dtype'"),
         ("throughput", "parameters engine ranks_per_gpu", 0, "'parameters.engine.ranks_per_gpu'"),
-        ("throughput", "rows 0 seconds", None, "no 'seconds', although it is told to be good"),
+        ("throughput", "rows 0 seconds", None, "no 'seconds', although its status is ok"),
         ("throughput", "rows 0 seconds_low", 1e9, "'seconds', from 1000000000.0 to"),
         ("scaling", "parameters machines", None, "'parameters.machines'; it should be a list"),
         ("scaling", "parameters baselines", [], "'parameters.baselines'"),
-        ("scaling", "rows 0 seconds", None, "no 'seconds', although it is told to be good"),
+        ("scaling", "rows 0 seconds", None, "no 'seconds', although its status is ok"),
         ("scaling", "rows 0 ranks", 0, "0 as 'ranks'; it should be above 0"),
         ("profile", "parameters workload", "8x64x64", "'parameters.workload'; it should be an object"),
-        ("profile", "parameters watching_costs", 10**400, "'parameters.watching_costs'; it should be a number"),
+        ("profile", "parameters watching_costs", 10**400, "'parameters.profiling_overhead'; it should be a number"),
         ("profile", "rows 0 matmul_ms", None, "no 'matmul_ms'"),
         ("pipeline", "rows 0 seconds", None, "no 'seconds'"),
         ("allreduce", "parameters links", [{}], "no 'parameters.links[].delay_us'"),
         ("allreduce", "parameters nodes", [], "'parameters.nodes'"),
         ("allreduce", "parameters lab", 1, "'parameters.lab'; it should be an object"),
-        ("allreduce", "rows 0 median_us", None, "no 'median_us', although it is told to be good"),
+        ("allreduce", "rows 0 median_us", None, "no 'median_us', although its status is ok"),
         ("allreduce", "rows 0 low_us", None, "'median_us', from None to"),
         ("allreduce", "rows 0 delay_us", None, "a 'delay_us' in some rows and none in others"),
     ],
@@ -164,11 +164,24 @@ def test_older_versions_told_less(tmp_path: Path) -> None:
         results.read(path)
 
 
+def test_names_of_version_4_are_upgraded() -> None:
+    profile, scaling = (json.loads((KEPT / FILES[kind]).read_text()) for kind in ("profile", "scaling"))
+    assert profile["schema_version"] < 5
+    upgraded = results.read(KEPT / FILES["profile"]).parameters
+    assert upgraded["profiling_overhead"] == profile["parameters"]["watching_costs"]
+    assert "watching_costs" not in upgraded
+    rows = results.read(KEPT / FILES["scaling"]).rows
+    assert [row["oversubscribed"] for row in rows] == [row["crowded"] for row in scaling["rows"]]
+    assert "crowded" not in rows[0]
+
+
 def test_committed_results_can_be_read() -> None:
     found = sorted((Path(__file__).parents[2] / "benchmarks" / "results").rglob("*.json"))
     assert found
     for path in found:
-        results.read(path)
+        result = results.read(path)
+        assert result.schema_version == results.VERSION
+        results.check(asdict(result), str(path))
     held = {path.read_bytes(): path for path in found}
     assert len(held) == len(found), "a result was committed under two names"
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from yalis import results
-from yalis.cli.bench_allreduce import _sizes, print_table
+from yalis.cli.bench_allreduce import _sizes
 from yalis.cli.main import main
 from yalis.comm import tuning
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
-from yalis.study import allreduce, plots
-from yalis.study.allreduce import AllReducePlan, Row, make_row
-from yalis.study.allreduce_lab import LabPlan
-from yalis.study.allreduce_rank import Sum, enter
+from yalis.study import plots, results
+from yalis.study.allreduce.benchmark import AllReducePlan, check_sums, make_row, save_table
+from yalis.study.allreduce.in_lab import LabPlan
+from yalis.study.allreduce.rank import Sum, enter
+from yalis.study.results import Row
+from yalis.study.results.kinds import allreduce
 
 
 def row(backend: str, size: int, median: float, delay: float | None = None, **options: Any) -> Row:
@@ -45,15 +46,15 @@ def make_result(rows: list[Row], **parameters: Any) -> results.Result:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--ranks 1", "an all-reduce takes at least 2 ranks; give --ranks 2 or more"),
-        ("", "an all-reduce takes at least 2 ranks"),
+        ("--ranks 1", "an all-reduce needs at least 2 ranks; give --ranks 2 or more"),
+        ("", "an all-reduce needs at least 2 ranks"),
         ("--ranks 2 --backends gloo,tree", "unknown backend 'tree'; accepted: torch, mpi, "),
         ("--ranks 2 --baseline tree", "unknown backend 'tree'"),
         ("--ranks 2 --dtypes int8", "unknown dtype 'int8'; accepted: float32, bfloat16, float16"),
         ("--ranks 2 --sizes 6", "a message of 6 bytes cannot be measured; accepted: multiples of 4 up to 1024M"),
         ("--ranks 2 --sizes 6k,no", "'6k,no' is not a list of sizes, such as 8K,64K,1M"),
         ("--ranks 2 --repeats 0", "repeats is 0; give a whole number of at least 1"),
-        ("--ranks 2 --tune --backends auto", "--tune measures what auto can choose from, which is not auto"),
+        ("--ranks 2 --tune --backends auto", "--tune measures the backends that auto chooses from; leave auto out"),
         ("--ranks 2 --delay 1ms", "--delay is for a lab of hosts; give --hosts as well"),
         ("--ranks 2 --hosts 2", "--hosts starts its own ranks; run it without --ranks"),
         ("--hosts 1", "--hosts is 1 and --ranks-per-host 2; give at least 2 hosts"),
@@ -64,9 +65,9 @@ def make_result(rows: list[Row], **parameters: Any) -> results.Result:
         ("--ranks 2 --sizes 100000M", "cannot be measured; accepted: multiples of 4 up to 1024M"),
         ("--ranks 2 --dtypes ,", "no dtypes given"),
         ("--ranks 2 --baseline mpi --backends torch", "the baseline mpi is not among the backends"),
-        ("--ranks 2 --tune --backends gloo", "and gloo is only a peer"),
+        ("--ranks 2 --tune --backends gloo", "and gloo is not one"),
         ("--ranks 2 --join-timeout -1", "join_timeout is -1; give a number of seconds above 0"),
-        ("--ranks 2 --plot /", "--plot is '/', which is no file"),
+        ("--ranks 2 --plot /", "--plot is '/', which is not a file"),
         ("--ranks 2 --plot /not/there/a", "--plot is /not/there/a, but there is no folder /not/there"),
     ],
 )
@@ -86,7 +87,7 @@ def test_sizes_and_plans() -> None:
     assert AllReducePlan(tune=True).sizes == plan.sizes[:10]
     assert [plan.repeats_of(size << 20) for size in (1, 4, 8, 16, 64)] == [30, 30, 15, 9, 9]
     assert AllReducePlan(repeats=50).repeats_of(64 << 20) == 50
-    assert AllReducePlan.told({**vars(plan), "sizes": list(plan.sizes)}) == plan
+    assert AllReducePlan.from_json({**vars(plan), "sizes": list(plan.sizes)}) == plan
     assert AllReducePlan(sizes=(6,), dtypes=("bfloat16",)).sizes == (6,)
     with pytest.raises(YalisError, match="at least 2 hosts"):
         LabPlan(hosts=2, ranks_per_host=0)
@@ -119,10 +120,10 @@ def test_time_that_the_delay_added() -> None:
 def test_wrong_sums_fail_once_told(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = make_row("torch", {}, "float32", 64, "eager", 4, "wrong: 1 of 16 elements are not the sum on rank 2", 1, [])
     result = make_result([row("gloo", 64, 100), {**wrong, "delay_us": None}])
-    print_table(result)
+    print("\n".join(results.kind_of(result).text(result)))
     assert "wrong: 1 of 16" in capsys.readouterr().out
     with pytest.raises(YalisFailure, match="1 of 2 settings gave wrong sums, the first torch with 64 bytes of float32"):
-        allreduce.check_right(result.rows)
+        check_sums(result.rows)
 
 
 @pytest.mark.parametrize("kind", [YalisError, YalisFailure])
@@ -160,17 +161,17 @@ def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
     ]
     slow, quick = {"latency": 1e-3, "seconds_per_byte": 1e-9}, {"latency": 1e-5, "seconds_per_byte": 1e-9}
     result = make_result(rows, links=[{"delay_us": 1e3, "inside": quick, "between": slow}])
-    expected = allreduce.model(result, 1e3, 8192)
+    expected = allreduce.expected_us(result, 1e3, 8192)
     assert expected["hierarchical"] == pytest.approx(1000 + 2 * 10 + 12.288)  # one exchange of half, two phases inside
     assert expected["ring"] == pytest.approx(6 * (1000 + 8192 / 4 / 2 / 1e3))
-    assert allreduce.model(result, 0.0, 8192) == {}
+    assert allreduce.expected_us(result, 0.0, 8192) == {}
     assert results.read(results.write(result, tmp_path)) == result
-    written = plots.draw_allreduce(result, tmp_path / "plot")
+    written = plots.write_plot(result, tmp_path / "plot")
     assert [path.name for path in written] == ["plot.png", "plot.svg"]
     assert written[0].read_bytes().startswith(b"\x89PNG")
     assert "<svg" in written[1].read_text()
     with pytest.raises(YalisFailure, match="give another --plot"):
-        plots.draw_allreduce(result, tmp_path / "missing" / "plot")
+        plots.write_plot(result, tmp_path / "missing" / "plot")
 
 
 def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
@@ -190,13 +191,13 @@ def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
     assert [(one["backend"], one["median_us"]) for one in allreduce.fastest(result.rows) if one["bytes"] == 8192] == [
         ("nvrar", pytest.approx(30)), ("ring", pytest.approx(90)), ("torch", pytest.approx(400)),
     ]  # fmt: skip
-    expected = allreduce.model(result, None, 8192)
+    expected = allreduce.expected_us(result, None, 8192)
     wire = 2 * 8192 / 2 * 1e-5  # us for a half, as words
     assert expected["nvrar"] == pytest.approx(3 + 2 * (1 + wire) + 2 + wire)
     assert expected["ring"] == pytest.approx(3 + 6 * (2 + wire / 2))
     assert expected["oneshot"] == pytest.approx(3 + (1 + 2 * wire) + (2 + 4 * wire))
     assert results.read(results.write(result, tmp_path)) == result
-    drawn = plots.draw_allreduce(result, tmp_path / "plot")[1].read_text()
+    drawn = plots.write_plot(result, tmp_path / "plot")[1].read_text()
     assert "cost model, oneshot" in drawn
     assert "blocks=" not in drawn
 
@@ -212,7 +213,7 @@ def test_tuning_is_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             row("hierarchical", 1 << 20, 70, **slow),
         ),
     ]
-    path, best = allreduce.save_table(make_result(rows, sizes=[8192, 1 << 20]))
+    path, best = save_table(make_result(rows, sizes=[8192, 1 << 20]))
     assert path.parent.parent == tmp_path
     assert best == [(8192, Choice("torch")), (1 << 20, Choice("hierarchical", fast))]
     tuned = tuning.load(torch.device("cpu")).for_nodes([[0, 1], [2, 3]])

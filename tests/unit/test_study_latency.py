@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from tests.tiny_chat import save_tiny_chat
-from yalis import results
-from yalis.cli.bench import _print_latency
 from yalis.cli.main import main
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
-from yalis.study import bandwidth
+from yalis.study import bandwidth, results
 from yalis.study.latency import Floors, LatencyPlan, YalisEngine, _run_case, _tabulate, size_engine
 from yalis.study.peers import engines as peer_engines
 from yalis.study.peers.peer import Peer, PeerSetup, Timing
@@ -166,13 +164,13 @@ def test_graph_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     kept = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "latency-llama-3.1-8b-before-tuning.json"
     read = results.read(kept)
     old = replace(read, rows=[{**row, "seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0} for row in read.rows])
-    _print_latency(old)
+    print("\n".join(results.kind_of(old).text(old)))
     assert "CUDA graphs" not in capsys.readouterr().out
     new = replace(old, parameters={**old.parameters, "graph_bytes": 321 << 20})
     results.check(asdict(new), "this")
-    _print_latency(new)
+    print("\n".join(results.kind_of(new).text(new)))
     assert "\nCUDA graphs use 321.0 MiB of GPU memory\n" in capsys.readouterr().out
-    with pytest.raises(YalisError, match=r"'parameters\.graph_bytes'; it should be a whole number"):
+    with pytest.raises(YalisError, match=r"'parameters\.graph_bytes'; it should be an integer"):
         results.check(asdict(replace(old, parameters={**old.parameters, "graph_bytes": "much"})), "this")
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_chat import save_tiny_chat
-from yalis import LLM, SamplingParams, results
+from yalis import LLM, SamplingParams
 from yalis.cli.main import main
 from yalis.engine.engine import Engine
 from yalis.kernels import native
-from yalis.study.profile import PARTS, over_ranks
+from yalis.study import results
+from yalis.study.results.kinds.profile import CATEGORIES, summarize_ranks
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +28,13 @@ def test_a_profile_is_printed_plotted_and_written(
     assert main(args.split()) == 0
     out, err = capsys.readouterr()
     (path,) = (tmp_path / "out").iterdir()
-    assert err == f"yalis: wrote {path}\nyalis: drew {tmp_path / 'bars.png'} and {tmp_path / 'bars.svg'}\n"
+    assert err == f"yalis: wrote {path}\nyalis: wrote {tmp_path / 'bars.png'} and {tmp_path / 'bars.svg'}\n"
     assert (tmp_path / "bars.png").stat().st_size > 5000
     result = results.read(path)
     prefill, decode = result.rows
     assert (prefill["phase"], prefill["steps"], decode["phase"], decode["steps"]) == ("prefill", 2, "decode", 12)
     for row in result.rows:
-        assert row["ms"] == pytest.approx(sum(row[f"{part}_ms"] for part in PARTS))
+        assert row["ms"] == pytest.approx(sum(row[f"{part}_ms"] for part in CATEGORIES))
         assert row["matmul_ms"] > 0
         assert row["attention_ms"] > 0
         assert row["idle_ms"] > 0
@@ -99,10 +100,10 @@ def test_invalid_workloads_are_refused(model: str, args: str, message: str, caps
 
 def test_times_are_summarized_over_ranks() -> None:
     rows = [
-        {"phase": "decode", "rank": rank, "ms": 4.0, **{f"{part}_ms": 0.0 for part in PARTS}, "matmul_ms": matmul}
+        {"phase": "decode", "rank": rank, "ms": 4.0, **{f"{part}_ms": 0.0 for part in CATEGORIES}, "matmul_ms": matmul}
         for rank, matmul in ((0, 1.0), (1, 3.0))
     ]
-    summary = {one["part"]: (one["max_ms"], one["mean_ms"], one["imbalance"]) for one in over_ranks(rows)}
+    summary = {one["part"]: (one["max_ms"], one["mean_ms"], one["imbalance"]) for one in summarize_ranks(rows)}
     assert summary["matmul"] == (3.0, 2.0, 1.5)
     assert summary["all"] == (4.0, 4.0, 1.0)
     assert summary["idle"] == (0.0, 0.0, 1.0)

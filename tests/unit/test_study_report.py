@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from tests.system.browser import browser
-from yalis import result_rows, results
 from yalis.cli.main import main
-from yalis.results import Result
-from yalis.study import figures
-from yalis.study.profile import PARTS, over_ranks
-from yalis.study.report import find_results, write_report
-from yalis.study.report_cards import Given
+from yalis.study import results
+from yalis.study.report.build import find_results, write_report
+from yalis.study.results import Result, StoredResult, drawing
+from yalis.study.results.kinds.profile import CATEGORIES, summarize_ranks
 
 KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
 KEPT_NAMES = ["allreduce-lab-4x2-1ms", "latency-smollm2-135m-fp32", "pipeline-smollm2-135m-pp2"]
@@ -29,15 +27,15 @@ def make_profile(ranks: int, devices: list[dict[str, Any]] = CPU, note: str = ""
     rows = []
     for phase, scale in (("prefill", 40.0), ("decode", 4.0)):
         for rank in range(ranks):
-            times = {f"{part}_ms": scale * (place + rank + 1) for place, part in enumerate(PARTS)}
+            times = {f"{part}_ms": scale * (place + rank + 1) for place, part in enumerate(CATEGORIES)}
             rows.append(
                 {"phase": phase, "rank": rank, "steps": 3, "ms": sum(times.values()), **times, "accounted": 1.0}
             )
     facts = {
         "workload": {"batch": 2, "prompt_len": 8, "output_len": 4}, "engine": ENGINE, "dtype": "float32",
-        "split": f"tp{ranks}", "over_ranks": over_ranks(rows), "names": {}, "watching_costs": 0.05,
+        "split": f"tp{ranks}", "over_ranks": summarize_ranks(rows), "names": {}, "profiling_overhead": 0.05,
     }  # fmt: skip
-    topology = results.topology([0] * ranks)
+    topology = results.make_topology([0] * ranks)
     return results.new("profile", facts, rows, f"yalis profile --tp {ranks}", devices, [note] if note else [], topology)
 
 
@@ -48,11 +46,11 @@ def make_scaling() -> Result:
         (2, "tp", "tp2", "hierarchical"), (4, "tp", "tp4", "hierarchical"),
     ):  # fmt: skip
         seconds = 2.0 / ranks + 0.3 * ranks
-        row = dict.fromkeys(result_rows.columns("scaling"))
+        row = results.empty_row("scaling")
         row.update(ranks=ranks, scheme=scheme, split=split, allreduce=allreduce, status="ok", machine=1, hosts=1)
         row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds, tokens_per_s=50.0)
         row.update(first_token_ms=9.0, token_ms=3.0, speedup=2.3 / seconds, efficiency=2.3 / seconds / ranks)
-        row.update(same_tokens=1.0, crowded="4 ranks on 2 cores" if ranks == 4 else "", file="")
+        row.update(same_tokens=1.0, oversubscribed="4 ranks on 2 cores" if ranks == 4 else "", file="")
         rows.append(row)
     rows.append({**rows[-1], "status": "it <failed> & left", "seconds": None, "speedup": None, "efficiency": None})
     facts = {"engine": ENGINE, "dtype": "float32", "machines": [{}], "baselines": {"1": "tp1"}}
@@ -63,7 +61,7 @@ def make_kernels() -> Result:
     rows = []
     for kernel in ("down", "gate and up"):
         for count in (1, 16):
-            row = dict.fromkeys(result_rows.columns("kernels"))
+            row = results.empty_row("kernels")
             row.update(kernel=kernel, shape="64x64", rows=count, status="ok", us=3.0, share_of_floor=0.5 + count / 40)
             rows.append(row)
     return results.new("kernels", {"dtype": "bfloat16"}, rows, "yalis bench kernels", CPU)
@@ -72,7 +70,7 @@ def make_kernels() -> Result:
 def make_study_of_two() -> Result:
     """Rows as they came in, the second machine's first; each has three all-reduces, and its slowest comes last."""
     one, rows = make_scaling(), []
-    machines = [results.machine(replace(one, devices=[{"type": "cuda", "name": name}])) for name in ("A100", "H200")]
+    machines = [results.machine_of(replace(one, devices=[{"type": "cuda", "name": name}])) for name in ("A100", "H200")]
     good = [row for row in one.rows if row["status"] == "ok"]
     for machine, scale in ((2, 0.1), (1, 1.0)):
         rows += [{**row, "machine": machine} for row in good if not row["allreduce"]]
@@ -80,13 +78,13 @@ def make_study_of_two() -> Result:
             for row in good:
                 if row["allreduce"] == "torch":
                     seconds = {name: scale * slower * row[name] for name in ("seconds", "seconds_low", "seconds_high")}
-                    rows.append({**row, "machine": machine, "allreduce": backend, "crowded": "", **seconds})
+                    rows.append({**row, "machine": machine, "allreduce": backend, "oversubscribed": "", **seconds})
     facts = {**one.parameters, "machines": machines}
     return replace(one, rows=rows, parameters=facts, devices=[{"type": "cuda", "name": "A100"}])
 
 
 def test_machines_of_a_study_have_panels_of_their_own() -> None:
-    figure = figures.draw_scaling(make_study_of_two())
+    figure = results.KINDS["scaling"].plot(make_study_of_two())
     figure.draw_without_rendering()
     axes = [axis for axis in figure.axes if axis.get_visible()]
     titles = [axis._left_title for axis in axes if axis.get_title(loc="left")]
@@ -104,7 +102,9 @@ def test_machines_of_a_study_have_panels_of_their_own() -> None:
 def test_a_study_takes_the_numbers_of_the_page(tmp_path: Path) -> None:
     study = make_study_of_two()
     first = replace(make_kernels(), devices=[{"type": "cuda", "name": "H200"}])
-    page, _ = write_report([Given(tmp_path / "a", first), Given(tmp_path / "b", study)], tmp_path / "r.html", "A study")
+    page, _ = write_report(
+        [StoredResult(tmp_path / "a", first), StoredResult(tmp_path / "b", study)], tmp_path / "r.html", "A study"
+    )
     text = page.read_text()
     assert "<li>Machine 1: H200 ·" in text
     assert "<li>Machine 2: A100 ·" in text
@@ -122,21 +122,21 @@ def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
     shared = {**latency.parameters["engine"], "tp": [2, 2], "allreduce": "nvrar", "ranks_per_gpu": 8}
     facts = {**latency.parameters, "engine": shared, "graph_bytes": 96 << 20}
     once = [{**row, "seconds_low": 2.0, "seconds_high": 2.0} for row in rows]
-    topology = results.topology([0] * 4)
+    topology = results.make_topology([0] * 4)
     kernels = make_kernels()
     for number, row in enumerate(kernels.rows):
         row.update(us_low=2.0, us_high=1234.56, gb_per_s=4210.0 / 10**number, gflop_per_s=0.5)
     kernels.rows[-1].update(us_low=3.0, us_high=3.0)
     given = [replace(latency, rows=rows), replace(latency, rows=once, parameters=facts, topology=topology), kernels]
-    page, _ = write_report([Given(tmp_path / "a", one) for one in given], tmp_path / "r.html", "A study")
+    page, _ = write_report([StoredResult(tmp_path / "a", one) for one in given], tmp_path / "r.html", "A study")
     plain, split, small = re.findall(r"<article .*?</article>", page.read_text(), re.DOTALL)
-    assert "<th>the job<small>10%..90%</small></th>" in plain
+    assert "<th>total<small>p10..p90</small></th>" in plain
     assert "<td>2.000 s<small>1.500..2.500</small></td>" in plain
     assert "<th>of floor</th>" in plain
-    assert "float32, tp 2x2, nvrar, 1x64x64 to 8x64x64, beside transformers" in split
-    assert "<li>CUDA graphs take 96.0 MiB" in split.partition("</table>")[2]
+    assert "float32, tp 2x2, nvrar, 1x64x64 to 8x64x64, with transformers" in split
+    assert "<li>CUDA graphs use 96.0 MiB" in split.partition("</table>")[2]
     assert "<li>4 ranks share a GPU" in split
-    assert "<th>the job</th>" in split
+    assert "<th>total</th>" in split
     assert "<td>2.000 s</td>" in split  # once: there is no range
     assert "<th>of floor</th>" not in split
     assert "<td>3.00 us<small>2.00..1,235</small></td>" in small
@@ -147,20 +147,23 @@ def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
 
 def test_files_say_what_they_show_and_where(tmp_path: Path, monkeypatch: Any) -> None:
     told: dict[str, tuple[str, Any]] = {}
-    save = figures.save
+    save = drawing.save
 
     def listen(figure: Any, file: Path, title: str, notes: list[str]) -> list[Path]:
         written = save(figure, file, title, notes)
         told[file.name] = figure.get_supxlabel(), figure.axes[0].get_xlabel()
         return written
 
-    monkeypatch.setattr(figures, "save", listen)
+    monkeypatch.setattr(drawing, "save", listen)
     latency = results.read(KEPT / "latency-smollm2-135m-fp32.json")
     facts = {**latency.parameters, "graph_bytes": 96 << 20}
     gpu = [{"type": "cuda", "name": "H200"}]
     latency = replace(latency, parameters=facts, devices=gpu)
-    found = [Given(tmp_path / "latency.json", latency), Given(tmp_path / "tp1.json", make_profile(1, gpu))]
-    found.append(Given(tmp_path / "sums.json", results.read(KEPT / "allreduce-lab-4x2-1ms.json")))
+    found = [
+        StoredResult(tmp_path / "latency.json", latency),
+        StoredResult(tmp_path / "tp1.json", make_profile(1, gpu)),
+    ]
+    found.append(StoredResult(tmp_path / "sums.json", results.read(KEPT / "allreduce-lab-4x2-1ms.json")))
     write_report(found, tmp_path / "report.html", "A study")
     below, axis = told["latency"]
     assert "H200" in below
@@ -172,11 +175,13 @@ def test_files_say_what_they_show_and_where(tmp_path: Path, monkeypatch: Any) ->
 
 def test_plots_are_named_after_results_and_leave_with_them(tmp_path: Path) -> None:
     page, plots = tmp_path / "report.html", tmp_path / "report-plots"
-    found = [Given(tmp_path / name, make_kernels()) for name in ("a/k.json", "b/k.json", "c/k-2.json", "old one.json")]
+    found = [
+        StoredResult(tmp_path / name, make_kernels()) for name in ("a/k.json", "b/k.json", "c/k-2.json", "old one.json")
+    ]
     bare = make_kernels()
     for row in bare.rows:
         row["share_of_floor"] = None
-    found.append(Given(tmp_path / "bare.json", bare))
+    found.append(StoredResult(tmp_path / "bare.json", bare))
     write_report(found, page, "A study")
     names = ["k", "k-2", "k-3", "old-one"]  # a number passes over a name that a result has
     assert sorted(path.name for path in plots.iterdir()) == sorted(
@@ -198,8 +203,8 @@ def test_plots_are_named_after_results_and_leave_with_them(tmp_path: Path) -> No
     ],
 )
 def test_a_command_stands_behind_its_launcher(launcher: str, words: str, tmp_path: Path) -> None:
-    result = replace(make_kernels(), topology=results.topology([0, 0, 1, 1], launcher))
-    page, _ = write_report([Given(tmp_path / "a.json", result)], tmp_path / "r.html", "A study")
+    result = replace(make_kernels(), topology=results.make_topology([0, 0, 1, 1], launcher))
+    page, _ = write_report([StoredResult(tmp_path / "a.json", result)], tmp_path / "r.html", "A study")
     assert f"<code>{words} bench kernels</code>" in page.read_text()
 
 
@@ -234,13 +239,13 @@ def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, 
             assert (tmp_path / "report-plots" / (name + suffix)).stat().st_size > 3000
     shown = dict(articles)
     assert "yalis bench scaling --out &#x27;my folder&#x27;" in shown["scaling"]
-    assert "shows overhead, not speed-up" in shown["scaling"]
+    assert "show overhead, not speed-up" in shown["scaling"]
     assert "it &lt;failed&gt; &amp; left" in shown["scaling"]
     assert "--tp 1" in shown["profile"]
     assert "--tp 2" in shown["profile"]
     assert "<td class='text'>max / mean</td>" in shown["profile"]
     assert "H200" not in shown["profile"]
-    assert "no ratio joins them" in text
+    assert "never divided by each other" in text
     assert re.findall(r"(?:src|href)=['\"](?!#|data:)", text) == []
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
@@ -277,7 +282,7 @@ def test_profiles_are_labelled_by_what_they_differ_in(tmp_path: Path) -> None:
     for number, engine in enumerate(engines):
         profile = make_profile(1)
         facts = {**profile.parameters, "engine": {**ENGINE, **engine}}
-        found.append(Given(tmp_path / f"{number}.json", replace(profile, parameters=facts)))
+        found.append(StoredResult(tmp_path / f"{number}.json", replace(profile, parameters=facts)))
     page, _ = write_report(found, tmp_path / "report.html", "A study")
     labels = ["tp1, threads auto", "tp1, eager, threads auto", "tp1, threads 2, 2", "tp1, threads 2, 3"]
     for label in labels:

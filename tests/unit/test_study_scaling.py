@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from yalis import result_rows, results
-from yalis.cli.bench_scaling import print_table
 from yalis.cli.main import build_parser, main
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
-from yalis.results import Result
-from yalis.study.plots import draw_scaling
+from yalis.study import results
+from yalis.study.plots import write_plot
 from yalis.study.requests import ThroughputPlan, digest_requests, read_dataset
+from yalis.study.results import Result
 from yalis.study.scaling.settings import LOG, ScalingPlan, Setting, command_args, command_line, list_settings
 from yalis.study.scaling.slurm import SlurmPlan, write_scripts
 from yalis.study.scaling.summary import failed, find_result, gather
@@ -129,7 +128,7 @@ def write(
     **changed: Any,
 ) -> None:
     """Write a result as the command of the setting does."""
-    row: dict[str, Any] = dict.fromkeys(result_rows.columns("throughput"))
+    row: dict[str, Any] = results.empty_row("throughput")
     row.update(engine="yalis", version="0", status="ok", requests=2, prompt_tokens=16, output_tokens=8)
     row.update(seconds=seconds, seconds_low=0.9 * seconds, seconds_high=1.1 * seconds)
     row.update(tokens_per_s=8 / seconds, first_token_ms=1.0, token_ms=2.0)
@@ -141,7 +140,7 @@ def write(
     }
     facts["prompts_digest"] = digest
     device = {"type": "cpu", "name": "CPU"}
-    result = results.new("throughput", facts, [row], "", [device], topology=results.topology([0] * setting.ranks))
+    result = results.new("throughput", facts, [row], "", [device], topology=results.make_topology([0] * setting.ranks))
     results.write(replace(result, host={**result.host, "cores": 2}, **changed), study.folder / setting.folder)
 
 
@@ -172,16 +171,16 @@ def test_speed_up_and_efficiency(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert rows["pp2"]["status"] == "no result yet"
     assert rows["pp4"]["status"] == "rank 3 ended: killed by SIGKILL"
     assert failed(result) == [rows["pp2"], rows["pp4"]]
-    assert (rows["tp2"]["crowded"], rows["tp4"]["crowded"]) == ("", "4 ranks on 2 cores")
+    assert (rows["tp2"]["oversubscribed"], rows["tp4"]["oversubscribed"]) == ("", "4 ranks on 2 cores")
     assert result.notes == ["4 ranks on 2 cores: these rows show the overhead of the split, not how it scales"]
     assert results.read(tmp_path / rows["tp2"]["file"]).rows[0]["seconds"] == 5.0
-    print_table(result)
+    print("\n".join(results.kind_of(result).text(result)))
     out = capsys.readouterr().out
     assert "1.60x         80%\n" in out
     assert "2.00x         50% (oversubscribed)\n" in out
     assert "rank 3 ended: killed by SIGKILL\n" in out
     assert "speed-ups are relative to tp1\n" in out
-    for path in draw_scaling(result, tmp_path / "plot.png"):
+    for path in write_plot(result, tmp_path / "plot.png"):
         assert path.stat().st_size > 10_000
     assert "4 ranks on 2 cores" in (tmp_path / "plot.svg").read_text()
 
@@ -200,11 +199,11 @@ def test_speed_ups_never_compare_different_machines(tmp_path: Path, capsys: pyte
     assert [rows[name]["speedup"] for name in rows] == [1.0, 2.0, 1.0, 2.0]
     assert [rows[name]["efficiency"] for name in rows] == [1.0, 1.0, 1.0, 1.0]
     assert result.parameters["baselines"] == {"1": "tp1", "2": "tp4-auto"}
-    print_table(result)
+    print("\n".join(results.kind_of(result).text(result)))
     out = capsys.readouterr().out
     assert "measured on 2 kinds of machines; speed-ups compare settings of the same kind" in out
     assert "speed-ups are relative to tp4-auto on machine 2" in out
-    draw_scaling(result, tmp_path / "plot")
+    write_plot(result, tmp_path / "plot")
 
 
 def test_ranks_that_share_cores_or_a_gpu_are_oversubscribed(tmp_path: Path) -> None:
@@ -212,18 +211,18 @@ def test_ranks_that_share_cores_or_a_gpu_are_oversubscribed(tmp_path: Path) -> N
     gpu = [{"type": "cuda", "name": "H200"}]
     cases = [
         ({}, 1, "4 ranks on 2 cores"),
-        ({"topology": results.topology([0, 0, 1, 1])}, 1, ""),
-        ({"topology": results.topology([0] * 4, "srun")}, 1, ""),  # Slurm binds each rank to cores of its own
+        ({"topology": results.make_topology([0, 0, 1, 1])}, 1, ""),
+        ({"topology": results.make_topology([0] * 4, "srun")}, 1, ""),  # Slurm binds each rank to cores of its own
         ({"devices": gpu}, 1, ""),
         ({"devices": gpu}, 2, "2 ranks on a GPU"),
         ({"devices": gpu}, 8, "4 ranks on a GPU"),
     ]
-    for number, (changed, per_gpu, crowded) in enumerate(cases):
+    for number, (changed, per_gpu, sharing) in enumerate(cases):
         config = replace(CONFIG, ranks_per_gpu=per_gpu)
         study = plan(tmp_path / str(number), ranks=(4,), schemes=("tp",))
         write(study, four, 1.0, config, **changed)
         (row,) = gather(config, study, [four], "").rows
-        assert row["crowded"] == crowded
+        assert row["oversubscribed"] == sharing
 
 
 def test_a_single_rank_that_uses_all_cores_is_noted(tmp_path: Path) -> None:
@@ -254,7 +253,7 @@ def test_a_topology_without_a_launcher_is_accepted(tmp_path: Path) -> None:
     (two,) = list_settings(study)
     write(study, two, 1.0, topology={"ranks": 2, "ranks_per_host": [2]})
     (row,) = gather(CONFIG, study, [two], "").rows
-    assert (row["status"], row["crowded"], row["hosts"]) == ("ok", "", 1)
+    assert (row["status"], row["oversubscribed"], row["hosts"]) == ("ok", "", 1)
 
 
 def test_different_tokens_fail_in_float32_and_are_a_share_in_bfloat16(tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from tests.tiny_chat import save_tiny_chat
-from yalis import results
 from yalis.cli.main import main
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
-from yalis.study import bandwidth
+from yalis.study import bandwidth, results
 from yalis.study.peers.engines import even_steps
 from yalis.study.requests import ThroughputPlan, TimedRequest, digest_requests, make_requests, read_dataset
 from yalis.study.spread import percentiles

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from yalis.cli import bench_allreduce, bench_compare, bench_scaling, bench_throughput
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_int
@@ -21,7 +21,7 @@ from yalis.errors import YalisError
 from yalis.study.workloads import NAMED, parse_workload
 
 if TYPE_CHECKING:
-    from yalis.results import Result
+    from yalis.study.results import Result
 
 Measure = Callable[[argparse.Namespace, str, Callable[[str], None]], "Result | None"]
 
@@ -107,11 +107,11 @@ def run(args: argparse.Namespace) -> int:
             "no benchmark given; type `yalis bench NAME`, where NAME is latency, throughput, scaling, compare, "
             "pipeline, allreduce or kernels"
         )
-    from yalis import results
+    from yalis.study import results
 
     if args.out is not None:
         check_folder(args.out)
-    measure, print_table = _BENCHMARKS[args.benchmark]
+    measure = _BENCHMARKS[args.benchmark]
     stopped: Stopped | None = None
     try:
         with ProgressLine() as line, if_stopped("nothing was written"):
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(asdict(result)), flush=True)
         else:
-            print_table(result)
+            print("\n".join(results.kind_of(result).text(result)))
         if args.out is not None:
             print_status(f"wrote {results.write(result, args.out)}")
     if stopped is not None:
@@ -189,106 +189,11 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,8") from None
 
 
-def _print_latency(result: Result) -> None:
-    from yalis.parallel.memory import spell_bytes
-
-    facts, device = result.parameters, result.devices[0]
-    threads = f", {device['threads']} threads" if "threads" in device else ""
-    ranks = 1 if result.topology is None else result.topology["ranks"]
-    title = f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}"
-    print(title + (f" · {ranks} ranks" if ranks > 1 else ""))
-    read, matmul = facts["read_bytes_per_s"] / 1e9, facts["matmul_flops_per_s"] / 1e9
-    by = f" ({facts['read_by']})" if "read_by" in facts else ""
-    print(f"measured here: read {read:.1f} GB/s{by}, matmul {matmul:.0f} GFLOP/s")
-    if graph_bytes := facts.get("graph_bytes"):
-        print(f"CUDA graphs use {spell_bytes(graph_bytes)} of GPU memory")
-    heads = (
-        ("first token", 13),
-        ("decode step", 13),
-        ("p10..p90", 16),
-        ("total", 11),
-        ("tokens/s", 10),
-        ("floor", 10),
-        ("of floor", 10),
-        ("host", 10),
-    )
-    print(f"{'engine':<20}{'batch x in x out':<17}" + "".join(f"{head:>{width}}" for head, width in heads))
-    for row in result.rows:
-        label = f"{row['engine']} {row['version']}".strip()
-        work = f"{row['batch']}x{row['prompt_len']}x{row['output_len']}"
-        if row["status"] != "ok":
-            print(f"{label:<20}{work:<17}  {row['status']}")
-            continue
-        spread = f"{row['decode_ms_low']:.2f}..{row['decode_ms_high']:.2f}"
-        floor = f"{'none':>10}{'':>10}"
-        if row["floor_ms"] is not None:
-            floor = f"{row['floor_ms']:>7.2f} ms{row['share_of_floor']:>10.0%}"
-        host = "" if row["host_ms"] is None else f"{row['host_ms']:>7.2f} ms"
-        print(
-            f"{label:<20}{work:<17}{row['first_token_ms']:>10.1f} ms{row['decode_ms']:>10.2f} ms{spread:>16}"
-            f"{row['seconds']:>9.3f} s{row['tokens_per_s']:>10.1f}{floor}{host}"
-        )
-    for row in result.rows:
-        if row["engine"] != "yalis" and row["status"] == "ok":
-            print(_comparison(row))
-    for note in result.notes:
-        print(note)
-
-
-def _print_pipeline(result: Result) -> None:
-    facts = result.parameters
-    print(f"{facts['engine']['model']} · {facts['prompts']} prompts of {facts['prompt_len']} tokens, prefill only")
-    print(f"{'stages':>7}{'micro-batches':>15}{'time':>12}{'p10..p90':>16}{'idle':>8}{'ideal':>8}{'speed-up':>10}")
-    for row in result.rows:
-        spread = f"{row['seconds_low'] * 1000:.0f}..{row['seconds_high'] * 1000:.0f}"
-        print(
-            f"{row['stages']:>7}{row['micro_batches']:>15}{row['seconds'] * 1000:>9.0f} ms{spread:>16}"
-            f"{row['idle_share']:>8.0%}{row['ideal_idle_share']:>8.0%}{row['speedup']:>9.2f}x"
-        )
-
-
-def _print_kernels(result: Result) -> None:
-    facts = result.parameters
-    read, matmul = facts["read_bytes_per_s"], facts["matmul_flops_per_s"]
-    print(f"{result.devices[0]['name']} · {facts['dtype']}")
-    print(f"measured here: read {_rate(read, 'B/s')} ({facts['read_by']}), matmul {_rate(matmul, 'FLOP/s')}")
-    heads = (("yalis", 12), ("p10..p90", 18), ("torch", 12), ("ratio", 8), ("speed", 15), ("of floor", 10))
-    print(f"{'kernel':<26}{'shape':<24}{'rows':>5}" + "".join(f"{head:>{width}}" for head, width in heads))
-    for row in result.rows:
-        name = f"{row['kernel']:<26}{row['shape']:<24}{row['rows']:>5}"
-        if row["status"] != "ok":
-            print(f"{name}  {row['status']}")
-            continue
-        spread = f"{row['us_low']:.1f}..{row['us_high']:.1f}"
-        bytes_per_s, flop_per_s = 1e9 * row["gb_per_s"], 1e9 * row["gflop_per_s"]
-        memory_bound = bytes_per_s / read >= flop_per_s / matmul
-        speed = _rate(bytes_per_s, "B/s") if memory_bound else _rate(flop_per_s, "FLOP/s")
-        print(
-            f"{name}{row['us']:>9.1f} us{spread:>18}{row['torch_us']:>9.1f} us{row['ratio']:>7.2f}x"
-            f"{speed:>15}{row['share_of_floor']:>10.0%}"
-        )
-
-
-def _rate(value: float, unit: str) -> str:
-    if value >= 1e12:
-        return f"{value / 1e12:.2f} T{unit}"
-    return f"{value / 1e9:.1f} G{unit}" if value >= 1e9 else f"{value / 1e6:.1f} M{unit}"
-
-
-def _comparison(row: dict[str, Any]) -> str:
-    times = f"batch {row['batch']}: decode step of {row['engine']}: {row['ratio']:.2f}x the time of yalis"
-    if row["same_tokens"] is None:
-        return f"{times}; tokens not compared because the weights are random"
-    if row["same_tokens"] == 1:
-        return f"{times}; same tokens"
-    return f"{times}; same tokens in {row['same_tokens']:.0%} of the sequences"
-
-
-#: For each benchmark: the function that measures it, which returns None on ranks other than 0, and its table.
-_BENCHMARKS: dict[str, tuple[Measure, Callable[[Result], None]]] = {
-    "latency": (_latency, _print_latency),
-    "throughput": (bench_throughput.measure, bench_throughput.print_table),
-    "pipeline": (_pipeline, _print_pipeline),
-    "allreduce": (bench_allreduce.measure, bench_allreduce.print_table),
-    "kernels": (_kernels, _print_kernels),
+#: The function that measures each benchmark. It returns None on ranks other than 0.
+_BENCHMARKS: dict[str, Measure] = {
+    "latency": _latency,
+    "throughput": bench_throughput.measure,
+    "pipeline": _pipeline,
+    "allreduce": bench_allreduce.measure,
+    "kernels": _kernels,
 }

@@ -15,8 +15,8 @@ from yalis.errors import YalisError
 from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
 
 if TYPE_CHECKING:
-    from yalis.results import Result
-    from yalis.study.allreduce_lab import LabPlan
+    from yalis.study.allreduce.in_lab import LabPlan
+    from yalis.study.results import Result
 
 ABOUT = "how long backends take to sum messages of several sizes over all ranks, every sum checked"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
@@ -66,25 +66,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result | None:
-    from yalis.study import allreduce, plots
-    from yalis.study.allreduce_lab import measure_in_lab
+    from yalis.study import plots
+    from yalis.study.allreduce import benchmark
+    from yalis.study.allreduce.in_lab import measure_in_lab
 
     if args.plot is not None:
-        plots.check_plot(args.plot, made=args.out)
-    named = {one.name: getattr(args, one.name, None) for one in fields(allreduce.AllReducePlan)}
-    plan = allreduce.AllReducePlan(**{name: value for name, value in named.items() if value is not None})
+        plots.check_plot(args.plot, output_folder=args.out)
+    named = {one.name: getattr(args, one.name, None) for one in fields(benchmark.AllReducePlan)}
+    plan = benchmark.AllReducePlan(**{name: value for name, value in named.items() if value is not None})
     if args.hosts is None:
         for flag in ("ranks_per_host", "delay", "rate"):
             if getattr(args, flag) is not None:
                 raise YalisError(f"--{flag.replace('_', '-')} is for a lab of hosts; give --hosts as well")
-        return allreduce.measure(plan, args.ranks, command, report)
+        return benchmark.measure(plan, args.ranks, command, report)
     if args.ranks is not None or detect_launcher().size > 1:
         raise YalisError(f"--hosts starts its own ranks; run it without --ranks and without {EXTERNAL_LAUNCHERS}")
     return measure_in_lab(plan, _lab_plan(args), command, report)
 
 
 def _lab_plan(args: argparse.Namespace) -> LabPlan:
-    from yalis.study.allreduce_lab import LabPlan
+    from yalis.study.allreduce.in_lab import LabPlan
     from yalis.study.lab.hosts import parse_delay, parse_rate
 
     given: dict[str, Any] = {"hosts": args.hosts}
@@ -97,86 +98,20 @@ def _lab_plan(args: argparse.Namespace) -> LabPlan:
     return LabPlan(**given)
 
 
-def print_table(result: Result) -> None:
-    from yalis.study.allreduce import label
-
-    facts = result.parameters
-    lab = facts.get("lab")
-    print(f"{facts['ranks']} ranks, {facts['shape']} · {result.devices[0]['name']}" + " · a lab of hosts" * bool(lab))
-    wide = max(len(label(row)) for row in result.rows) + 2
-    heads = f"{'size':>6}{'dtype':>10}{'mode':>7}{'times':>7}{'median':>11}{'10%..90%':>23}{'GB/s':>8}{'speed-up':>10}"
-    for delay in dict.fromkeys(row["delay_us"] for row in result.rows):
-        if delay is not None:
-            print(f"\n{_delay(delay)} between hosts, one way")
-        print(f"{'backend':<{wide}}{heads}")
-        for row in result.rows:
-            if row["delay_us"] == delay:
-                print(f"{label(row):<{wide}}{_cells(row)}")
-    for title, cells in _by_size(result).items():
-        print(f"\n{title}\n  {' · '.join(cells)}")
-    for note in result.notes:
-        print(f"\n{note}")
-
-
-def _by_size(result: Result) -> dict[str, list[str]]:
-    """Under each title a cell for each size: how ours compare with rivals, and what the delay added."""
-    from yalis.study.allreduce import added_by_delay, label, ratios
-
-    found: dict[str, list[str]] = {}
-    for one in ratios(result.rows):
-        row, rival = one.ours, one.rival
-        which = f" ({label(rival)})" if rival["options"] else ""
-        title = f"{row['backend']} is so many times as fast as {rival['backend']}{_where(row)}"
-        found.setdefault(title, []).append(f"{_size(row['bytes'])} {one.times_faster:.2f}x{which}")
-    for row, extra in added_by_delay(result.rows):
-        cells = found.setdefault(f"time added by the delay to {label(row)}{_where(row)}", [])
-        cells.append(f"{_size(row['bytes'])} {_time(extra)}")
-    return found
-
-
-def _where(row: dict[str, Any]) -> str:
-    delay = "" if row["delay_us"] is None else f", {_delay(row['delay_us'])}"
-    return f": {row['dtype']}, {row['mode']}{delay}"
-
-
-def _cells(row: dict[str, Any]) -> str:
-    start = f"{_size(row['bytes']):>6}{row['dtype']:>10}{row['mode']:>7}"
-    if row["status"] != "ok":
-        return f"{start}  {row['status']}"
-    span = f"{_time(row['low_us'])}..{_time(row['high_us'])}"
-    speedup = f"{row['speedup']:.2f}x" if row["speedup"] is not None else ""
-    return f"{start}{row['repeats']:>7}{_time(row['median_us']):>11}{span:>23}{row['bus_gb_per_s']:>8.3f}{speedup:>10}"
-
-
 def finish(args: argparse.Namespace, result: Result) -> None:
     """What is left once the result is told: the plot, the table for auto, and a failure if a sum was wrong."""
-    from yalis.study.allreduce import check_right, save_table
-    from yalis.study.plots import draw_allreduce
+    from yalis.study.allreduce.benchmark import check_sums, save_table
+    from yalis.study.plots import write_plot
+    from yalis.study.results.kinds.allreduce import short_size
 
     if args.plot is not None:
-        print_status(f"drew {' and '.join(map(str, draw_allreduce(result, args.plot)))}")
-    check_right(result.rows)
+        print_status(f"wrote {' and '.join(map(str, write_plot(result, args.plot)))}")
+    check_sums(result.rows)
     if args.tune:
         path, best = save_table(result)
         for size, choice in best:
-            print_status(f"{_size(size)}: {choice}")
+            print_status(f"{short_size(size)}: {choice}")
         print_status(f"wrote {path}, which --allreduce auto and hierarchical go by from now on")
-
-
-def _size(size: int) -> str:
-    """ "64K"."""
-    for unit in ("M", "K"):
-        if size % _UNITS[unit] == 0:
-            return f"{size // _UNITS[unit]}{unit}"
-    return str(size)
-
-
-def _delay(microseconds: float) -> str:
-    return f"{microseconds / 1e3:g} ms"
-
-
-def _time(microseconds: float) -> str:
-    return f"{microseconds:.1f} us" if microseconds < 1e3 else f"{microseconds / 1e3:.2f} ms"
 
 
 def _sizes(text: str) -> tuple[int, ...]:

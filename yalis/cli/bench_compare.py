@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from yalis import results
+    from yalis.study import results
     from yalis.study.compare import compare
 
     found = compare(results.read(args.before), results.read(args.after), args.noise)
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
         print_status(f"they differ in {warning}")
     if args.json:
         for change in found.changes:
-            print(json.dumps({**asdict(change), "figure": change.figure.column, "ratio": change.ratio}))
+            values = asdict(change)
+            print(json.dumps({"figure": values.pop("metric"), **values, "ratio": change.ratio}))
     else:
         shown = [change for change in found.changes if args.all or change.verdict != "the same"]
         for change in shown:
@@ -50,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(change: Change) -> str:
-    figure = change.figure
     before, after = ("-" if one is None else f"{one:.4g}" for one in (change.before, change.after))
     ratio = "" if change.ratio is None else f" ({change.ratio:.3f}x)"
     doubt = "" if change.sure else ", without a spread to tell it from noise"
-    return f"{change.verdict:>8}  {change.setting}: {figure.column} {before} -> {after} {figure.unit}{ratio}{doubt}"
+    return f"{change.verdict:>8}  {change.setting}: {change.metric} {before} -> {after} {change.unit}{ratio}{doubt}"

@@ -1,4 +1,4 @@
-"""`yalis bench scaling`: its flags and its table."""
+"""`yalis bench scaling`: its flags, and running its settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
-    from yalis.results import Result
     from yalis.study.scaling.settings import ScalingPlan, Setting
     from yalis.study.scaling.slurm import SlurmPlan
 
@@ -66,8 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from yalis import results
-    from yalis.study import plots
+    from yalis.study import plots, results
     from yalis.study.scaling.local_jobs import make_folder
     from yalis.study.scaling.settings import list_settings
     from yalis.study.scaling.slurm import SlurmPlan
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if detect_launcher().size > 1:
         raise YalisError(f"bench scaling starts its own ranks; run it without {EXTERNAL_LAUNCHERS}")
     if args.plot is not None:
-        plots.check_plot(args.plot, made=args.out)
+        plots.check_plot(args.plot, output_folder=args.out)
     config, plan = work_config(args), _plan(args)
     slurm = SlurmPlan(args.cpus_per_task, config.device != "cpu", tuple(args.sbatch))
     settings = list_settings(plan)
@@ -92,12 +90,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(result)))
     else:
-        print_table(result)
+        print("\n".join(results.kind_of(result).text(result)))
     bad = failed(result)
     if len(bad) < len(settings):  # a result without figures would replace an earlier one
         print_status(f"wrote {results.write(result, plan.folder)}")
         if args.plot is not None:
-            print_status(f"drew {' and '.join(map(str, plots.draw_scaling(result, args.plot)))}")
+            print_status(f"wrote {' and '.join(map(str, plots.write_plot(result, args.plot)))}")
     if bad:
         again = "" if args.gather else "; the same command runs them again"
         print_status(f"{len(bad)} of {len(settings)} settings have no figures (see log.txt in their folders){again}")
@@ -141,34 +139,6 @@ def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting
         return INTERRUPTED
     finally:
         line.clear()
-
-
-def print_table(result: Result) -> None:
-    facts = result.parameters
-    title = [facts["engine"]["model"], facts.get("dtype", ""), *(device["name"] for device in result.devices)]
-    print(" · ".join(filter(None, title)))
-    heads = (("total", 11), ("p10..p90", 18), ("tokens/s", 10), ("TTFT", 11), ("TPOT", 11))
-    start = f"{'ranks':>5}  {'split':<12}{'all-reduce':<14}"
-    print(start + "".join(f"{head:>{width}}" for head, width in heads) + f"{'speed-up':>10}{'efficiency':>12}")
-    several = len(facts["machines"]) > 1
-    for row in result.rows:
-        print(_cells(row) + (f"  machine {row['machine']}" if several and row["machine"] else ""))
-    for note in result.notes:
-        print(note)
-    for machine, folder in facts["baselines"].items():
-        where = f" on machine {machine}" if several else ""
-        print(f"speed-ups are relative to {folder}{where}")
-
-
-def _cells(row: dict[str, Any]) -> str:
-    start = f"{row['ranks']:>5}  {row['split']:<12}{row['allreduce'] or '-':<14}"
-    if row["status"] != "ok":
-        return f"{start}  {row['status']}"
-    span = f"{row['seconds_low']:.3f}..{row['seconds_high']:.3f}"
-    token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
-    times = f"{row['seconds']:>9.3f} s{span:>18}{row['tokens_per_s']:>10.1f}{row['first_token_ms']:>8.1f} ms{token:>11}"
-    crowded = " (oversubscribed)" if row["crowded"] else ""
-    return f"{start}{times}{row['speedup']:>9.2f}x{row['efficiency']:>12.0%}{crowded}"
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from yalis.study.workloads import NAMED, parse_workload
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
-    from yalis.results import Result
     from yalis.study.requests import ThroughputPlan
+    from yalis.study.results import Result
 
 ABOUT = "tokens per second of many requests, time to first token and time per output token"
 
@@ -90,45 +90,3 @@ def measure(args: argparse.Namespace, command: str, report: Callable[[str], None
 
     plan = replace(work_plan(args), peer=tuple(args.peer))
     return measure(work_config(args), plan, command, report)
-
-
-def print_table(result: Result) -> None:
-    facts, device = result.parameters, result.devices[0]
-    ranks = 1 if result.topology is None else result.topology["ranks"]
-    heading = [facts["engine"]["model"], facts["dtype"], device["name"]] + ([f"{ranks} ranks"] if ranks > 1 else [])
-    print(" · ".join(heading))
-    first = result.rows[0]
-    arrival = "all at once" if first["rate"] is None else f"arriving at {first['rate']:g} per second"
-    print(f"{first['requests']} requests {arrival}, {first['prompt_tokens']} + {first['output_tokens']} tokens")
-    heads = (("total", 12), ("p10..p90", 18), ("tokens/s", 11), ("requests/s", 12), ("of floor", 10))
-    print(f"{'engine':<20}" + "".join(f"{head:>{width}}" for head, width in heads))
-    for row in result.rows:
-        label = f"{row['engine']} {row['version']}".strip()
-        if row["status"] != "ok":
-            print(f"{label:<20}  {row['status']}")
-            continue
-        span = f"{row['seconds_low']:.3f}..{row['seconds_high']:.3f}"
-        share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.0%}"
-        speeds = f"{row['tokens_per_s']:>11.1f}{row['requests_per_s']:>12.2f}"
-        print(f"{label:<20}{row['seconds']:>10.3f} s{span:>18}{speeds}{share:>10}")
-    width = 24 if len(result.rows) == 1 else 36
-    print(f"{'latency in ms':<{width}}{'median':>12}{'p90':>12}{'p99':>12}")
-    for row in result.rows:
-        for name, title in (("first_token_ms", "time to first token"), ("token_ms", "time per output token")):
-            if row[name] is not None:
-                label = title if len(result.rows) == 1 else f"{title}, {row['engine']}"
-                values = (row[name], row[f"{name}_p90"], row[f"{name}_p99"])
-                print(f"{label:<{width}}" + "".join(f"{value:>12.1f}" for value in values))
-    for row in result.rows:
-        if row["engine"] != "yalis" and row["status"] == "ok":
-            same = "not compared" if row["same_tokens"] is None else f"equal in {row['same_tokens']:.0%} of the answers"
-            print(f"{row['engine']}: {row['ratio']:.2f}x the time of yalis; tokens {same}")
-        if row["preemptions"]:
-            print(
-                f"{row['preemptions']} preemptions: requests lost their KV blocks and were recomputed; "
-                "give a larger --kv-memory"
-            )
-        if row["cached_tokens"]:
-            print(f"{row['cached_tokens']} prompt tokens were found in the prefix cache")
-    for note in result.notes:
-        print(note)

@@ -83,7 +83,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    from yalis.results import package_version
+    from yalis.machine import package_version
 
     for name in (*_REQUIRED, *_OPTIONAL):
         version = package_version(name)

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     with if_stopped("nothing was written"):
-        from yalis.study.report import find_results, write_report
+        from yalis.study.report.build import find_results, write_report
 
         found = find_results(args.results, lambda reason: print_status(f"left out: {reason}"))
         page, plots = write_report(found, args.output, args.title)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from yalis import __version__, result_rows, results
+from yalis import __version__
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype, with_block_size
@@ -25,7 +25,7 @@ from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisError, YalisFailure
 from yalis.perfmodel.floors import ModelDims, Work, decode_work, floor_s, prefill_work
 from yalis.spec import read_spec
-from yalis.study import bandwidth
+from yalis.study import bandwidth, results
 from yalis.study.peers.interleaving import run_interleaved
 from yalis.study.peers.peer import Peer, PeerSetup, Timing
 from yalis.study.peers.process import PEERS, start_peer
@@ -272,7 +272,7 @@ def _tabulate(
     our_step = median(step for timing in ours for step in timing.steps)
     rows = []
     for (name, engine), runs in zip(engines, timings, strict=True):
-        row: dict[str, Any] = dict.fromkeys(result_rows.columns("latency"))
+        row: dict[str, Any] = results.empty_row("latency")
         row.update(engine=name, version="" if isinstance(engine, str) else engine.version)
         row.update(batch=case.batch, prompt_len=case.prompt_len, output_len=case.output_len)
         if isinstance(runs, str):

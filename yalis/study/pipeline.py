@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from yalis import results
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, with_block_size
 from yalis.engine.llm import LLM
 from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisError
-from yalis.study import bandwidth
+from yalis.study import bandwidth, results
 from yalis.study.spread import spread
 from yalis.study.topology import llm_topology
 from yalis.types import SamplingParams

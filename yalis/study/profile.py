@@ -13,7 +13,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from yalis import results
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
@@ -23,15 +22,14 @@ from yalis.engine.step_profiler import DECODE, PHASES, PREFILL, RankProfile, Ste
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
 from yalis.spec import read_spec
-from yalis.study import bandwidth
+from yalis.study import bandwidth, results
 from yalis.study.latency import LatencyPlan, size_engine
+from yalis.study.results.kinds.profile import CATEGORIES, summarize_ranks
 from yalis.study.scaling.settings import Setting
-from yalis.study.topology import describe_oversubscription, llm_topology
+from yalis.study.topology import llm_topology
 from yalis.study.workloads import Workload, random_prompt
 from yalis.types import SamplingParams
 
-#: The parts of a phase, in the order of tables and stacked bars.
-PARTS = ("matmul", "attention", "communication", "other", "idle")
 #: Largest relative difference between the sum of the parts and the wall time that needs no note.
 TOLERANCE = 0.02
 # Unprofiled decode steps that are needed to report the overhead of the profiler.
@@ -78,7 +76,7 @@ class PhaseProfile:
         return [self._row(phase, rank, batch) for rank in range(len(self.runs[0][1]))]
 
     def _row(self, phase: str, rank: int, batch: int) -> Row:
-        part_ns: dict[str, int] = dict.fromkeys(PARTS, 0)
+        part_ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         total_ns, wall_ns, steps, sequences = 0, 0, 0, 0
         for run_ns, ranks in self.runs:
             wall_ns += run_ns
@@ -149,10 +147,10 @@ def measure(
         "engine": asdict(config),
         "dtype": str(dtype).removeprefix("torch."),
         "split": _label(config),
-        "over_ranks": over_ranks(rows),
+        "over_ranks": summarize_ranks(rows),
         "names": {phase: phases[phase].names(phase) for phase in PHASES},
         "unwatched_decode_ms": unprofiled_ms,
-        "watching_costs": None if unprofiled_ms is None else decode_ms / unprofiled_ms - 1,
+        "profiling_overhead": None if unprofiled_ms is None else decode_ms / unprofiled_ms - 1,
     }
     result = results.new("profile", parameters, rows, command, [device], topology=topology)
     return replace(result, notes=list(_notes(result)))
@@ -208,31 +206,12 @@ def _label(config: EngineConfig) -> str:
     return Setting(split).label + (f" {config.allreduce}" if named else "")
 
 
-def over_ranks(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return the maximum, the mean and their ratio over ranks, for each phase and part."""
-    summary = []
-    for phase in dict.fromkeys(row["phase"] for row in rows):
-        for part in ("", *PARTS):
-            times = [row[f"{part}_ms" if part else "ms"] for row in rows if row["phase"] == phase]
-            mean = sum(times) / len(times)
-            summary.append(
-                {
-                    "phase": phase,
-                    "part": part or "all",
-                    "max_ms": max(times),
-                    "mean_ms": mean,
-                    "imbalance": max(times) / mean if mean else 1.0,
-                }
-            )
-    return summary
-
-
 def _notes(result: results.Result) -> list[str]:
     notes = [
         f"{row['phase']} on rank {row['rank']}: the parts add up to {row['accounted']:.1%} of the wall time"
         for row in result.rows
         if abs(row["accounted"] - 1) > TOLERANCE
     ]
-    if oversubscribed := describe_oversubscription(result):
+    if oversubscribed := results.describe_oversubscription(result):
         notes.append(f"{oversubscribed}: waiting for other ranks shows the cost of sharing, not how the split scales")
     return notes

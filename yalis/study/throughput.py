@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from yalis import __version__, result_rows, results
+from yalis import __version__
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import release_memory, resolve_device, resolve_dtype, with_block_size
@@ -28,7 +28,7 @@ from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisFailure
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_work
 from yalis.spec import ModelSpec, read_spec
-from yalis.study import bandwidth
+from yalis.study import bandwidth, results
 from yalis.study.peers.interleaving import Report, run_interleaved
 from yalis.study.peers.peer import Peer, PeerSetup
 from yalis.study.peers.process import start_peer
@@ -248,7 +248,7 @@ def _row(
     comparable: bool,
 ) -> dict[str, Any]:
     """Return the row of one engine. `comparable` is false if the engines have different (random) weights."""
-    row: dict[str, Any] = dict.fromkeys(result_rows.columns("throughput"))
+    row: dict[str, Any] = results.empty_row("throughput")
     row.update(engine=name, version="" if isinstance(engine, str) else engine.version, rate=plan.rate)
     last = ours[-1]
     row.update(requests=last.requests, prompt_tokens=last.prompt_tokens, output_tokens=last.output_tokens)

@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 
-from yalis import results
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.engine.replica_ranks import split_of
-from yalis.launch.launchers import SRUN, detect_launcher
+from yalis.launch.launchers import detect_launcher
 from yalis.launch.world import World
+from yalis.study import results
 
 
 def llm_topology(llm: LLM) -> dict[str, Any]:
     """Return the topology of an LLM as result files store it: ranks, ranks per host and the launcher."""
-    return results.topology(list(llm.topology.nodes), llm.topology.launcher)
+    return results.make_topology(list(llm.topology.nodes), llm.topology.launcher)
 
 
 def topology_of(world: World) -> dict[str, Any]:
     """Return the topology of ranks without an LLM, in the same form."""
-    return results.topology([member.node for member in world.members], detect_launcher().launcher)
+    return results.make_topology([member.node for member in world.members], detect_launcher().launcher)
 
 
 def has_floor(config: EngineConfig, device: torch.device) -> bool:
@@ -34,15 +34,3 @@ def note_peer_devices(config: EngineConfig, names: Sequence[str]) -> list[str]:
     """Return a note if YALIS ran on more devices than its peers, which always use one."""
     ranks = split_of(config).size
     return [f"yalis ran on {ranks} ranks and {', '.join(names)} on one device"] if names and ranks > 1 else []
-
-
-def describe_oversubscription(result: results.Result) -> str:
-    """Return a phrase such as "4 ranks on 2 cores" if ranks share a core or a GPU, otherwise an empty string."""
-    topology = result.topology or results.topology([0])
-    ranks = max(topology["ranks_per_host"])
-    if result.devices[0]["type"] == "cpu":
-        cores = result.host["cores"]
-        # Slurm binds every rank to cores of its own, and rank 0 counts only its own.
-        return f"{ranks} ranks on {cores} cores" if ranks > cores and topology.get("launcher") != SRUN.name else ""
-    per_gpu = min(ranks, result.parameters["engine"]["ranks_per_gpu"])
-    return f"{per_gpu} ranks on a GPU" if per_gpu > 1 else ""

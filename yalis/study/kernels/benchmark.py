@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from yalis import result_rows, results
 from yalis.engine.device import resolve_device
 from yalis.errors import YalisFailure
 from yalis.perfmodel.floors import ModelDims, floor_s
-from yalis.study import bandwidth
+from yalis.study import bandwidth, results
 from yalis.study.kernels.backends import Backend, ReferenceBackend, TorchBackend, TritonBackend, yalis_backends
 from yalis.study.kernels.cases import DTYPES, KernelCase, KernelsPlan, list_cases, make_linear
 from yalis.study.spread import spread
@@ -104,7 +103,7 @@ def time_case(
 
 
 def _row(case: KernelCase, suffix: str, timing: CaseTiming | str) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(result_rows.columns("kernels"))
+    row: dict[str, Any] = results.empty_row("kernels")
     row.update(kernel=case.kernel + suffix, shape=case.shape, rows=case.rows, status="ok")
     if isinstance(timing, str):
         row["status"] = timing

@@ -18,9 +18,9 @@ from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.study.requests import ThroughputPlan
+from yalis.study.results.kinds.scaling import ONE_RANK
 
 SCHEMES = ("tp", "grid", "pp", "hybrid", "dp")
-ONE_RANK = "one rank"
 LOG = "log.txt"  # the output of a setting's command, next to its result
 EXITED = "exited with status"  # last line of the log if the command failed
 

@@ -9,14 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from yalis import result_rows, results
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.launch.launchers import SRUN
-from yalis.results import Result
+from yalis.study import results
 from yalis.study.requests import ThroughputPlan, digest_requests, read_dataset
+from yalis.study.results import Result, StoredResult
 from yalis.study.scaling.settings import EXITED, LOG, ScalingPlan, Setting, command_line
-from yalis.study.topology import describe_oversubscription
 
 Row = dict[str, Any]
 
@@ -26,7 +25,7 @@ def find_result(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> Re
     newest = _newest(plan.folder / setting.folder)
     if newest is None:
         return None
-    path, result = newest
+    path, result = newest.path, newest.result
     _check_same(path, result.parameters, asdict(plan.throughput))
     _check_dataset(path, result.parameters, plan.throughput)
     expected = asdict(setting.apply(config))
@@ -36,15 +35,15 @@ def find_result(config: EngineConfig, plan: ScalingPlan, setting: Setting) -> Re
     return result
 
 
-def _newest(folder: Path) -> tuple[Path, Result] | None:
+def _newest(folder: Path) -> StoredResult | None:
     readable = []
     for path in folder.glob("*.json"):
         try:
-            readable.append((path, results.read(path)))
+            readable.append(StoredResult(path, results.read(path)))
         except YalisError as error:
             raise YalisError(f"{error}; or remove the file, and the same command measures the setting again") from error
-    candidates = [(path, result) for path, result in readable if result.kind == "throughput"]
-    return max(candidates, key=lambda pair: results.age(*pair), default=None)
+    candidates = [stored for stored in readable if stored.result.kind == "throughput"]
+    return max(candidates, key=results.age_key, default=None)
 
 
 def _check_same(path: Path, measured: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -87,7 +86,7 @@ def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting],
     digest = _check_same_prompts(list(measured.values()), plan)
     machines: list[dict[str, Any]] = []
     for result in measured.values():
-        if (machine := results.machine(result)) not in machines:
+        if (machine := results.machine_of(result)) not in machines:
             machines.append(machine)
     rows = [_row(config, plan, setting, by_setting[setting], machines) for setting in settings]
     baselines = _add_ratios(rows, measured, settings)
@@ -111,19 +110,19 @@ def gather(config: EngineConfig, plan: ScalingPlan, settings: Sequence[Setting],
 def _row(
     config: EngineConfig, plan: ScalingPlan, setting: Setting, result: Result | None, machines: list[dict[str, Any]]
 ) -> Row:
-    row: Row = dict.fromkeys(result_rows.columns("scaling"))
+    row: Row = results.empty_row("scaling")
     row.update(ranks=setting.ranks, scheme=setting.scheme, split=setting.label, allreduce=setting.allreduce)
-    row.update(crowded="", file="")
+    row.update(oversubscribed="", file="")
     if result is None:
         row["status"] = _why_missing(plan.folder / setting.folder / LOG, command_line(config, plan, setting))
         return row
     measured = result.rows[0]
     for name in ("status", "seconds", "seconds_low", "seconds_high", "tokens_per_s", "first_token_ms", "token_ms"):
         row[name] = measured[name]
-    row["machine"] = 1 + machines.index(results.machine(result))
-    row["crowded"] = describe_oversubscription(result)
+    row["machine"] = 1 + machines.index(results.machine_of(result))
+    row["oversubscribed"] = results.describe_oversubscription(result)
     if newest := _newest(plan.folder / setting.folder):
-        row["file"] = str(newest[0].relative_to(plan.folder))
+        row["file"] = str(newest.path.relative_to(plan.folder))
     if result.topology is not None:
         row["hosts"] = len(result.topology["ranks_per_host"])
     return row
@@ -173,8 +172,8 @@ def _add_ratios(rows: list[Row], measured: dict[Setting, Result], settings: Sequ
 
 
 def _notes(rows: list[Row], measured: dict[Setting, Result], machines: list[dict[str, Any]]) -> Iterator[str]:
-    for crowded in dict.fromkeys(row["crowded"] for row in rows if row["crowded"]):
-        yield f"{crowded}: these rows show the overhead of the split, not how it scales"
+    for sharing in dict.fromkeys(row["oversubscribed"] for row in rows if row["oversubscribed"]):
+        yield f"{sharing}: these rows show the overhead of the split, not how it scales"
     if counts := _ranks_without_more_cores(measured):
         ranks = ", ".join(map(str, counts))
         yield f"one rank used as many cores as {ranks} ranks, so no speed-up is possible"
@@ -191,10 +190,10 @@ def _notes(rows: list[Row], measured: dict[Setting, Result], machines: list[dict
 def _ranks_without_more_cores(measured: dict[Setting, Result]) -> list[int]:
     """Return the numbers of CPU ranks that together had no more cores than a single rank on such a machine."""
     on_cpus = {setting: result for setting, result in measured.items() if result.devices[0]["type"] == "cpu"}
-    single = [(results.machine(result), _cores(result)) for setting, result in on_cpus.items() if setting.ranks == 1]
+    single = [(results.machine_of(result), _cores(result)) for setting, result in on_cpus.items() if setting.ranks == 1]
     counts = set()
     for setting, result in on_cpus.items():
-        machine, cores = results.machine(result), _cores(result)
+        machine, cores = results.machine_of(result), _cores(result)
         if setting.ranks > 1 and any(machine == same and cores <= available for same, available in single):
             counts.add(setting.ranks)
     return sorted(counts)
@@ -202,7 +201,7 @@ def _ranks_without_more_cores(measured: dict[Setting, Result]) -> list[int]:
 
 def _cores(result: Result) -> int:
     """Return the cores that all ranks of a CPU run can use together."""
-    topology = result.topology or results.topology([0])
+    topology = result.topology or results.make_topology([0])
     threads: int = topology["ranks"] * result.devices[0].get("threads", 1)
     if topology.get("launcher") == SRUN.name:
         return threads

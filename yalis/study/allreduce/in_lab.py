@@ -1,7 +1,7 @@
-"""The all-reduce benchmark on the hosts of a lab, beside every algorithm that Open MPI has.
+"""The all-reduce benchmark on the hosts of a lab, with every algorithm of Open MPI for comparison.
 
-`python -m yalis.study.allreduce_lab PLAN FILE` is one rank there; the first says what it does in lines, and writes what
-it found, or what went wrong, into the file.
+`python -m yalis.study.allreduce.in_lab PLAN FILE` runs one rank. Rank 0 prints its progress line by line, and writes
+the result or the error to FILE.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from yalis import results
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.launchers import process_rank
-from yalis.study.allreduce import PLAIN, AllReducePlan, Report, Row, add_speedups, measure
+from yalis.study import results
+from yalis.study.allreduce.benchmark import AllReducePlan, Report, measure
 from yalis.study.lab.hosts import Lab, missing
 from yalis.study.lab.ranks import mpi_missing, mpi_version, started
+from yalis.study.results import Row
+from yalis.study.results.kinds.allreduce import PLAIN_GLOO, add_speedups
 
-MODULE = "yalis.study.allreduce_lab"
+MODULE = "yalis.study.allreduce.in_lab"
 #: Open MPI's own numbers for its ways of doing it. Each needs a launch of its own.
 MPI_ALGORITHMS = {"recursive doubling": 3, "ring": 4, "segmented ring": 5, "Rabenseifner": 6}
 
@@ -84,7 +86,7 @@ def _backends(plan: AllReducePlan) -> tuple[str, ...]:
     if plan.backends:
         return plan.backends
     mpi = () if mpi_missing() else ("mpi",)
-    return ("torch", "hierarchical", *mpi) if plan.tune else (PLAIN, "torch", "hierarchical", *mpi, "auto")
+    return ("torch", "hierarchical", *mpi) if plan.tune else (PLAIN_GLOO, "torch", "hierarchical", *mpi, "auto")
 
 
 def _launches(plan: AllReducePlan) -> list[tuple[str, AllReducePlan]]:
@@ -123,7 +125,7 @@ def _launch(lab: Lab, per_host: int, plan: AllReducePlan, algorithm: str, report
 def main() -> int:
     plan, told = sys.argv[1:]
     try:
-        result = measure(AllReducePlan.told(json.loads(plan)), None, "", _report)
+        result = measure(AllReducePlan.from_json(json.loads(plan)), None, "", _report)
         if result is not None:
             _write(Path(told), asdict(result))
     except YalisError as error:

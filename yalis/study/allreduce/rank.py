@@ -8,7 +8,7 @@ of a decode step does; they are timed by the GPU's clock once all ranks have com
 Before every operation the input is written anew, and the checked one has an output full of NaN: a sum that was never
 taken cannot pass for one of an earlier operation.
 
-`python -m yalis.study.allreduce_rank` is a rank that rank 0 started.
+`python -m yalis.study.allreduce.rank` is a rank that rank 0 started.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.serving import serving
 from yalis.launch.world import World
-from yalis.results import usable_cores
+from yalis.machine import usable_cores
 from yalis.study import bandwidth
-from yalis.study.allreduce import BESIDE_NVRAR, PLAIN, UNLIKE, WORKER, AllReducePlan, Report, Row, make_row
-from yalis.study.allreduce_links import IN_GRAPH, links_of_messages, links_of_pairs, record
+from yalis.study.allreduce.benchmark import INEXACT_BACKENDS, WORKER, AllReducePlan, Report, make_row
+from yalis.study.allreduce.links import IN_GRAPH, links_of_messages, links_of_pairs, record
+from yalis.study.results import Row
+from yalis.study.results.kinds.allreduce import NVRAR_PEERS, PLAIN_GLOO
 
 _SPIN_S = 3e-4  # sleeping ends late by up to this
 _LEAD_S = 0.02  # for all ranks to hear of the first moment
@@ -57,7 +59,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 def take_part(world: World, plan: AllReducePlan | None, report: Report) -> dict[str, Any]:
     """Measure with the other ranks what rank 0's plan says: the same rows on every rank, and what they were made on."""
-    plan = AllReducePlan.told(world.all_gather_object(asdict(plan) if plan else None)[0])
+    plan = AllReducePlan.from_json(world.all_gather_object(asdict(plan) if plan else None)[0])
     world.phase = "measuring"
     config = EngineConfig(device=plan.device, ranks_per_gpu=plan.ranks_per_gpu, ranks_per_node=plan.ranks_per_node)
     device = rank_device(config, world)
@@ -280,7 +282,7 @@ class Field:
         self._under = under
         self._groups: dict[str, Communicator] = {"torch": under}
         if device.type == "cpu":
-            self._groups[PLAIN] = PlainGloo(under)
+            self._groups[PLAIN_GLOO] = PlainGloo(under)
         self.start = Start(world, under)
         self.unlike: set[str] = set()  # whose ranks ended with different bits
 
@@ -299,7 +301,7 @@ class Field:
             (
                 Choice(name, options),
                 mode,
-                enter(self.world, self.start, group, wanted, mode, self.device, promised=name not in UNLIKE),
+                enter(self.world, self.start, group, wanted, mode, self.device, promised=name not in INEXACT_BACKENDS),
             )
             for name in names
             for options in (self._options(name, size) if plan.tune else [{}])
@@ -347,23 +349,23 @@ class Field:
         names = list(plan.backends)
         if not names:
             known = [name for name in BACKENDS.names() if name != "auto" and self._refusal(name) is None]
-            names = [PLAIN, *known] if self.device.type == "cpu" else known
-            names += BESIDE_NVRAR if "nvrar" in known else ()
+            names = [PLAIN_GLOO, *known] if self.device.type == "cpu" else known
+            names += NVRAR_PEERS if "nvrar" in known else ()
         for name in names:
             if reason := self._refusal(name):
                 raise YalisError(f"backend {name!r} cannot be measured here: {reason}; leave it out")
         return names
 
     def _refusal(self, name: str) -> str | None:
-        if name == PLAIN:
+        if name == PLAIN_GLOO:
             return None if self.device.type == "cpu" else f"gloo joins CPUs, and these ranks are on {self.device.type}"
-        return unusable_on_any_rank("nvrar" if name in BESIDE_NVRAR else name, self.world, self.device)
+        return unusable_on_any_rank("nvrar" if name in NVRAR_PEERS else name, self.world, self.device)
 
     def _options(self, name: str, size: int) -> list[dict[str, int | str]]:
         """The ways to do it that are worth trying, if there are several."""
-        if name in (PLAIN, "nvshmem"):
+        if name in (PLAIN_GLOO, "nvshmem"):
             return [{}]
-        if name == "nvrar" or name in BESIDE_NVRAR:
+        if name == "nvrar" or name in NVRAR_PEERS:
             group: Any = self._group("nvrar", {})
             tried: list[dict[str, int | str]] = group.candidate_options(size, name)
             return tried
@@ -378,7 +380,7 @@ class Field:
         return self._groups[key]
 
     def _make(self, name: str, options: dict[str, int | str]) -> Communicator:
-        if name in BESIDE_NVRAR:
+        if name in NVRAR_PEERS:
             return Told(self._group("nvrar", {}), {"algorithm": name, **options})
         if options and hasattr(self._group(name, {}), "all_reduce_with"):
             return Told(self._group(name, {}), options)

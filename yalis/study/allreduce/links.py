@@ -16,10 +16,10 @@ from yalis.comm.topology import Topology
 from yalis.launch.world import World
 from yalis.perfmodel.collectives import Link, Load, fit
 from yalis.study import bandwidth
-from yalis.study.allreduce import WORDS
+from yalis.study.results.kinds.allreduce import LL_FACTOR
 
 if TYPE_CHECKING:
-    from yalis.study.allreduce_rank import Start
+    from yalis.study.allreduce.rank import Start
 
 PINGS, _PINGS_EACH = (1 << 10, 32 << 10, 256 << 10, 1 << 20), 9
 PAIRED, _PAIRED_EACH = (4 << 10, 32 << 10, 128 << 10, 512 << 10), 9
@@ -66,7 +66,7 @@ def links_of_pairs(world: World, topology: Topology, nvrar: CommBackend, start: 
     far = [pair for one, other in ours for pair in zip(one, other, strict=True)]
     times, ring = (_times_of_pairs(world, far, nvrar, start, how) for how in ("nvrar", "ring"))
     latency = max(median(ring[size] - times[size] for size in PAIRED), 0.0)
-    whole = fit([(Load(1, 1, WORDS * size), times[size]) for size in PAIRED])
+    whole = fit([(Load(1, 1, LL_FACTOR * size), times[size]) for size in PAIRED])
     fixed = max(whole.latency - latency, 0.0)
     links: dict[str, Any] = {"fixed": fixed}
     links["between"] = asdict(Link(min(latency, whole.latency), whole.seconds_per_byte))
@@ -74,7 +74,7 @@ def links_of_pairs(world: World, topology: Topology, nvrar: CommBackend, start: 
         near = [ranks[first : first + 2] for ranks in nodes for first in range(0, width, 2)]
         times = _times_of_pairs(world, near, nvrar, start, "nvrar")
         # A half there, to be summed, and a half back.
-        rounds = [(Load(2, 2, WORDS * size), max(times[size] - fixed, 1e-9)) for size in PAIRED]
+        rounds = [(Load(2, 2, LL_FACTOR * size), max(times[size] - fixed, 1e-9)) for size in PAIRED]
         links["inside"] = asdict(fit(rounds))
     return links
 
