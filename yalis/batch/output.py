@@ -1,16 +1,16 @@
-"""The result file of an offline job: whole lines only, each id once, one writer, resumed where it stopped.
+"""The result file of a batch job: complete lines only, each id once, one writer at a time, resumable.
 
-An answer, with "logprobs" when asked for, and with "completions" (all n, the first included) when n > 1:
+A result has "logprobs" if they were requested, and "completions" (all n, including the first) if n > 1:
 
     {"custom_id": ..., "digest": ..., "text": ..., "token_ids": [...], "finish_reason": ..., "prompt_tokens": ...,
      "output_tokens": ..., "error": null}
 
-A line of the input that could not be used:
+The result of an input line that could not be run is an error:
 
     {"custom_id": ..., "digest": ..., "error": {"line": N, "message": ...}}
 
-`digest` stands for what was asked (prompt, sampling, model), so that a result is never taken for that of another line.
-`output_tokens` counts all n completions. There are no times in it, so that two runs of a job can be compared.
+`digest` identifies the request (prompt, sampling, model), so that a result is never mistaken for that of another line.
+`output_tokens` counts all n completions. Results contain no times, so that the files of two runs can be compared.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any
 from yalis.errors import YalisError, YalisFailure
 from yalis.types import Completion, RequestOutput
 
-_START = b'{"custom_id": "'  # how every line of ours begins
-_NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+_LINE_START = b'{"custom_id": "'  # how write() begins every line
+_NO_LOCK_SUPPORT = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 _SYNC_SECONDS = 5.0
 
 
-def answer(output: RequestOutput) -> dict[str, Any]:
-    """A request's result as a flat object."""
+def result_fields(output: RequestOutput) -> dict[str, Any]:
+    """Return a request's result as a flat JSON object."""
     first = completion_fields(output.completions[0])
     first["prompt_tokens"] = len(output.prompt_token_ids)
     first["output_tokens"] = sum(len(completion.token_ids) for completion in output.completions)
@@ -46,22 +46,22 @@ def answer(output: RequestOutput) -> dict[str, Any]:
 
 
 def completion_fields(completion: Completion) -> dict[str, Any]:
-    """One of a request's completions as a flat object."""
-    told: dict[str, Any] = {
+    """Return one completion as a flat JSON object."""
+    fields: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
     }
     if completion.logprobs is not None:
-        told["logprobs"] = [
+        fields["logprobs"] = [
             {
-                "token_id": one.token_id,
-                "logprob": _finite(one.logprob),
-                "top": {str(token): _finite(value) for token, value in one.top.items()},
+                "token_id": token.token_id,
+                "logprob": _finite(token.logprob),
+                "top": {str(id): _finite(value) for id, value in token.top.items()},
             }
-            for one in completion.logprobs
+            for token in completion.logprobs
         ]
-    return told
+    return fields
 
 
 def _finite(value: float) -> float | None:
@@ -69,17 +69,17 @@ def _finite(value: float) -> float | None:
 
 
 class ResultFile:
-    """Opened, locked, checked and cut back to whole lines; then written a line at a time."""
+    """Opening the file locks it, reads its results and removes an incomplete last line; then it is written by line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.digests: dict[str, str | None] = {}  # of every id that is there
-        self.errors: dict[str, str] = {}  # the message of those of them that are errors
+        self.digests: dict[str, str | None] = {}  # of every result in the file, by id
+        self.errors: dict[str, str] = {}  # messages of the results that are errors, by id
         self.locked = True
         self._fd, self._created = _open(path)
         try:
             self.locked = self._lock(self._fd)
-            self._check_in_place()
+            self._check_not_replaced()
             self._end = self._load()
             os.ftruncate(self._fd, self._end)
         except BaseException:
@@ -88,65 +88,68 @@ class ResultFile:
         self._synced = time.monotonic()
 
     def write(self, custom_id: str, digest: str, fields: dict[str, Any]) -> None:
-        """Append one line, whole or not at all."""
+        """Append one result. If it fails, nothing of the line stays in the file."""
         if custom_id in self.digests:
             raise AssertionError(f"{custom_id!r} is already in {self.path}")
-        # ASCII, because some readers take U+2028 for the end of a line.
+        # ASCII, because some readers treat U+2028 as the end of a line.
         row = {"custom_id": custom_id, "digest": digest, **fields}
         line = json.dumps(row, allow_nan=False).encode("ascii") + b"\n"
         try:
             written = 0
-            while written < len(line):  # one call, unless the disk takes only a part
+            while written < len(line):  # usually one call, but a write may be short
                 written += os.pwrite(self._fd, line[written:], self._end + written)
             if time.monotonic() - self._synced > _SYNC_SECONDS:
-                os.fsync(self._fd)  # so that a power cut loses seconds, not hours
+                os.fsync(self._fd)  # a power failure loses at most these seconds of work
                 self._synced = time.monotonic()
         except OSError as error:
-            self._cut_back()
+            self._truncate()
             raise YalisFailure(
-                f"could not write to {self.path}: {error.strerror}; it holds {len(self.digests)} whole "
-                f"result{'' if len(self.digests) == 1 else 's'}, "
-                "so make room and run again to continue"
+                f"could not write to {self.path}: {error.strerror}; it holds {len(self.digests)} complete "
+                f"result{'' if len(self.digests) == 1 else 's'}; "
+                "free some disk space and run the same command again to continue"
             ) from error
         except BaseException:
-            self._cut_back()
+            self._truncate()
             raise
         self._end += len(line)
-        self._note(custom_id, digest, fields.get("error"))
+        self._record(custom_id, digest, fields.get("error"))
 
-    def drop(self, ids: set[str]) -> None:
-        """Take these results out. A file without them takes the place of this one, whole or not at all."""
+    def remove(self, ids: set[str]) -> None:
+        """Remove these results. The file is replaced atomically by one without them."""
         if not ids:
             return
-        place = Path(os.path.realpath(self.path))  # a link stays one
+        path = Path(os.path.realpath(self.path))  # a symbolic link stays in place
         try:
-            fd, made = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}-")
+            fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         except OSError as error:
-            raise YalisFailure(f"cannot write beside {self.path}: {error.strerror}; no result was taken out") from error
+            raise YalisFailure(
+                f"cannot create a file next to {self.path}: {error.strerror}; no result was removed"
+            ) from error
         try:
-            self._lock(fd)  # before it has the name, so that no other job gets between
+            self._lock(fd)  # before the rename, so that no other job can lock it first
             with os.fdopen(os.dup(fd), "wb") as file:
                 file.writelines(raw for raw in self._lines() if json.loads(raw)["custom_id"] not in ids)
             os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
             os.fsync(fd)
-            os.replace(made, place)
+            os.replace(temporary, path)
         except BaseException as error:
             os.close(fd)
             with contextlib.suppress(OSError):
-                os.unlink(made)
+                os.unlink(temporary)
             if isinstance(error, OSError):
-                told = f"could not write beside {self.path}: {error.strerror}; no result was taken out"
-                raise YalisFailure(told) from error
+                raise YalisFailure(
+                    f"could not replace {self.path}: {error.strerror}; no result was removed"
+                ) from error
             raise
         os.close(self._fd)
         self._fd, self._end = fd, os.fstat(fd).st_size
-        _sync_folder(place.parent)  # or a power cut could bring the old file back, without the results still to come
+        _sync_folder(path.parent)  # otherwise a power failure could bring the old file back and lose later results
         for custom_id in ids:
             del self.digests[custom_id]
             self.errors.pop(custom_id, None)
 
     def close(self) -> None:
-        """Have the disk hold everything, and give the lock back. A file that we made and left empty goes."""
+        """Sync the file to disk and release the lock. A file that this object created and left empty is removed."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
@@ -155,19 +158,21 @@ class ResultFile:
                 self._remove(fd)
             os.fsync(fd)
         except OSError as error:
-            told = f"could not write to {self.path}: {error.strerror}; make room and run again to continue"
-            raise YalisFailure(told) from error
+            raise YalisFailure(
+                f"could not write to {self.path}: {error.strerror}; "
+                "free some disk space and run the same command again to continue"
+            ) from error
         finally:
             os.close(fd)
 
     def _remove(self, fd: int) -> None:
-        """Safe under the lock: a job that opened it meanwhile finds it out of place."""
+        """Unlink the file while it is locked: a job that opened it in the meantime fails _check_not_replaced()."""
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                 os.unlink(self.path)
 
-    def _cut_back(self) -> None:
-        with contextlib.suppress(OSError):  # the next run cuts the torn line if this one cannot
+    def _truncate(self) -> None:
+        with contextlib.suppress(OSError):  # the next run removes the incomplete line
             os.ftruncate(self._fd, self._end)
 
     def _lock(self, fd: int) -> bool:
@@ -176,35 +181,35 @@ class ResultFile:
 
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._taken() from None
+            raise self._in_use() from None
         except ImportError:
             return False
         except OSError as error:  # parallel file systems may be mounted without locks
-            if error.errno not in _NO_LOCKS_HERE:
+            if error.errno not in _NO_LOCK_SUPPORT:
                 raise YalisError(f"cannot lock {self.path}: {error.strerror}; give a file on another disk") from error
             return False
         return True
 
-    def _check_in_place(self) -> None:
-        """Another job may have put a new file here between our opening this one and locking it."""
+    def _check_not_replaced(self) -> None:
+        """Raise YalisError if another job replaced the file between opening and locking it."""
         try:
-            in_place = os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+            unchanged = os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except FileNotFoundError:
-            in_place = False
-        if not in_place:
-            raise self._taken()
+            unchanged = False
+        if not unchanged:
+            raise self._in_use()
 
-    def _taken(self) -> YalisError:
+    def _in_use(self) -> YalisError:
         return YalisError(f"another job is writing to {self.path}; wait for it, or give another file")
 
     def _load(self) -> int:
-        """Read the ids that are there; returns where the last whole line ends."""
+        """Read the existing results; returns the offset at which the last complete line ends."""
         end = 0
-        for number, raw in enumerate(self._lines(), 1):
+        for line_number, raw in enumerate(self._lines(), 1):
             if not raw.endswith(b"\n"):
-                self._check_torn(raw)
+                self._check_incomplete(raw)
                 break
-            self._take(number, raw)
+            self._load_line(line_number, raw)
             end += len(raw)
         return end
 
@@ -213,35 +218,35 @@ class ResultFile:
             file.seek(0)
             yield from file
 
-    def _take(self, number: int, raw: bytes) -> None:
+    def _load_line(self, line_number: int, raw: bytes) -> None:
         try:
             row = json.loads(raw)
             custom_id, error = row["custom_id"], row["error"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise YalisError(
-                f"line {number} of {self.path} is not a result of yalis batch; give another file, or take that line out"
+                f"line {line_number} of {self.path} is not a result of yalis batch; give another file, or remove that line"
             ) from None
         if not isinstance(custom_id, str) or custom_id in self.digests:
             raise YalisError(
-                f"line {number} of {self.path} has custom_id {custom_id!r} a second time; "
-                "give another file, or take that line out"
+                f"line {line_number} of {self.path} has custom_id {custom_id!r} a second time; "
+                "give another file, or remove that line"
             )
-        self._note(custom_id, row.get("digest"), error)
+        self._record(custom_id, row.get("digest"), error)
 
-    def _note(self, custom_id: str, digest: str | None, error: Any) -> None:
+    def _record(self, custom_id: str, digest: str | None, error: Any) -> None:
         self.digests[custom_id] = digest
         if error is not None:
             self.errors[custom_id] = str(error.get("message")) if isinstance(error, dict) else str(error)
 
-    def _check_torn(self, raw: bytes) -> None:
-        """A last line without its end is cut off, but only if it can be one of ours."""
-        common = min(len(raw), len(_START))
-        if raw[:common] != _START[:common] and raw.strip(b"\0"):  # zeros: what a power cut may leave
+    def _check_incomplete(self, raw: bytes) -> None:
+        """Raise YalisError if the last line, which has no newline, cannot be the beginning of a result."""
+        common = min(len(raw), len(_LINE_START))
+        if raw[:common] != _LINE_START[:common] and raw.strip(b"\0"):  # a power failure may leave zeros
             raise YalisError(f"{self.path} does not end with a result of yalis batch; give another file")
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Its descriptor, and whether this made the file."""
+    """Open the file for reading and writing; returns its descriptor and whether this call created it."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
     try:
         with contextlib.suppress(FileExistsError):
@@ -251,7 +256,7 @@ def _open(path: Path) -> tuple[int, bool]:
         raise _unwritable(path, error) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise YalisError(f"{path} is not a plain file, so results could not be resumed; give a file")
+        raise YalisError(f"{path} is not a regular file, so the job could not be resumed; give a file")
     return fd, False
 
 
@@ -259,13 +264,13 @@ def _unwritable(path: Path, error: OSError) -> YalisError:
     folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
     if isinstance(error, FileNotFoundError) and not folder.exists():
         return YalisError(
-            f"cannot write to {path}: there is no folder {folder}; make it first, or give a file elsewhere"
+            f"cannot write to {path}: there is no folder {folder}; create it first, or give a file elsewhere"
         )
     return YalisError(f"cannot write to {path}: {error.strerror}; give a file elsewhere")
 
 
 def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # not every file system lets a folder be opened
+    with contextlib.suppress(OSError):  # not every file system allows opening a folder
         fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)

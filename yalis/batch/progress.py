@@ -1,29 +1,30 @@
-"""How far an offline job is, how fast it goes and how long it may still take."""
+"""Progress of a batch job: results so far, throughput, and an estimate of the time left."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-_HALF_LIFE = 5.0  # seconds; one request alone goes faster than in a crowd
+# Seconds after which an observation of the speed counts half: requests run faster when fewer share the engine.
+_HALF_LIFE = 5.0
 
 
 @dataclass(frozen=True)
 class TimeLeft:
     seconds: float
-    at_most: bool  # every answer so far ran to its limit; one that ends by itself makes it less
+    at_most: bool  # an upper bound: so far every completion reached its max_tokens, and later ones may end earlier
 
 
 @dataclass(frozen=True)
 class JobProgress:
-    total: int  # lines of the input that ask for something
-    done: int  # of them, in the result file
-    errors: int  # of those, results that are errors
-    resumed: int  # in the file before this run
+    total: int  # lines of the input that are not blank
+    done: int  # lines that have a result
+    errors: int  # results that are errors
+    resumed: int  # results that the file had before this run
     output_tokens: int  # in the results of this run
-    seconds: float  # since this run's first request
-    running: int = 0  # requests that have tokens and no result yet
-    generated: int = 0  # tokens of this run, with those of running requests
-    left: TimeLeft | None = None  # None while nothing sensible can be said
+    seconds: float  # since the first request of this run
+    running: int = 0  # requests with tokens but without a result
+    generated: int = 0  # tokens of this run, including those of running requests
+    time_left: TimeLeft | None = None  # None until there is a first result
 
     @property
     def requests_per_s(self) -> float:
@@ -34,46 +35,53 @@ class JobProgress:
         return self.generated / self.seconds if self.seconds > 0 else 0.0
 
 
-class Pace:
-    """What a run has shown of its requests: how much of their limits they use, and how fast one of them goes."""
+class ProgressEstimator:
+    """Estimates the time left from the requests so far: what share of max_tokens they use, and how fast each runs."""
 
     def __init__(self) -> None:
-        self._limits: dict[int, int] = {}  # the most tokens of every request without a result
-        self._submitted = self._allowed = 0  # requests so far, and the sum of their limits
-        self._made = self._could = 0  # tokens of those that ended, and the sum of their limits
-        # Seconds that requests ran, summed over them, and tokens that they made; what is long ago counts less.
-        self._busy = self._recent = 0.0
+        self._limits: dict[int, int] = {}  # max tokens of every request without a result, by id
+        self._num_submitted = self._submitted_limits = 0  # requests so far, and the sum of their limits
+        self._finished_tokens = self._finished_limits = 0  # of the requests that have finished
+        # Running time summed over requests, and the tokens generated in it; both decay with the half-life.
+        self._recent_seconds = self._recent_tokens = 0.0
 
     def submit(self, request_id: int, limit: int) -> None:
+        """Add a request that generates at most `limit` tokens."""
         self._limits[request_id] = limit
-        self._submitted += 1
-        self._allowed += limit
+        self._num_submitted += 1
+        self._submitted_limits += limit
 
     def finish(self, request_id: int, tokens: int) -> None:
-        self._made += tokens
-        self._could += self._limits.pop(request_id)
+        self._finished_tokens += tokens
+        self._finished_limits += self._limits.pop(request_id)
 
-    def look(self, before: JobProgress, seconds: float, so_far: dict[int, int]) -> JobProgress:
-        """The progress now; `so_far` has the tokens of every request without a result."""
-        running = sum(tokens > 0 for tokens in so_far.values())
-        now = replace(before, seconds=seconds, running=running, generated=self._made + sum(so_far.values()))
-        keep = 0.5 ** ((seconds - before.seconds) / _HALF_LIFE)
-        self._busy = keep * self._busy + running * (seconds - before.seconds)
-        self._recent = keep * self._recent + now.generated - before.generated
-        return replace(now, left=self._time_left(now, so_far))
+    def update(self, before: JobProgress, seconds: float, tokens_so_far: dict[int, int]) -> JobProgress:
+        """Return the progress now. `tokens_so_far` has the tokens of every request without a result, by id."""
+        running = sum(tokens > 0 for tokens in tokens_so_far.values())
+        generated = self._finished_tokens + sum(tokens_so_far.values())
+        now = replace(before, seconds=seconds, running=running, generated=generated)
+        decay = 0.5 ** ((seconds - before.seconds) / _HALF_LIFE)
+        self._recent_seconds = decay * self._recent_seconds + running * (seconds - before.seconds)
+        self._recent_tokens = decay * self._recent_tokens + now.generated - before.generated
+        return replace(now, time_left=self._time_left(now, tokens_so_far))
 
-    def _time_left(self, now: JobProgress, so_far: dict[int, int]) -> TimeLeft | None:
-        """As long as all the work takes at the rate of the run, or the longest answer at the speed of one."""
-        if not self._made or not now.tokens_per_s:
+    def _time_left(self, now: JobProgress, tokens_so_far: dict[int, int]) -> TimeLeft | None:
+        """Return the larger of two estimates: all remaining tokens at the throughput of the run, or the longest
+        remaining completion at the recent speed of a single request."""
+        if not self._finished_tokens or not now.tokens_per_s:
             return None
-        share = self._made / self._could
-        ahead = [_tokens_left(self._limits[id], made, share) for id, made in so_far.items()]
-        unread = (now.total - now.done - len(so_far)) * share * self._allowed / self._submitted
-        all_of_it = (sum(ahead) + unread) / now.tokens_per_s
-        longest = max(ahead, default=0.0) * self._busy / self._recent if self._recent else 0.0
-        return TimeLeft(max(all_of_it, longest), at_most=share == 1.0)
+        used_share = self._finished_tokens / self._finished_limits
+        remaining = [_remaining_tokens(self._limits[id], tokens, used_share) for id, tokens in tokens_so_far.items()]
+        num_unread = now.total - now.done - len(tokens_so_far)
+        unread_tokens = num_unread * used_share * self._submitted_limits / self._num_submitted
+        whole_job = (sum(remaining) + unread_tokens) / now.tokens_per_s
+        longest = 0.0
+        if self._recent_tokens:
+            longest = max(remaining, default=0.0) * self._recent_seconds / self._recent_tokens
+        return TimeLeft(max(whole_job, longest), at_most=used_share == 1.0)
 
 
-def _tokens_left(limit: int, made: int, share: float) -> float:
-    """The usual share of its limit; an answer that has come far may well go as far again."""
-    return min(limit - made, max(share * limit - made, made))
+def _remaining_tokens(limit: int, tokens: int, used_share: float) -> float:
+    """Estimate the tokens that a request will still generate: up to the usual share of its limit, and at least as many
+    again as it already has, but never beyond its limit."""
+    return min(limit - tokens, max(used_share * limit - tokens, tokens))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from yalis.batch.input import BadLine, parse, read_raw
+from yalis.batch.input import InvalidLine, parse, read_raw
 from yalis.errors import YalisError
 from yalis.study.peers.process import PEERS
 from yalis.study.workloads import Workload, random_prompt
@@ -87,8 +87,8 @@ def read_dataset(path: Path, limit: int | None) -> list[TimedRequest]:
         with path.open("rb") as file:
             for raw in read_raw(file):
                 line = parse(raw, "", {})
-                if isinstance(line, BadLine):
-                    raise YalisError(f"line {line.number} of {path} is invalid: {line.message}")
+                if isinstance(line, InvalidLine):
+                    raise YalisError(f"line {line.line_number} of {path} is invalid: {line.message}")
                 requests.append(TimedRequest(line.prompt, line.sampling, 0.0))
                 if len(requests) == limit:
                     break
