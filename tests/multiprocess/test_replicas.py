@@ -168,7 +168,7 @@ def test_under_a_launcher_rank_0_writes(tmp_path: Path, model: str) -> None:
     with Batch(source, target, model, "--dp=2", torchrun=2) as batch:  # nothing is left to do, so no model is made
         status, errors = batch.finish(within=30)
         assert status == 0, errors
-    assert errors.count("; 20 were there before") == 1
+    assert errors.count("; 20 were from an earlier run") == 1
     assert target.read_bytes() == before
 
 

@@ -1,4 +1,4 @@
-"""Reading the lines of an offline job."""
+"""Reading the lines of a batch job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yalis.batch.input import BadLine, GoodLine, line_seed, parse, read_raw, survey
+from yalis.batch.input import InvalidLine, RequestLine, index_lines, line_seed, parse, read_raw
 from yalis.errors import YalisError
 
 
@@ -18,20 +18,20 @@ def lines(*rows: Any) -> io.BytesIO:
     return io.BytesIO(b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows))
 
 
-def parse_one(row: Any, **defaults: Any) -> GoodLine | BadLine:
+def parse_one(row: Any, **defaults: Any) -> RequestLine | InvalidLine:
     (raw,) = read_raw(lines(row))
     return parse(raw, "model", defaults)
 
 
-def good(row: Any, **defaults: Any) -> GoodLine:
+def good(row: Any, **defaults: Any) -> RequestLine:
     line = parse_one(row, **defaults)
-    assert isinstance(line, GoodLine), line
+    assert isinstance(line, RequestLine), line
     return line
 
 
 def bad(row: Any, **defaults: Any) -> str:
     line = parse_one(row, **defaults)
-    assert isinstance(line, BadLine), line
+    assert isinstance(line, InvalidLine), line
     return line.message
 
 
@@ -58,13 +58,13 @@ def test_plain_line_and_defaults() -> None:
     assert good({"messages": [{"role": "user", "content": parts}]}).prompt == [{"role": "user", "content": "ab"}]
 
 
-def test_completions_logprobs_are_a_number() -> None:
+def test_logprobs_of_a_completion_request_are_a_count() -> None:
     assert good({"prompt": "x", "logprobs": 4}).sampling.logprobs == 4
     assert good({"prompt": "x", "logprobs": False}).sampling.logprobs is None
     assert good({"prompt": "x", "logprobs": True}).sampling.logprobs == 0
 
 
-def test_every_line_has_a_seed_of_its_own_that_never_changes() -> None:
+def test_every_line_has_its_own_reproducible_seed() -> None:
     first, again = good({"custom_id": "a", "prompt": "x"}), good({"custom_id": "a", "prompt": "x"})
     other, shifted = good({"custom_id": "b", "prompt": "x"}), good({"custom_id": "a", "prompt": "x"}, seed=1)
     assert first.sampling.seed == again.sampling.seed == line_seed("a", None) == 5690829181965289459
@@ -73,7 +73,7 @@ def test_every_line_has_a_seed_of_its_own_that_never_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "expected"),
     [
         (b"{not json\n", "not JSON"),
         (b"\xff\xfe\n", "not UTF-8"),
@@ -98,38 +98,40 @@ def test_every_line_has_a_seed_of_its_own_that_never_changes() -> None:
         ({"prompt": "x", "max_tokens": 3, "max_completion_tokens": 4}, "give one of them"),
         ({"prompt": "x", "top_logprobs": 4}, "without logprobs"),
         ({"custom_id": 7, "prompt": "x"}, "custom_id is 7"),
-        ({"custom_id": "a", "body": {"prompt": "x"}, "temperature": 1}, "beside its body"),
+        ({"custom_id": "a", "body": {"prompt": "x"}, "temperature": 1}, "next to its body"),
     ],
 )
-def test_a_bad_line_is_a_sentence(row: Any, words: str) -> None:
+def test_an_invalid_line_has_a_one_line_message(row: Any, expected: str) -> None:
     message = bad(row)
-    assert words in message
+    assert expected in message
     assert "\n" not in message
 
 
-def test_every_field_that_the_message_lists_is_taken() -> None:
+def test_every_field_listed_in_the_message_is_accepted() -> None:
     accepted, ignored = bad({"prompt": "x", "tools": []}).split("accepted: ", 1)[1].split("; accepted and ignored: ")
     assert {"max_completion_tokens", "top_logprobs", "seed"} <= set(accepted.split(", "))
     assert {"model", "user", "metadata", "stream"} <= set(ignored.split(", "))
     for name in ignored.split(", "):
         good({"prompt": "x", name: "anything"})
-    for name in accepted.split(", "):  # a wrong value is refused for itself
+    for name in accepted.split(", "):  # a wrong value gets a message of its own
         assert "is not supported; accepted" not in str(parse_one({"prompt": "x", name: "anything"}))
 
 
 def test_line_numbers_count_blank_lines_and_skip_a_byte_order_mark() -> None:
     file = lines(b"\xef\xbb\xbf" + b'{"prompt": "a"}\n', b"\n", b"  \r\n", b'{"prompt": "b"}')  # no newline at the end
-    assert [(line.number, line.custom_id) for line in read_raw(file)] == [(1, "line-1"), (4, "line-4")]
+    assert [(line.line_number, line.custom_id) for line in read_raw(file)] == [(1, "line-1"), (4, "line-4")]
 
 
 def test_duplicate_ids_name_both_lines() -> None:
     with pytest.raises(YalisError, match=r"lines 1 and 3 of in.jsonl both have custom_id 'a'"):
-        survey(lines({"custom_id": "a"}, {"custom_id": "b"}, {"custom_id": "a"}), "in.jsonl", "model", {})
-    with pytest.raises(YalisError, match=r"lines 1 and 2 .*'line-2'"):  # a made-up name that another line already has
-        survey(lines({"custom_id": "line-2"}, {"prompt": "x"}), "in.jsonl", "model", {})
+        index_lines(lines({"custom_id": "a"}, {"custom_id": "b"}, {"custom_id": "a"}), "in.jsonl", "model", {})
+    with pytest.raises(
+        YalisError, match=r"lines 1 and 2 .*'line-2'"
+    ):  # the default id of line 2 is the custom_id of line 1
+        index_lines(lines({"custom_id": "line-2"}, {"prompt": "x"}), "in.jsonl", "model", {})
 
 
-def test_the_digest_is_of_what_an_answer_depends_on() -> None:
+def test_the_digest_covers_everything_a_result_depends_on() -> None:
     def digest(row: dict[str, Any], model: str = "model", **defaults: Any) -> str:
         (raw,) = read_raw(lines({"custom_id": "a", **row}))
         return parse(raw, model, defaults).digest
@@ -162,4 +164,4 @@ _json = st.recursive(
 @given(row=_json | st.binary(max_size=20).map(lambda b: b.replace(b"\n", b"") + b"\n"))
 def test_no_line_raises(row: Any) -> None:
     for raw in read_raw(lines(row)):
-        assert isinstance(parse(raw, "model", {}), (GoodLine, BadLine))
+        assert isinstance(parse(raw, "model", {}), (RequestLine, InvalidLine))

@@ -1,4 +1,4 @@
-"""Whole offline jobs on a tiny model: every line once, whatever interrupts, and the same answers as undisturbed."""
+"""Whole batch jobs on a tiny model: one result per line, equal to those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def answers(path: Path) -> dict[str, Any]:
-    """By id; checks that every line is whole and every id there once."""
+    """Read the results by id; checks that every line is complete and every id unique."""
     rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     assert path.read_bytes().endswith(b"\n")
     by_id = {row["custom_id"]: row for row in rows}
@@ -66,8 +66,8 @@ def run(source: Path, target: Path, model: str, **defaults: Any) -> JobProgress:
         return job.run(lambda: LLM(model, **ENGINE))
 
 
-class Impatient:
-    """Ctrl-C when so many results are there."""
+class InterruptAfter:
+    """Raises KeyboardInterrupt once `after` results are written."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -92,7 +92,7 @@ def test_every_line_gets_its_result(tmp_path: Path, model: str) -> None:
     one = found["q1"]
     assert one["error"] is None
     assert one["output_tokens"] == len(one["token_ids"]) == requests(30)[1]["max_tokens"]
-    with LLM(model, **ENGINE) as llm:  # the answer is the one that the library gives alone
+    with LLM(model, **ENGINE) as llm:  # the same request through generate()
         row = requests(30)[1]
         greedy = run(save(tmp_path / "one", [{**row, "temperature": 0}]), tmp_path / "one.out", model)
         assert greedy.done == 1
@@ -100,58 +100,60 @@ def test_every_line_gets_its_result(tmp_path: Path, model: str) -> None:
         assert answers(tmp_path / "one.out")["q1"]["token_ids"] == alone.token_ids
 
 
-def test_interrupted_and_resumed_equals_undisturbed(tmp_path: Path, model: str) -> None:
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, model: str) -> None:
     source = save(tmp_path / "in", requests(40))
     run(source, tmp_path / "whole", model)
     for after in (1, 13, 27):
         with BatchJob(source, tmp_path / "out", model) as job, pytest.raises(KeyboardInterrupt):
-            job.run(lambda: LLM(model, **ENGINE), report=Impatient(after))
+            job.run(lambda: LLM(model, **ENGINE), report=InterruptAfter(after))
         assert after <= len(answers(tmp_path / "out")) < 40
     end = run(source, tmp_path / "out", model)
     assert end.resumed > 0
     assert answers(tmp_path / "out") == answers(tmp_path / "whole")
 
 
-def test_tokens_count_as_they_are_made(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("yalis.batch.job.LOOK_SECONDS", 0.0)
+def test_progress_counts_tokens_of_running_requests(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("yalis.batch.job.UPDATE_SECONDS", 0.0)
     rows = [{"prompt": "ab", "max_tokens": length, "ignore_eos": True, "n": 2} for length in (3, 40)]
     seen: list[JobProgress] = []
     with BatchJob(save(tmp_path / "in", rows), tmp_path / "out", model) as job:
         end = job.run(lambda: LLM(model, **ENGINE), report=seen.append)
     first = next(now for now in seen if now.generated)
-    assert (first.done, first.running, first.left) == (0, 2, None)
+    assert (first.done, first.running, first.time_left) == (0, 2, None)
     assert first.tokens_per_s > 0
     assert [now.generated for now in seen] == sorted(now.generated for now in seen)
     last = [now for now in seen if now.done == 1]
     assert {now.running for now in last} == {1}
-    assert all(now.left is not None and now.left.seconds > 0 and now.left.at_most for now in last)
+    assert all(now.time_left is not None and now.time_left.seconds > 0 and now.time_left.at_most for now in last)
     assert (end.running, end.generated, end.output_tokens) == (0, 86, 86)
 
 
 def test_only_a_window_of_the_input_is_held(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = 0
+    max_unfinished = 0
     submit = LLM.submit
 
-    def watch(self: LLM, *args: Any) -> int:
-        nonlocal most
-        taken = submit(self, *args)
-        most = max(most, self.num_unfinished)
-        return taken
+    def counting_submit(self: LLM, *args: Any) -> int:
+        nonlocal max_unfinished
+        request_id = submit(self, *args)
+        max_unfinished = max(max_unfinished, self.num_unfinished)
+        return request_id
 
-    monkeypatch.setattr(LLM, "submit", watch)
+    monkeypatch.setattr(LLM, "submit", counting_submit)
     rows = [{"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True}] * 100
     end = run(save(tmp_path / "in", rows), tmp_path / "out", model)
     assert end.done == 100
-    assert most == WINDOW * 4
+    assert max_unfinished == WINDOW * 4
 
 
-def test_nothing_left_loads_no_model(tmp_path: Path, model: str) -> None:
+def test_a_finished_job_loads_no_model(tmp_path: Path, model: str) -> None:
     source, target = save(tmp_path / "in", requests(9)), tmp_path / "out"
     run(source, target, model)
     before = target.read_bytes()
 
     def never() -> LLM:
-        raise AssertionError("loaded a model for nothing")
+        raise AssertionError("loaded a model without need")
 
     with BatchJob(source, target, model) as job:
         assert job.run(never).resumed == 9
@@ -176,15 +178,15 @@ def test_refused_before_any_work(tmp_path: Path) -> None:
     writer.join()
 
 
-def test_results_nobody_asked_for_stay(tmp_path: Path, model: str) -> None:
+def test_results_with_unknown_ids_are_kept(tmp_path: Path, model: str) -> None:
     target = save(tmp_path / "out", [{"custom_id": "old", "error": None}])
     with BatchJob(save(tmp_path / "in", [{"prompt": "x", "max_tokens": 1}]), target, model) as job:
-        assert job.strangers == ["old"]
+        assert job.unknown_ids == ["old"]
         assert job.run(lambda: LLM(model, **ENGINE)).done == 1
     assert set(answers(target)) == {"old", "line-1"}
 
 
-def test_lines_added_or_changed_meanwhile_wait(tmp_path: Path, model: str) -> None:
+def test_lines_added_or_changed_during_a_job_are_left_to_the_next(tmp_path: Path, model: str) -> None:
     first, second = {"prompt": "x", "max_tokens": 1}, {"custom_id": "b", "prompt": "y", "max_tokens": 1}
     source = save(tmp_path / "in", [first, second])
     with BatchJob(source, tmp_path / "out", model) as job:
@@ -193,7 +195,7 @@ def test_lines_added_or_changed_meanwhile_wait(tmp_path: Path, model: str) -> No
     assert set(answers(tmp_path / "out")) == {"line-1"}
 
 
-def test_a_hopeless_line_is_an_error_and_the_others_go_on(tmp_path: Path, model: str) -> None:
+def test_a_line_that_cannot_run_is_an_error_and_the_others_run(tmp_path: Path, model: str) -> None:
     half = "\ud800"
     odd: list[dict[str, Any]] = [
         {"prompt": f"a{half}"},
@@ -224,25 +226,25 @@ def test_a_result_of_another_request_is_refused(tmp_path: Path, model: str) -> N
     run(source, target, model)
     before = target.read_bytes()
     moved = save(tmp_path / "moved", [{"prompt": "new"}, *rows])  # every line-N is now another
-    with pytest.raises(YalisError, match=r"out has a result for 'line-1' of another prompt.* line 1 .* another file"):
+    with pytest.raises(YalisError, match=r"out has a result for 'line-1' with another prompt.* line 1 .* another file"):
         run(moved, target, model)
-    with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model, dtype or sampling"):
+    with pytest.raises(YalisError, match="result for 'line-1' with another prompt, model, dtype or sampling"):
         run(source, target, model, temperature=1.0)
-    with pytest.raises(YalisError, match="result for 'line-1' of another prompt, model, dtype or sampling"):
+    with pytest.raises(YalisError, match="result for 'line-1' with another prompt, model, dtype or sampling"):
         BatchJob(source, target, "another model")
     assert target.read_bytes() == before
     assert run(save(tmp_path / "longer", [*rows, {"prompt": "z", "max_tokens": 1}]), target, model).resumed == 2
     assert target.read_bytes().startswith(before)
 
 
-def test_errors_are_tried_again_when_asked(tmp_path: Path, model: str) -> None:
+def test_retry_errors_runs_error_lines_again(tmp_path: Path, model: str) -> None:
     rows = [{"prompt": "x", "max_tokens": 1}, {"prompt": "", "max_tokens": 1}, {"max_tokens": 1}]
     source, target = save(tmp_path / "in", rows), tmp_path / "out"
     assert run(source, target, model).errors == 2
     with target.open("a") as file:
         file.write('{"custom_id": "old", "error": {"line": 9, "message": "no"}}\n')
     first = answers(target)
-    rows[2]["prompt"] = "mended"
+    rows[2]["prompt"] = "fixed"
     save(source, rows)
     with pytest.raises(YalisError, match=r"result for 'line-3' .* or add --retry-errors"):
         run(source, target, model)
@@ -258,9 +260,9 @@ def test_errors_are_tried_again_when_asked(tmp_path: Path, model: str) -> None:
     }
     save(source, [{"prompt": "other", "max_tokens": 1}, *rows[1:]])
     before = target.read_bytes()
-    with pytest.raises(YalisError, match="result for 'line-1' of another prompt"):
+    with pytest.raises(YalisError, match="result for 'line-1' with another prompt"):
         BatchJob(source, target, model, retry_errors=True)
-    assert target.read_bytes() == before  # refused before anything is taken out
+    assert target.read_bytes() == before  # refused before anything is removed
 
 
 def _command(source: Path, target: Path, model: str) -> list[str]:
@@ -272,32 +274,32 @@ def _batch(source: Path, target: Path, model: str, *flags: str) -> int:
     return main([*_command(source, target, model)[3:], *flags])
 
 
-def test_the_exit_status_and_what_to_do_about_errors(
+def test_exit_status_and_hint_after_errors(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target = save(tmp_path / "in", [{"prompt": ""}, {"prompt": 3}]), tmp_path / "out"
     capsys.readouterr()
     assert _batch(source, target, model) == 1
-    hint = "holds all 2 results, 2 of them errors (once mended, --retry-errors tries them again)"
-    why = f"the first error is of line 1 of {source}: the prompt is empty; give at least one character or token id"
+    hint = "holds all 2 results, 2 of them errors (after a fix, --retry-errors runs them again)"
+    why = f"the first error is in line 1 of {source}: the prompt is empty; give at least one character or token id"
     assert capsys.readouterr().err == f"yalis: {target} {hint}\nyalis: {why}\n"
     assert _batch(save(source, [{"prompt": "x", "max_tokens": 1}, {"prompt": 3}]), target, model, "--retry-errors") == 0
-    said = capsys.readouterr().err
-    assert "holds all 2 results, 1 of them errors (once mended, --retry-errors tries it again)" in said
-    assert f"the error is of line 2 of {source}: prompt is neither" in said
+    output = capsys.readouterr().err
+    assert "holds all 2 results, 1 of them errors (after a fix, --retry-errors runs it again)" in output
+    assert f"the error is in line 2 of {source}: prompt is neither" in output
     monkeypatch.chdir(Path(model).parent)  # another spelling of the same model
     assert _batch(source, target, Path(model).name) == 0
-    assert "; 2 were there before" in capsys.readouterr().err
+    assert "; 2 were from an earlier run" in capsys.readouterr().err
     for other in (["--load", "random"], ["--dtype", "bfloat16"]):
         assert _batch(source, target, model, *other) == 2
-        assert "of another prompt, model, dtype or sampling" in capsys.readouterr().err
+        assert "with another prompt, model, dtype or sampling" in capsys.readouterr().err
     assert _batch(save(tmp_path / "empty", []), tmp_path / "none", model) == 0
     assert capsys.readouterr().err == f"yalis: {tmp_path / 'empty'} has no lines\n"
     assert _batch(save(source, [{"prompt": "x"}]), tmp_path / "none", str(tmp_path / "no-model")) == 2
     assert not (tmp_path / "none").exists()  # after either
 
 
-def test_standard_streams_are_refused_by_their_short_name(
+def test_a_dash_for_input_or_output_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -305,24 +307,24 @@ def test_standard_streams_are_refused_by_their_short_name(
     assert main(["batch", "-", "out"]) == 2
     assert "standard input can be read only once" in capsys.readouterr().err
     assert main(["batch", str(source), "-"]) == 2
-    assert "results on standard output could not be resumed; give a file" in capsys.readouterr().err
+    assert "a job that writes to standard output could not be resumed; give a file" in capsys.readouterr().err
     assert os.listdir() == ["in"]
 
 
-def test_one_result_is_not_several(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_about_a_single_result(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = save(tmp_path / "in", [{"prompt": 3}]), tmp_path / "out"
     capsys.readouterr()
     assert _batch(source, target, model) == 1
-    told = f"yalis: {target} holds the one result, an error (once mended, --retry-errors tries it again)"
-    why = f"yalis: the error is of line 1 of {source}: prompt is neither a text nor a list of token ids; "
-    assert capsys.readouterr().err.startswith(f"{told}\n{why}")
+    message = f"yalis: {target} holds the one result, an error (after a fix, --retry-errors runs it again)"
+    why = f"yalis: the error is in line 1 of {source}: prompt is neither a text nor a list of token ids; "
+    assert capsys.readouterr().err.startswith(f"{message}\n{why}")
     assert _batch(source, target, model) == 1
-    assert capsys.readouterr().err.startswith(f"{told}; 1 was there before\n{why}")
+    assert capsys.readouterr().err.startswith(f"{message}; 1 was from an earlier run\n{why}")
     assert _batch(save(source, []), target, model) == 0
-    assert f"{target} also holds 1 result that the input does not ask for" in capsys.readouterr().err
+    assert f"{target} also holds 1 result whose id is not in the input" in capsys.readouterr().err
 
 
-def test_a_failure_on_the_way_says_how_to_go_on(
+def test_a_failure_during_the_job_prints_how_to_resume(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target = save(tmp_path / "in", requests(8)), tmp_path / "out"
@@ -344,8 +346,10 @@ def test_a_failure_on_the_way_says_how_to_go_on(
     with monkeypatch.context() as patch:
         patch.setattr(LLM, "poll", fail_later)
         assert _batch(source, target, model) == 1
-    told = f"error: rank 1 died while running; {target} holds {len(answers(target))} of 8 results; run the same command"
-    assert told in capsys.readouterr().err
+    message = (
+        f"error: rank 1 died while running; {target} holds {len(answers(target))} of 8 results; run the same command"
+    )
+    assert message in capsys.readouterr().err
     assert _batch(source, target, model) == 0
     assert len(answers(target)) == 8
 
@@ -356,7 +360,7 @@ def test_ctrl_c_while_the_input_is_read(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("yalis.batch.job.survey", interrupted)
+    monkeypatch.setattr("yalis.batch.job.index_lines", interrupted)
     assert _batch(save(tmp_path / "in", [{"prompt": "x"}]), tmp_path / "out", "model") == 130
     assert capsys.readouterr().err == "yalis: stopped\n"
 
@@ -379,16 +383,16 @@ def test_a_ctrl_c_between_writing_and_counting_loses_no_count(
     assert f"stopped: {target} holds 1 of 8 results;" in capsys.readouterr().err
 
 
-def _stop_when(process: subprocess.Popen[bytes], target: Path, size: int, how: signal.Signals) -> None:
+def _stop_when(process: subprocess.Popen[bytes], target: Path, size: int, signum: signal.Signals) -> None:
     while process.poll() is None and (target.stat().st_size if target.exists() else 0) < size:
         time.sleep(0.0005)
-    process.send_signal(how)
+    process.send_signal(signum)
 
 
-def test_killed_at_any_moment_the_finished_file_is_the_same(tmp_path: Path, model: str) -> None:
+def test_a_job_killed_at_random_times_ends_with_the_same_results(tmp_path: Path, model: str) -> None:
     source, target, rng = save(tmp_path / "in", requests(120)), tmp_path / "out", random.Random(3)
     assert _batch(source, tmp_path / "whole", model) == 0
-    undisturbed = answers(tmp_path / "whole")
+    uninterrupted = answers(tmp_path / "whole")
     step = (tmp_path / "whole").stat().st_size // 4
     killed, reached = 0, 0
     for _ in range(3):
@@ -396,20 +400,22 @@ def test_killed_at_any_moment_the_finished_file_is_the_same(tmp_path: Path, mode
             _stop_when(process, target, reached + rng.randint(1, step), signal.SIGKILL)
         killed += process.returncode == -signal.SIGKILL
         reached = target.stat().st_size
-    assert killed == 3  # each was still at work
+    assert killed == 3  # each was killed before it finished
     with target.open("ab") as file:
-        file.write(b'{"custom_id": "q1')  # as if the last kill had torn a line
+        file.write(b'{"custom_id": "q1')  # as if the last kill had left an incomplete line
     done = subprocess.run(_command(source, target, model), stderr=subprocess.PIPE, check=True)
     assert b"holds all 120 results, 2 of them errors" in done.stderr
-    assert answers(target) == undisturbed
+    assert answers(target) == uninterrupted
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "ignored"),
+    ("signum", "status", "ignored"),
     [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, False), (signal.SIGTERM, 143, True)],
     ids=["Ctrl-C", "SIGTERM", "SIGTERM in the background"],
 )
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path, model: str, how: signal.Signals, status: int, ignored: bool) -> None:
+def test_ctrl_c_prints_how_to_resume(
+    tmp_path: Path, model: str, signum: signal.Signals, status: int, ignored: bool
+) -> None:
     """A shell has what it starts in the background ignore Ctrl-C."""
     source, target = save(tmp_path / "in", requests(120)), tmp_path / "out"
     command = _command(source, target, model)
@@ -418,9 +424,9 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, model: str, how: signal.Signal
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         if ignored:
             _stop_when(process, target, 1000, signal.SIGINT)
-        _stop_when(process, target, 2000, how)
+        _stop_when(process, target, 2000, signum)
         assert process.stderr is not None
-        told = process.stderr.read().decode()
+        message = process.stderr.read().decode()
     assert process.returncode == status
     held = f"{target} holds {len(answers(target))} of 120 results"
-    assert told == f"yalis: stopped: {held}; run the same command again to continue\n"
+    assert message == f"yalis: stopped: {held}; run the same command again to continue\n"

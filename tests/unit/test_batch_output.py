@@ -1,4 +1,4 @@
-"""Writing the results of an offline job: whole lines, once each, whatever happens."""
+"""Writing the results of a batch job: complete lines, each id once, through any interruption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from yalis.batch.output import ResultFile, answer
+from yalis.batch.output import ResultFile, result_fields
 from yalis.errors import YalisError, YalisFailure
 from yalis.types import Completion, Metrics, RequestOutput, TokenLogprobs
 
@@ -38,7 +38,7 @@ def test_resumes_and_counts_errors(tmp_path: Path) -> None:
     assert written(path) == ["a", "b", "c"]
 
 
-def test_any_torn_line_is_cut(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     first = ResultFile(path)
     first.write("a", "d", FIELDS)
@@ -46,7 +46,7 @@ def test_any_torn_line_is_cut(tmp_path: Path) -> None:
     first.write("b\u00e9\ud800", "d", FIELDS)
     first.close()
     data = path.read_bytes()
-    for end in range(whole, len(data)):  # every place where a kill may have torn the second line
+    for end in range(whole, len(data)):  # every length at which a kill may have ended the second line
         path.write_bytes(data[:end])
         torn = ResultFile(path)
         assert torn.digests.keys() == {"a"}
@@ -62,7 +62,7 @@ def test_any_torn_line_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"my diary", b"{}\n", b'{"custom_id": "a"}\n', b"[]\n", b'{"custom_id": 3, "error": null}\n', b"\n"]
 )
-def test_a_foreign_file_is_refused_and_untouched(tmp_path: Path, content: bytes) -> None:
+def test_a_file_of_another_program_is_refused_and_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
     with pytest.raises(YalisError, match=r"out\.jsonl"):
@@ -70,16 +70,16 @@ def test_a_foreign_file_is_refused_and_untouched(tmp_path: Path, content: bytes)
     assert path.read_bytes() == content
 
 
-def test_an_id_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_id_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"custom_id": "a", "error": null}\n' * 2)
     with pytest.raises(YalisError, match=r"line 2 .* second time"):
         ResultFile(path)
 
 
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "out.jsonl")
-    missing = f"there is no folder {tmp_path / 'nowhere'}; make it first, or give a file"
+    missing = f"there is no folder {tmp_path / 'nowhere'}; create it first, or give a file"
     for place, words in (
         (tmp_path, "give a file"),
         (tmp_path / "nowhere" / "out.jsonl", missing),
@@ -90,7 +90,7 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
             ResultFile(place)
 
 
-def test_only_an_empty_file_that_it_made_goes(tmp_path: Path) -> None:
+def test_only_an_empty_file_that_it_created_is_removed(tmp_path: Path) -> None:
     made, found = tmp_path / "made", tmp_path / "found"
     found.touch()
     for path in (made, found):
@@ -99,12 +99,12 @@ def test_only_an_empty_file_that_it_made_goes(tmp_path: Path) -> None:
     assert found.exists()
     mine = ResultFile(made)
     made.unlink()
-    made.touch()  # somebody else's, put in its place
+    made.touch()  # another file with the same name
     mine.close()
     assert made.exists()
 
 
-def test_drop_takes_results_out_and_nothing_else(tmp_path: Path) -> None:
+def test_remove_keeps_all_other_results(tmp_path: Path) -> None:
     path = tmp_path / "real.jsonl"
     file = ResultFile(path)
     for name in ("a", "b", "c"):
@@ -115,7 +115,7 @@ def test_drop_takes_results_out_and_nothing_else(tmp_path: Path) -> None:
     link.symlink_to(path)
     kept = path.read_bytes().splitlines(keepends=True)[1]
     again = ResultFile(link)
-    again.drop({"a", "c"})
+    again.remove({"a", "c"})
     assert (again.digests, again.errors, path.read_bytes()) == ({"b": "d"}, {}, kept)
     with pytest.raises(YalisError, match="another job is writing"):  # the new file is locked as the old one was
         ResultFile(path)
@@ -131,7 +131,7 @@ def test_drop_takes_results_out_and_nothing_else(tmp_path: Path) -> None:
     ("error", "raised"),
     [(OSError(28, "No space left on device"), YalisFailure), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
-def test_a_drop_that_fails_changes_nothing(
+def test_a_failed_remove_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
 ) -> None:
     path = tmp_path / "out.jsonl"
@@ -145,7 +145,7 @@ def test_a_drop_that_fails_changes_nothing(
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(raised):
-        file.drop({"b"})
+        file.remove({"b"})
     assert (path.read_bytes(), list(tmp_path.iterdir())) == (before, [path])
     file.write("c", "d", FIELDS)  # and the file can still be written
     file.close()
@@ -158,7 +158,7 @@ def test_a_file_replaced_before_it_is_locked_is_not_written(tmp_path: Path, monk
         entry.write_bytes(b"")
 
     def late(fd: int, how: int) -> None:
-        os.replace(other, path)  # what drop() of another job does
+        os.replace(other, path)  # as remove() of another job does
         lock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
@@ -189,22 +189,24 @@ def test_two_jobs_cannot_write_together(tmp_path: Path) -> None:
 
 
 def _fill(path: Path) -> list[str]:
-    """Write until the disk refuses; the ids that were taken."""
+    """Write until the disk is full; returns the ids that were written."""
     file, done = ResultFile(path), []
     try:
         for number in range(1000):
             file.write(f"id-{number}", "d", {"text": "x" * 999, "error": None})
             done.append(f"id-{number}")
     except YalisFailure:
-        with pytest.raises(YalisFailure, match="so make room and run again"):  # it stays refused, and stays in order
+        with pytest.raises(
+            YalisFailure, match="free some disk space and run"
+        ):  # still full, and the file still ends with a complete line
             file.write("again", "d", {"text": "x" * 9999, "error": None})
         return done
     finally:
         file.close()
-    raise AssertionError("the disk never refused")
+    raise AssertionError("the disk never became full")
 
 
-def test_a_file_that_may_not_grow_keeps_its_whole_lines(tmp_path: Path) -> None:
+def test_a_file_at_its_size_limit_keeps_complete_lines(tmp_path: Path) -> None:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_700, old[1]))
     try:
@@ -215,7 +217,7 @@ def test_a_file_that_may_not_grow_keeps_its_whole_lines(tmp_path: Path) -> None:
     assert len(done) == 10
 
 
-def test_a_full_disk_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_complete_lines_and_resumes_later(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small disk needs root")
@@ -234,14 +236,14 @@ def test_a_full_disk_keeps_whole_lines_and_goes_on_later(tmp_path: Path) -> None
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_ctrl_c_inside_a_write_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_inside_a_write_leaves_complete_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
     file = ResultFile(path)
     file.write("a", "d", FIELDS)
     real = os.pwrite
 
-    def half(fd: int, data: bytes, at: int) -> int:
-        real(fd, data[: len(data) // 2], at)
+    def half(fd: int, data: bytes, offset: int) -> int:
+        real(fd, data[: len(data) // 2], offset)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "pwrite", half)
@@ -253,7 +255,7 @@ def test_ctrl_c_inside_a_write_leaves_whole_lines(tmp_path: Path, monkeypatch: p
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:3], offset))
     file = ResultFile(tmp_path / "out.jsonl")
     file.write("a", "d", FIELDS)
     file.write("b", "d", FIELDS)
@@ -261,14 +263,14 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert written(tmp_path / "out.jsonl") == ["a", "b"]
 
 
-def test_the_answer_object() -> None:
+def test_the_fields_of_a_result() -> None:
     metrics = Metrics(0.1, 0.1, 0.2, 3, 0, 2)
     one = Completion("ab", [5, 6], "stop", [TokenLogprobs(5, -0.5, {5: -0.5, 9: float("-inf")})], metrics)
     two = Completion("c", [7], "length", None, metrics)
-    told = answer(RequestOutput("p", [1, 2, 3], [one, two]))
-    json.dumps(told, allow_nan=False)
-    assert told["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": {"5": -0.5, "9": None}}]
-    assert (told["text"], told["token_ids"], told["finish_reason"]) == ("ab", [5, 6], "stop")
-    assert (told["prompt_tokens"], told["output_tokens"]) == (3, 3)
-    assert [c["text"] for c in told["completions"]] == ["ab", "c"]
-    assert "completions" not in answer(RequestOutput(None, [1], [two]))
+    fields = result_fields(RequestOutput("p", [1, 2, 3], [one, two]))
+    json.dumps(fields, allow_nan=False)
+    assert fields["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": {"5": -0.5, "9": None}}]
+    assert (fields["text"], fields["token_ids"], fields["finish_reason"]) == ("ab", [5, 6], "stop")
+    assert (fields["prompt_tokens"], fields["output_tokens"]) == (3, 3)
+    assert [c["text"] for c in fields["completions"]] == ["ab", "c"]
+    assert "completions" not in result_fields(RequestOutput(None, [1], [two]))

@@ -155,7 +155,7 @@ def test_commands_in_a_pipe(
     assert main(["chat", *flags]) == 0
     said = capsys.readouterr()
     assert said.out == f"{expected['said'][0]}\n" * 2
-    assert "/reset forgets the conversation, /exit leaves" in said.err
+    assert "/reset clears the conversation, /exit exits" in said.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("/dance\n"))
     assert main(["chat", *flags]) == 2
     assert "unknown command '/dance'; accepted: /reset, /exit, /help" in capsys.readouterr().err
@@ -170,7 +170,7 @@ def test_a_conversation_that_outgrows_the_context(
     out, err = capsys.readouterr()
     assert out.count("\n") == 1
     assert "the conversation has grown to " in err
-    assert "/reset forgets it" in err
+    assert "/reset clears it" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"a\n{'b' * 500}\n"))  # too long by itself: no history is to blame
     assert main(["chat", *flags]) == 2
     assert "the prompt has " in capsys.readouterr().err

@@ -69,7 +69,9 @@ def _decode_line(line_number: int, raw: bytes) -> RawLine:
     except (ValueError, RecursionError) as error:
         return RawLine(line_number, fallback, None, f"the line is not JSON: {error}")
     if not isinstance(content, dict):
-        return RawLine(line_number, fallback, None, f"the line is a JSON {_json_type(content)}; give an object with a prompt")
+        return RawLine(
+            line_number, fallback, None, f"the line is a JSON {_json_type(content)}; give an object with a prompt"
+        )
     custom_id = content.get("custom_id")
     if custom_id is None:
         return RawLine(line_number, fallback, content)
@@ -185,7 +187,7 @@ def _prompt(request: dict[str, Any]) -> Prompt:
 
 def _messages(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
-        raise YalisError('messages is not a non-empty list; give [{"role": "user", "content": "..."}]')
+        raise YalisError('messages is not a list with at least one message; give [{"role": "user", "content": "..."}]')
     return [_message(index, message) for index, message in enumerate(messages, 1)]
 
 

@@ -137,9 +137,7 @@ class ResultFile:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             if isinstance(error, OSError):
-                raise YalisFailure(
-                    f"could not replace {self.path}: {error.strerror}; no result was removed"
-                ) from error
+                raise YalisFailure(f"could not replace {self.path}: {error.strerror}; no result was removed") from error
             raise
         os.close(self._fd)
         self._fd, self._end = fd, os.fstat(fd).st_size
@@ -224,7 +222,8 @@ class ResultFile:
             custom_id, error = row["custom_id"], row["error"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise YalisError(
-                f"line {line_number} of {self.path} is not a result of yalis batch; give another file, or remove that line"
+                f"line {line_number} of {self.path} is not a result of yalis batch; "
+                "give another file, or remove that line"
             ) from None
         if not isinstance(custom_id, str) or custom_id in self.digests:
             raise YalisError(

@@ -1,10 +1,10 @@
-"""Answer every line of a JSONL file. After a crash, Ctrl-C or a scheduler's SIGTERM the same command goes on where it
-stopped. A result is known by its prompt, sampling, --dtype and model, and the model by its path: a file or folder that
-changed in place is taken for the same model.
+"""Generate a result for every line of a JSONL file. After a crash, Ctrl-C or SIGTERM the same command resumes the job.
+A result belongs to its prompt, sampling, --dtype and model. The model is identified by its path: a checkpoint that was
+changed in place counts as the same model.
 
-In float32 the finished file is then the same, to the token, as that of a run nobody disturbed. In bfloat16 and float16
-an answer may differ from it where two tokens were almost equally likely, since the batches were made up of other lines.
-Exit status 1 when there are lines and not one of them has an answer.
+In float32 the results of a resumed job equal those of an uninterrupted one, token for token. In bfloat16 and float16 a
+result may differ where two tokens were almost equally likely, because the batches were composed differently. Exit
+status 1 if there are lines and all their results are errors.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "input", metavar="IN.jsonl", type=_source, help='OpenAI-batch lines, or lines such as {"prompt": "..."}'
+        "input", metavar="IN.jsonl", type=_source, help='lines of the OpenAI batch format, or such as {"prompt": "..."}'
     )
     parser.add_argument(
-        "output", metavar="OUT.jsonl", type=_target, help="one result a line, in the order in which they finish"
+        "output", metavar="OUT.jsonl", type=_target, help="one result per line, in the order in which they finish"
     )
     parser.add_argument(
-        "--retry-errors", action="store_true", help="take the errors out of OUT.jsonl and try those lines again"
+        "--retry-errors", action="store_true", help="remove error results from OUT.jsonl and run those lines again"
     )
     add_engine_flags(parser)
-    add_sampling_flags(parser)  # for lines that do not say it themselves
-    add_common_flags(parser, json="print a summary object at the end")
+    add_sampling_flags(parser)  # defaults for lines that do not set them
+    add_common_flags(parser, json="print a summary as a JSON object at the end")
 
 
 def _source(text: str) -> Path:
@@ -52,7 +52,7 @@ def _source(text: str) -> Path:
 
 def _target(text: str) -> Path:
     if text == "-":
-        raise YalisError("results on standard output could not be resumed; give a file")
+        raise YalisError("a job that writes to standard output could not be resumed; give a file")
     return Path(text)
 
 
@@ -68,41 +68,41 @@ def run(args: argparse.Namespace) -> int:
 
     line, stopped = ProgressLine(), False
     with BatchJob(args.input, args.output, _identify(config), defaults, args.retry_errors) as job:
-        _warn(job.strangers, job.locked, args.output)
+        _warn(job.unknown_ids, job.locked, args.output)
         try:
             job.run(make_llm, report=lambda progress: line.show(_status(progress)))
         except KeyboardInterrupt:
             stopped = True
         except ModelFailed as failure:
-            raise YalisFailure(f"{failure}; {_go_on(job, args.output)}") from failure
+            raise YalisFailure(f"{failure}; {_how_to_resume(job, args.output)}") from failure
         finally:
             line.clear()
     now = job.progress
     if stopped:
-        print_status(f"stopped: {_go_on(job, args.output)}")
+        print_status(f"stopped: {_how_to_resume(job, args.output)}")
         return INTERRUPTED
     _finish(job, args)
     return 1 if now.total and now.errors == now.total else 0
 
 
-def _go_on(job: BatchJob, output: Path) -> str:
+def _how_to_resume(job: BatchJob, output: Path) -> str:
     now = job.progress
     return f"{output} holds {now.done} of {count_results(now.total)}; run the same command again to continue"
 
 
 def _identify(config: EngineConfig) -> str:
-    """The model as far as a result depends on it; a folder by its whole path, however it was spelt."""
-    place = Path(config.model).expanduser()
-    name = str(place.resolve()) if place.exists() else config.model
+    """Return everything about the model that a result depends on; a local model is named by its absolute path."""
+    path = Path(config.model).expanduser()
+    name = str(path.resolve()) if path.exists() else config.model
     return json.dumps([name, config.tokenizer, config.load, config.load_seed, config.dtype])
 
 
-def _warn(strangers: list[str], locked: bool, output: Path) -> None:
-    if strangers:
-        count = f"{count_results(len(strangers))} that the input does not ask for"
-        print_status(f"{output} also holds {count} (such as {strangers[0]!r}), kept as before")
+def _warn(unknown_ids: list[str], locked: bool, output: Path) -> None:
+    if unknown_ids:
+        unknown = f"{count_results(len(unknown_ids))} whose {'id is' if len(unknown_ids) == 1 else 'ids are'}"
+        print_status(f"{output} also holds {unknown} not in the input (such as {unknown_ids[0]!r}); kept")
     if not locked:
-        print_status(f"the file system of {output} has no locks; take care that only one job writes to it")
+        print_status(f"the file system of {output} has no locks; make sure that only one job writes to it")
 
 
 def _status(now: JobProgress) -> str:
@@ -110,16 +110,15 @@ def _status(now: JobProgress) -> str:
     if not now.generated:
         return f"{parts[0]} · reading the first prompts"
     parts += [f"{now.running} running", f"{now.generated} tokens, {now.tokens_per_s:.1f}/s"]
-    if now.requests_per_s >= 0.1:  # or it would read as if nothing moved
+    if now.requests_per_s >= 0.1:  # a smaller rate would show as 0.0
         parts.append(f"{now.requests_per_s:.1f} requests/s")
-    if now.left is not None:
-        parts.append(f"{'at most' if now.left.at_most else 'about'} {format_duration(now.left.seconds)} left")
+    if (left := now.time_left) is not None:
+        parts.append(f"{'at most' if left.at_most else 'about'} {format_duration(left.seconds)} left")
     return " · ".join(parts)
 
 
 def _finish(job: BatchJob, args: argparse.Namespace) -> None:
     now = job.progress
-    fresh = now.done - now.resumed
     if args.json:
         summary = {
             "output": str(args.output),
@@ -134,18 +133,17 @@ def _finish(job: BatchJob, args: argparse.Namespace) -> None:
         print_status(f"{args.input} has no lines")
         return
     if now.total == 1:
-        told = f"{args.output} holds the one result" + (", an error" if now.errors else "")
+        message = f"{args.output} holds the one result" + (", an error" if now.errors else "")
     else:
-        told = f"{args.output} holds all {now.done} results, {now.errors} of them errors"
+        message = f"{args.output} holds all {now.done} results, {now.errors} of them errors"
     if now.errors:
-        told += f" (once mended, --retry-errors tries {'it' if now.errors == 1 else 'them'} again)"
+        message += f" (after a fix, --retry-errors runs {'it' if now.errors == 1 else 'them'} again)"
     if now.resumed:
-        told += f"; {now.resumed} {'was' if now.resumed == 1 else 'were'} there before"
-    if fresh and now.output_tokens:
-        told += f"; {format_speed(now.output_tokens, now.seconds)}"
-    print_status(told)
+        message += f"; {now.resumed} {'was' if now.resumed == 1 else 'were'} from an earlier run"
+    if now.done > now.resumed and now.output_tokens:
+        message += f"; {format_speed(now.output_tokens, now.seconds)}"
+    print_status(message)
     if (first := job.first_error) is not None:
-        number, message = first
-        print_status(
-            f"the {'first error' if now.errors > 1 else 'error'} is of line {number} of {args.input}: {message}"
-        )
+        line_number, error = first
+        label = "first error" if now.errors > 1 else "error"
+        print_status(f"the {label} is in line {line_number} of {args.input}: {error}")

@@ -1,5 +1,5 @@
-"""Talk with a model: in a terminal (Ctrl-C stops an answer, Ctrl-D leaves), with one message on the command line, or
-with one message a line from a pipe. The conversation is remembered: /reset forgets it, and /exit leaves."""
+"""Chat with a model: in a terminal (Ctrl-C stops an answer, Ctrl-D exits), with one message on the command line, or
+with one message per line from a pipe. The conversation is kept until /reset; /exit exits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
-from yalis.cli.generate import so_far, tell_where_contexts_ended
+from yalis.cli.generate import describe_output, report_full_contexts
 from yalis.cli.terminal import format_speed, print_status
 from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisError
@@ -26,117 +25,119 @@ _MAX_TOKENS = 512  # an answer is longer than a completion
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("message", metavar="MESSAGE", nargs="*", help="answer this and end")
-    parser.add_argument("--system", metavar="TEXT", help="the system message at the start")
+    parser.add_argument("message", metavar="MESSAGE", nargs="*", help="answer this message and exit")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     add_engine_flags(parser)
     add_sampling_flags(parser, max_tokens=_MAX_TOKENS)
-    add_common_flags(parser, json="print one object per answer")
+    add_common_flags(parser, json="print one JSON object per answer")
 
 
 def run(args: argparse.Namespace) -> int:
     config, sampling = engine_config(args), SamplingParams(**{"max_tokens": _MAX_TOKENS, **sampling_fields(args)})
     if sampling.n != 1:
-        raise YalisError(f"n is {sampling.n}; a chat has one answer at a time, so leave --n out")
+        raise YalisError(f"n is {sampling.n}, but a chat has one answer at a time; leave --n out")
     message = " ".join(args.message)
     if args.message and not message.strip():
-        raise YalisError("the message is empty; give at least one character, or none at all to talk in a terminal")
+        raise YalisError("the message is empty; give at least one character, or no message to chat in a terminal")
     from yalis.engine.llm import LLM
 
     with LLM(**asdict(config)) as llm:
-        talk = Conversation(llm, sampling, args.system, args.json)
+        conversation = Conversation(llm, sampling, args.system, args.json)
         if args.message:
-            talk.answer(message)
+            conversation.answer(message)
         elif sys.stdin.isatty():
-            _interact(talk)
+            _interact(conversation)
         else:
             for line in sys.stdin:
-                if not talk.take(line.rstrip("\n")):
+                if not conversation.handle(line.rstrip("\n")):
                     break
     return 0
 
 
 class Conversation:
-    """The messages so far. An answer is streamed as it comes and then kept."""
+    """The messages so far. Answers are printed as they are generated, then added to the messages."""
 
     def __init__(self, llm: LLM, sampling: SamplingParams, system: str | None, as_json: bool) -> None:
         self._llm, self._sampling, self._as_json = llm, sampling, as_json
-        self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self._opening)
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._system)
 
     def reset(self) -> None:
-        self.messages = list(self._opening)
+        self.messages = list(self._system)
 
-    def take(self, line: str, stoppable: bool = False) -> bool:
-        """Do what a line says, a command or a message; False when it says to leave."""
-        word = line.strip()
-        if word in ("/exit", "/quit"):
+    def handle(self, line: str, stoppable: bool = False) -> bool:
+        """Run the command or answer the message in `line`; returns False if the command exits."""
+        command = line.strip()
+        if command in ("/exit", "/quit"):
             return False
-        if word == "/reset":
+        if command == "/reset":
             self.reset()
-        elif word == "/help":
-            print_status("/reset forgets the conversation, /exit leaves; everything else is said to the model")
-        elif word.startswith("/"):
-            raise YalisError(f"unknown command {word!r}; accepted: /reset, /exit, /help")
-        elif word:
+        elif command == "/help":
+            print_status("/reset clears the conversation, /exit exits; everything else is sent to the model")
+        elif command.startswith("/"):
+            raise YalisError(f"unknown command {command!r}; accepted: /reset, /exit, /help")
+        elif command:
             self.answer(line, stoppable)
         return True
 
     def answer(self, text: str, stoppable: bool = False) -> None:
-        """`stoppable`: Ctrl-C ends the answer, not the program; what was said until then stays in the history."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        start, said, tokens = time.monotonic(), "", 0
-        whole: Completion | None = None
-        chunks = self._llm.stream([asked], self._sampling)
+        """Stream the answer to `text` and add both to the messages.
+
+        With `stoppable`, Ctrl-C ends the answer but not the program, and the partial answer is added.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        start, answer, tokens = time.monotonic(), "", 0
+        completion: Completion | None = None
+        chunks = self._llm.stream([messages], self._sampling)
         try:
             for chunk in chunks:
-                said += chunk.text
+                answer += chunk.text
                 tokens += len(chunk.token_ids)
-                whole = chunk.completion or whole
+                completion = chunk.completion or completion
                 if not self._as_json:
                     print(chunk.text, end="", flush=True)
         except KeyboardInterrupt as interrupt:
             if not stoppable:
-                if said:
-                    print(json.dumps(_object(said, whole)) if self._as_json else "", flush=True)
-                raise Stopped(so_far(tokens, self._sampling.max_tokens)) from interrupt
-            if isinstance(chunks, Iterator) and hasattr(chunks, "close"):
-                chunks.close()  # cancels the request
+                if answer:
+                    print(json.dumps(_object(answer, completion)) if self._as_json else "", flush=True)
+                raise Stopped(describe_output(tokens, self._sampling.max_tokens)) from interrupt
+            chunks.close()  # cancels the request
         except YalisError as error:
-            self._blame_history(asked, error)
+            self._check_history(messages, error)
             raise
-        self.messages = [*asked, {"role": "assistant", "content": said}]
-        print(json.dumps(_object(said, whole)) if self._as_json else "", flush=True)
-        tell_where_contexts_ended(self._llm, filter(None, [whole]), self._sampling)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        print(json.dumps(_object(answer, completion)) if self._as_json else "", flush=True)
+        report_full_contexts(self._llm, filter(None, [completion]), self._sampling)
         print_status(format_speed(tokens, time.monotonic() - start))
 
-    def _blame_history(self, asked: list[Message], error: YalisError) -> None:
-        """Say so where only the turns before made the conversation too long for the context."""
-        tokenizer, most = self._llm.tokenizer, self._llm.max_model_len
-        if tokenizer is None or len(self.messages) == len(self._opening):
+    def _check_history(self, messages: list[Message], error: YalisError) -> None:
+        """Raise a more specific error if the last message would fit the context without the messages before it."""
+        tokenizer, max_len = self._llm.tokenizer, self._llm.max_model_len
+        if tokenizer is None or len(self.messages) == len(self._system):
             return
-        length = len(tokenizer.encode_chat(asked))
-        if length >= most > len(tokenizer.encode_chat([*self._opening, asked[-1]])):
+        length = len(tokenizer.encode_chat(messages))
+        if length >= max_len > len(tokenizer.encode_chat([*self._system, messages[-1]])):
             raise YalisError(
-                f"the conversation has grown to {length} tokens, but the context holds {most} and one of them is to be "
-                "generated; /reset forgets it, or raise --max-model-len or --kv-memory where the model allows"
+                f"the conversation has grown to {length} tokens, but the context holds {max_len} including one "
+                "generated token; /reset clears it, or raise --max-model-len or --kv-memory if the model allows it"
             ) from error
 
 
-def _object(said: str, whole: Completion | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": "assistant", "content": said}
-    if whole is not None:
+def _object(answer: str, completion: Completion | None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer}
+    if completion is not None:
         from yalis.batch.output import completion_fields
 
-        fields = completion_fields(whole)
-        del fields["text"]  # a chat calls it content
-        told.update(fields, metrics=asdict(whole.metrics))
-    return told
+        fields = completion_fields(completion)
+        del fields["text"]  # it is in "content"
+        message.update(fields, metrics=asdict(completion.metrics))
+    return message
 
 
-def _interact(talk: Conversation) -> None:
+def _interact(conversation: Conversation) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (editing and history for input())
-    print_status("type a message; /reset forgets the conversation, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
+    print_status("type a message; /reset clears the conversation, Ctrl-C stops an answer, /exit or Ctrl-D exits")
     while True:
         try:
             text = input("> ").strip()
@@ -147,7 +148,7 @@ def _interact(talk: Conversation) -> None:
             print()
             return
         try:
-            if not talk.take(text, stoppable=True):
+            if not conversation.handle(text, stoppable=True):
                 return
         except YalisError as error:
             print_status(str(error))

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="a text; - reads one from standard input")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="prompt text; - reads one from standard input")
     parser.add_argument(
         "--prompt-ids",
         metavar="1,2,3",
         action="append",
         default=[],
-        help="a prompt as token ids; may be given several times",
+        help="a prompt as token ids; may be repeated",
     )
     add_engine_flags(parser)
     add_sampling_flags(parser)
-    add_common_flags(parser, json="print one object per result")
+    add_common_flags(parser, json="print one JSON object per result")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
     prompts += [_ids(text) for text in args.prompt_ids]
     if not prompts:
         raise YalisError(
-            'no prompt given; type one, such as `yalis generate "The capital of France is"`, or - to read it'
+            'no prompt given; type one, such as `yalis generate "The capital of France is"`, or - for standard input'
         )
     return prompts
 
@@ -65,14 +65,14 @@ def _ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise YalisError(f"--prompt-ids is {text!r}; give whole numbers with commas between, such as 1,2,3") from None
+        raise YalisError(f"--prompt-ids is {text!r}; give whole numbers separated by commas, such as 1,2,3") from None
 
 
 def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
-    tokens, whole = 0, None
+    tokens, completion = 0, None
     try:
         for chunk in llm.stream([prompt], sampling):
-            whole = chunk.completion or whole
+            completion = chunk.completion or completion
             text = chunk.text
             if llm.tokenizer is None:
                 text = " ".join(["", *map(str, chunk.token_ids)] if tokens else map(str, chunk.token_ids))
@@ -80,19 +80,19 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
             tokens += len(chunk.token_ids)
     except KeyboardInterrupt as interrupt:
         print(flush=True)
-        raise Stopped(so_far(tokens, sampling.max_tokens)) from interrupt
+        raise Stopped(describe_output(tokens, sampling.max_tokens)) from interrupt
     except YalisFailure:
-        print(flush=True)  # what came until then stays
+        print(flush=True)  # the text printed so far stays on its own line
         raise
     print()
-    tell_where_contexts_ended(llm, filter(None, [whole]), sampling)
+    report_full_contexts(llm, filter(None, [completion]), sampling)
     return tokens
 
 
 def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_json: bool) -> int:
     outputs: list[RequestOutput] = []
     ended: Stopped | YalisFailure | None = None
-    most = len(prompts) * sampling.n * sampling.max_tokens
+    max_tokens = len(prompts) * sampling.n * sampling.max_tokens
     with ProgressLine() as line:
         try:
             with if_stopped("nothing was generated"):
@@ -100,63 +100,63 @@ def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_jso
                     prompts,
                     sampling,
                     progress=lambda now: line.show(
-                        f"{now.finished}/{now.total} prompts · {now.output_tokens} tokens of at most {most}"
+                        f"{now.finished}/{now.total} prompts · {now.output_tokens} tokens of at most {max_tokens}"
                     ),
                 )
         except (Stopped, YalisFailure) as early:
             outputs, ended = early.done or [], early
-    answers = [completion for output in outputs for completion in output.completions]
-    tokens = sum(completion.metrics.output_tokens for completion in answers)
+    completions = [completion for output in outputs for completion in output.completions]
+    tokens = sum(completion.metrics.output_tokens for completion in completions)
     with interrupts_held():
-        for number, output in enumerate(outputs if tokens or ended is None else (), 1):
+        for position, output in enumerate(outputs if tokens or ended is None else (), 1):
             if as_json:
                 print(json.dumps(_object(output)))
             else:
-                _print_text(number, output, llm.tokenizer is not None, titled=len(prompts) > 1 or sampling.n > 1)
+                _print_text(position, output, llm.tokenizer is not None, titled=len(prompts) > 1 or sampling.n > 1)
         sys.stdout.flush()
     if ended is not None:
-        asked = len(prompts) * sampling.n
-        finished = sum(not _cut_short(completion) for completion in answers)
-        several = f", {finished} of {asked} answers finished" if tokens and asked > 1 else ""
-        told = so_far(tokens, asked * sampling.max_tokens) + several
+        requested = len(prompts) * sampling.n
+        finished = sum(not _is_cancelled(completion) for completion in completions)
+        counts = f", {finished} of {requested} answers finished" if tokens and requested > 1 else ""
+        summary = describe_output(tokens, requested * sampling.max_tokens) + counts
         if isinstance(ended, Stopped):
-            raise Stopped(told) from ended
-        raise YalisFailure(f"{ended}; {told}") from ended
-    tell_where_contexts_ended(llm, answers, sampling)
+            raise Stopped(summary) from ended
+        raise YalisFailure(f"{ended}; {summary}") from ended
+    report_full_contexts(llm, completions, sampling)
     return tokens
 
 
-def tell_where_contexts_ended(llm: LLM, answers: Iterable[Completion], sampling: SamplingParams) -> None:
-    """Answers that would have been longer."""
-    short = [one for one in answers if one.finish_reason == "length" and len(one.token_ids) < sampling.max_tokens]
+def report_full_contexts(llm: LLM, completions: Iterable[Completion], sampling: SamplingParams) -> None:
+    """Print how many completions ended because the context was full, before they had --max-tokens tokens."""
+    short = [one for one in completions if one.finish_reason == "length" and len(one.token_ids) < sampling.max_tokens]
     if short:
-        many = "an answer" if len(short) == 1 else f"{len(short)} answers"
+        count = "an answer" if len(short) == 1 else f"{len(short)} answers"
         print_status(
-            f"the context of {llm.max_model_len} tokens ended {many} before --max-tokens {sampling.max_tokens}"
+            f"the context of {llm.max_model_len} tokens ended {count} before --max-tokens {sampling.max_tokens}"
         )
 
 
-def so_far(tokens: int, most: int) -> str:
-    return f"{tokens} token{'' if tokens == 1 else 's'} of at most {most}" if tokens else "nothing was generated"
+def describe_output(tokens: int, max_tokens: int) -> str:
+    return f"{tokens} token{'' if tokens == 1 else 's'} of at most {max_tokens}" if tokens else "nothing was generated"
 
 
-def _cut_short(completion: Completion) -> bool:
+def _is_cancelled(completion: Completion) -> bool:
     return completion.finish_reason == "cancelled"
 
 
 def _object(output: RequestOutput) -> dict[str, Any]:
-    from yalis.batch.output import answer
+    from yalis.batch.output import result_fields
 
     prompt = output.prompt if output.prompt is not None else output.prompt_token_ids
-    return {"prompt": prompt, **answer(output), "metrics": asdict(output.metrics)}
+    return {"prompt": prompt, **result_fields(output), "metrics": asdict(output.metrics)}
 
 
-def _print_text(number: int, output: RequestOutput, has_text: bool, titled: bool) -> None:
-    """A model without a tokenizer has no texts, so its token ids are shown."""
+def _print_text(position: int, output: RequestOutput, has_text: bool, titled: bool) -> None:
+    """Print the completions of one prompt: as text, or as token ids if the model has no tokenizer."""
     prompt = output.prompt if output.prompt is not None else " ".join(map(str, output.prompt_token_ids))
-    for which, completion in enumerate(output.completions, 1):
+    for index, completion in enumerate(output.completions, 1):
         if titled:
-            several = f".{which}" if len(output.completions) > 1 else ""
-            print(f"[{number}{several}] {prompt}" + (" (stopped)" if _cut_short(completion) else ""))
+            suffix = f".{index}" if len(output.completions) > 1 else ""
+            print(f"[{position}{suffix}] {prompt}" + (" (stopped)" if _is_cancelled(completion) else ""))
         text = completion.text if has_text else " ".join(map(str, completion.token_ids))
         print(text + ("\n" if titled else ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -141,7 +141,9 @@ class LLM:
         conversations = [messages] if isinstance(messages[0], dict) else list(messages)
         return self.generate([list(conversation) for conversation in conversations], sampling)  # type: ignore[arg-type]
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None
+    ) -> Generator[StreamChunk, None, None]:
         """Yield text and token ids as they are generated. Leaving the loop early cancels the unfinished requests."""
         if self.rank > 0:
             return
