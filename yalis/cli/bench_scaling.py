@@ -41,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--allreduce", dest="allreduces", type=_names, metavar="NAMES",
         help="communication backends (see `yalis doctor`); ranks of mpi are started by mpirun (default: auto)",
     )  # fmt: skip
-    add("--minutes", type=parse_float, metavar="N", help="time limit of one setting (default: 30)")
+    add("--minutes", type=parse_float, metavar="N", help="time limit of one setting, in minutes (default: 30)")
     add("--plot", type=Path, metavar="FILE", help="plot time and efficiency against ranks, as FILE.png and FILE.svg")
     add("--gather", action="store_true", help="run nothing; summarize the results in the folder")
     add_work_flags(parser)

@@ -46,7 +46,7 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=parse_int,
         metavar="N",
-        help="number of requests (default: all of the workloads or the dataset)",
+        help="number of requests: random ones of the workloads, or the first of the dataset (default: all)",
     )
     add(
         "--vary",
