@@ -1,4 +1,4 @@
-"""A terminal to run commands on, where ^C becomes a signal."""
+"""A pseudo-terminal to run commands on, where typing ^C sends SIGINT."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from typing import IO
 
 
 class Terminal:
-    """A command on a terminal of its own; `stdout`: its output goes there instead."""
+    """A command on its own pseudo-terminal; `stdout` redirects its output."""
 
     def __init__(self, command: list[str], stdout: IO[bytes] | None = None) -> None:
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=stdout or slave, stderr=slave, start_new_session=True, preexec_fn=_own
+            command,
+            stdin=slave,
+            stdout=stdout or slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=_set_controlling_terminal,
         )
         os.close(slave)
-        self.seen = b""  # since the last text that was waited for
+        self.seen = b""  # output after the last text that was waited for
 
     def wait_for(self, text: bytes, seconds: float = 90) -> bytes:
         end = time.monotonic() + seconds
@@ -35,10 +40,10 @@ class Terminal:
         os.write(self.master, text)
 
     def end(self, seconds: float = 30) -> bytes:
-        """Everything from here on, until the command has ended."""
+        """Wait for the command to exit and return the rest of its output."""
         try:
             self.process.wait(seconds)
-            with contextlib.suppress(OSError):  # of a terminal that nobody else has open
+            with contextlib.suppress(OSError):  # raised once the command has closed the terminal
                 while select.select([self.master], [], [], 0)[0]:
                     self.seen += os.read(self.master, 4096)
         finally:
@@ -48,8 +53,8 @@ class Terminal:
         return self.seen
 
 
-def _own() -> None:
-    """Make standard input the controlling terminal, so that ^C becomes a signal."""
+def _set_controlling_terminal() -> None:
+    """Make stdin the controlling terminal, so that ^C sends SIGINT."""
     import fcntl
     import termios
 

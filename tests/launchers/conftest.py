@@ -1,4 +1,4 @@
-"""One Slurm and one model for all tests of this folder."""
+"""A Slurm and a model shared by all tests of this folder."""
 
 from collections.abc import Iterator
 
@@ -21,5 +21,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tokens(model: str) -> list[list[int]]:
-    """What one rank answers."""
+    """The tokens that a single rank generates."""
     return one_rank_tokens(model)

@@ -1,4 +1,4 @@
-"""What the tests under launchers share: how processes are started, and a small model that splits unevenly."""
+"""Helpers of the launcher tests: starting commands, and a small model that splits unevenly."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 from tests.families import Case
 from tests.system.processes import environment
 from yalis import LLM, SamplingParams
+from yalis.launch.launchers import OPEN_MPI_OVERSUBSCRIBE
 
 YALIS = str(Path(sys.executable).with_name("yalis"))
-# As root, on fewer cores than ranks, where a rank that waits must let the others work.
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+# As root, with more ranks than cores.
+MPIRUN = ["mpirun", "--allow-run-as-root", *OPEN_MPI_OVERSUBSCRIBE]
 
 # 9 heads, 3 key/value heads, 3 layers and a prime vocabulary: no split of it is even.
 MODEL = Case(
@@ -35,14 +36,14 @@ def make_model(folder: Path) -> str:
 
 
 def one_rank_tokens(model: str) -> list[list[int]]:
-    """What a single rank answers, greedily to the first prompt and sampled to the second."""
+    """Return the tokens of a single rank: greedy for the first prompt, sampled for the second."""
     with LLM(model, dtype="float32") as llm:
         outputs = llm.generate(PROMPTS, [SamplingParams(**GREEDY), SamplingParams(**SAMPLED)])
     return [output.token_ids for output in outputs]
 
 
 def run(argv: Sequence[str], cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """A launcher's command. One that takes too long is asked to end its ranks before it is killed."""
+    """Run a launcher's command. After the timeout it gets SIGTERM, so that it can stop its ranks, before SIGKILL."""
     with subprocess.Popen(
         argv,
         cwd=cwd,
@@ -66,6 +67,6 @@ def run(argv: Sequence[str], cwd: Path, timeout: float = 120) -> subprocess.Comp
 
 
 def objects(done: subprocess.CompletedProcess[str]) -> list[Any]:
-    """The JSON objects a command that went well printed, one a line."""
+    """Return the JSON objects that a successful command printed, one per line."""
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""A real Slurm, for as long as a test needs it."""
+"""A real Slurm that tests start and stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multihost.hosts import Hosts
 from tests.system import needs
 from tests.system.processes import environment
 
-CPUS, GPUS = 8, 4  # what a node claims to have, whatever the machine has
+CPUS, GPUS = 8, 4  # configured for each node, whatever the machine has
 _START_SECONDS = 30
 
 _CONFIG = """\
@@ -50,9 +50,9 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class Slurm:
-    """munged, slurmctld and slurmd with a key, ports and state folders of their own, beside any the machine has.
+    """munged, slurmctld and slurmd with their own key, ports and state folders, separate from an installed Slurm.
 
-    This machine is its one node, or each of `hosts` is a node. Clients run on the first.
+    The nodes are this machine, or each of `hosts`. Clients run on the first node.
     """
 
     def __init__(self, hosts: Hosts | None = None) -> None:
@@ -60,7 +60,7 @@ class Slurm:
         self._programs = {name: needs.program(name) for name in ("munged", "slurmctld", "slurmd", "setpriv")}
         for client in ("srun", "sbatch", "sinfo", "scancel", "squeue"):
             needs.program(client)
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket's path has at most 107 characters
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short, because a socket path has at most 107 characters
         self.folder.chmod(0o755)
         self._environment = environment({"SLURM_CONF": str(self.folder / "slurm.conf")})
         self._hosts = hosts
@@ -81,7 +81,7 @@ class Slurm:
     def run(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        """A client's command; its output is captured, its exit status left to the caller."""
+        """Run a Slurm client and capture its output; the caller checks the exit status."""
         return subprocess.run(
             self._command(0, argv),
             env={**self._environment, **(env or {})},
@@ -93,11 +93,11 @@ class Slurm:
         )
 
     def batch(self, script: Path, *flags: str, timeout: float = 120) -> str:
-        """What a job script wrote, once its job has ended."""
+        """Submit a job script, wait for its end and return its output."""
         output = self.folder / "job.out"
         submitted = self.run(["sbatch", "--parsable", f"--output={output}", *flags, str(script)])
         assert submitted.returncode == 0, submitted.stderr
-        # `sbatch --wait` would look only every ten seconds.
+        # Faster than `sbatch --wait`, which polls every ten seconds.
         squeue = ["squeue", "--noheader", f"--jobs={submitted.stdout.strip()}"]
         if not self._wait_for(lambda: not self.run(squeue).stdout.strip(), timeout):
             raise TimeoutError(f"the job did not end within {timeout} s; it wrote:\n{output.read_text()}")
@@ -137,7 +137,7 @@ class Slurm:
             text += f"NodeName={name} NodeAddr={address} CPUs={CPUS} Gres=gpu:{GPUS} State=UNKNOWN\n"
         config = self.folder / "slurm.conf"
         config.write_text(text)
-        # None are used, but unless a kind is named slurmd looks for one, and ends where it finds none.
+        # Cgroups are not used, but without a configured plugin slurmd searches for one and exits if there is none.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         for gpu in range(GPUS):
             (self.folder / f"gpu{gpu}").touch()
@@ -163,7 +163,7 @@ class Slurm:
         return self._hosts.command(node, argv) if self._hosts else list(argv)
 
     def _daemon(self, node: int, name: str, *arguments: str) -> None:
-        """In the foreground, and ended with this process even if that is killed."""
+        """Start a daemon in the foreground; it ends with this process, even if that is killed."""
         argv = [self._programs["setpriv"], "--pdeathsig=TERM", self._programs[name], *arguments]
         with (self.folder / f"{name}-{self.nodes[node]}.log").open("wb") as log:
             self._daemons.append(
@@ -173,7 +173,7 @@ class Slurm:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # a Ctrl-C is for the tests; `close` ends the daemons in order
+                    start_new_session=True,  # Ctrl-C must not reach it; `close` stops the daemons in order
                 )
             )
 
@@ -189,9 +189,9 @@ class Slurm:
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
     finally:
-        for one in sockets:
-            one.close()
+        for sock in sockets:
+            sock.close()

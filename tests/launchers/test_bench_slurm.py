@@ -1,4 +1,4 @@
-"""A scaling study as Slurm jobs: scripts written, submitted to a real Slurm, and results gathered."""
+"""A scaling study as Slurm jobs: write the scripts, submit them to a real Slurm and gather the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_study_as_slurm_jobs(slurm: Slurm, model: str, tmp_path: Path, capsys:
     args += ["--device", "cpu", "--model", model, "--cpus-per-task", "1", "--sbatch=--partition=all"]
     assert main([*args, "--slurm", str(tmp_path / "scripts")]) == 0
     assert f"wrote 2 scripts; type `bash {tmp_path}/scripts/submit.sh`" in capsys.readouterr().err
-    # This Slurm has no PMIx: the other job fails, and the study is summarized without it.
+    # This Slurm has no PMIx, so the MPI job fails; the study is summarized without it.
     (tmp_path / "scripts" / "tp2-mpi.sh").write_text("#!/bin/bash\n#SBATCH --output=/dev/null\nexit 1\n")
     submitted = slurm.run(["bash", str(tmp_path / "scripts" / "submit.sh")])
     assert submitted.returncode == 0, submitted.stderr
@@ -29,6 +29,6 @@ def test_a_study_as_slurm_jobs(slurm: Slurm, model: str, tmp_path: Path, capsys:
     log = (tmp_path / "study" / "tp2-torch" / "log.txt").read_text()
     assert main([*args, "--gather"]) == 1, log
     (path,) = (tmp_path / "study").glob("scaling-*.json")
-    ours, missing = results.read(path).rows
-    assert (ours["status"], ours["ranks"], ours["hosts"], ours["speedup"]) == ("ok", 2, 1, 1.0), log
+    measured, missing = results.read(path).rows
+    assert (measured["status"], measured["ranks"], measured["hosts"], measured["speedup"]) == ("ok", 2, 1, 1.0), log
     assert missing["status"] == "no result yet"

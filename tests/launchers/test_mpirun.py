@@ -11,7 +11,7 @@ from tests.system import needs
 
 
 @pytest.mark.parametrize("allreduce", ["mpi", "torch"])
-def test_ranks_of_mpirun_give_one_ranks_tokens_once(
+def test_mpirun_prints_the_tokens_of_one_rank_once(
     allreduce: str, model: str, tokens: list[list[int]], tmp_path: Path
 ) -> None:
     needs.program("mpirun")
@@ -22,7 +22,7 @@ def test_ranks_of_mpirun_give_one_ranks_tokens_once(
 
 
 @pytest.mark.full
-def test_a_number_of_ranks_that_does_not_fit_is_refused_once(model: str, tmp_path: Path) -> None:
+def test_a_wrong_number_of_ranks_is_reported_once(model: str, tmp_path: Path) -> None:
     needs.program("mpirun")
     done = run([*MPIRUN, "-n", "3", YALIS, "generate", "--tp", "2", "--model", model, "--prompt-ids", "1"], tmp_path)
     assert done.returncode == 2

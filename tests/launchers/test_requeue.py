@@ -1,4 +1,4 @@
-"""The job script for offline work, over two runs of its job."""
+"""The batch job script resumes in a second run of its job."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from yalis import LLM, SamplingParams
 LINES, LENGTH = 20, 120
 
 
-def test_the_offline_script_resumes_after_a_requeue(slurm: Slurm, model: str, tmp_path: Path) -> None:
-    prompts = [[3 + (7 * line + place * place) % 240 for place in range(4 + line % 9)] for line in range(LINES)]
-    wanted, results, log = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "log.txt"))
+def test_the_batch_script_resumes_after_a_requeue(slurm: Slurm, model: str, tmp_path: Path) -> None:
+    prompts = [[3 + (7 * line + index * index) % 240 for index in range(4 + line % 9)] for line in range(LINES)]
+    requests, results, log = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "log.txt"))
     body = {"max_tokens": LENGTH, "ignore_eos": True}
-    wanted.write_text("".join(json.dumps({"prompt": prompt, **body}) + "\n" for prompt in prompts))
-    small = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}", f"--chdir={tmp_path}"]
+    requests.write_text("".join(json.dumps({"prompt": prompt, **body}) + "\n" for prompt in prompts))
+    options = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={log}", f"--chdir={tmp_path}"]
     flags = ["--model", model, "--dtype", "float32", "--tp", "1", "--dp", "2", "--max-num-seqs", "1"]
     submitted = slurm.run(
-        ["sbatch", "--parsable", *small, str(ROOT / "slurm/batch-4gpu.sh"), str(wanted), str(results), *flags],
+        ["sbatch", "--parsable", *options, str(ROOT / "slurm/batch-4gpu.sh"), str(requests), str(results), *flags],
         env={"PATH": f"{Path(YALIS).parent}:{os.environ['PATH']}"},
     )
     assert submitted.returncode == 0, submitted.stderr
@@ -41,9 +41,9 @@ def test_the_offline_script_resumes_after_a_requeue(slurm: Slurm, model: str, tm
     answers = {answer["custom_id"]: answer["token_ids"] for answer in map(json.loads, lines)}
     assert len(lines) == len(answers) == LINES
     with LLM(model, dtype="float32") as llm:
-        some = range(0, LINES, 5)
-        outputs = llm.generate([prompts[line] for line in some], SamplingParams(**body))
-    assert [answers[f"line-{line + 1}"] for line in some] == [output.token_ids for output in outputs]
+        checked = range(0, LINES, 5)
+        outputs = llm.generate([prompts[line] for line in checked], SamplingParams(**body))
+    assert [answers[f"line-{line + 1}"] for line in checked] == [output.token_ids for output in outputs]
 
 
 def _wait(ready: Callable[[], bool], log: Path, seconds: float = 90) -> None:

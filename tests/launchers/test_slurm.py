@@ -1,4 +1,4 @@
-"""The Slurm the tests start is a real one: what ranks are found from is what `srun` sets."""
+"""The Slurm of the tests is a real one: srun sets the variables from which ranks are detected."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def host() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def test_each_task_of_a_step_has_its_place(slurm: Slurm, host: str) -> None:
+def test_srun_numbers_the_tasks_of_a_step(slurm: Slurm, host: str) -> None:
     step = slurm.run(["srun", "--ntasks=4", *SHOW])
     assert step.returncode == 0, step.stderr
     assert sorted(step.stdout.splitlines()) == [f"{rank} {rank} 0 4 {host}" for rank in range(4)]
 
 
-def test_a_batch_script_is_no_step_and_its_steps_are(slurm: Slurm, host: str) -> None:
+def test_a_batch_script_is_not_a_step_but_its_sruns_are(slurm: Slurm, host: str) -> None:
     script = slurm.folder / "steps.sh"
     show = f"{SHOW[0]} {SHOW[1]} '{SHOW[2]}'"
     script.write_text(f"#!/bin/bash\n#SBATCH --ntasks=2\n{show}\nsrun --quiet {show}\n")
@@ -34,11 +34,11 @@ def test_a_batch_script_is_no_step_and_its_steps_are(slurm: Slurm, host: str) ->
     assert sorted(step) == [f"{rank} {rank} 0 2 {host}" for rank in (0, 1)]
 
 
-def test_nothing_is_left_when_slurm_ends() -> None:
-    with Slurm() as short:
-        folder = short.folder
+def test_no_process_is_left_after_slurm_ends() -> None:
+    with Slurm() as slurm:
+        folder = slurm.folder
         waiting = f"tail -f {folder}/slurm.conf"
-        submitted = short.run(["sbatch", "--output=none", "--ntasks=2", f"--wrap=srun {waiting}"])
+        submitted = slurm.run(["sbatch", "--output=none", "--ntasks=2", f"--wrap=srun {waiting}"])
         assert submitted.returncode == 0, submitted.stderr
         end = time.monotonic() + 30
         while sum(command.endswith(f"bin/{waiting}") for command in commands()) < 2:

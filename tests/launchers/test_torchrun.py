@@ -19,7 +19,7 @@ with LLM({model!r}, tp=2, dtype="float32") as llm:
 """
 
 
-def test_a_plain_script_gets_its_results_on_rank_0(model: str, tokens: list[list[int]], tmp_path: Path) -> None:
+def test_a_script_gets_its_results_on_rank_0(model: str, tokens: list[list[int]], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(model=model, prompts=PROMPTS, greedy=GREEDY, sampled=SAMPLED))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

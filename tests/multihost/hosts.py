@@ -1,4 +1,4 @@
-"""The lab's hosts, as tests use them."""
+"""The emulated hosts of `yalis lab`, for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from yalis.study.lab.hosts import Lab, missing
 
 
 class Hosts(Lab):
-    """A test that cannot have them skips and says why; processes on them get what tests' processes get."""
+    """Skips the test with the reason if hosts cannot be created; their processes get the environment of tests."""
 
     def __init__(self, hosts: int, delay: float | str = 0.0, rate: float | str | None = None) -> None:
         if reason := missing():

@@ -1,4 +1,4 @@
-"""A model over two hosts: under torchrun, plainly, and under mpirun, with every all-reduce that a CPU has."""
+"""A model on two hosts: under torchrun, without a launcher and under mpirun, with every CPU all-reduce."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ import socket
 from pathlib import Path
 from yalis import LLM, SamplingParams
 
-sent = Path("/sys/class/net/eth0/statistics/tx_bytes")
+counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
 for split in {splits}:
     with LLM({model!r}, dtype="float32", **split) as llm:
-        before = int(sent.read_text())
+        before = int(counter.read_text())
         outputs = llm.generate({prompts}, [SamplingParams(**{greedy}), SamplingParams(**{sampled})])
-        crossed = int(sent.read_text()) - before
+        sent_bytes = int(counter.read_text()) - before
         if llm.rank == 0:
-            print(json.dumps([socket.gethostname(), [output.token_ids for output in outputs], crossed]), flush=True)
+            print(json.dumps([socket.gethostname(), [output.token_ids for output in outputs], sent_bytes]), flush=True)
         else:
             assert outputs == []
 """
@@ -47,25 +47,25 @@ def save_script(folder: Path, model: str, splits: list[dict[str, Any]]) -> Path:
     return script
 
 
-def test_two_hosts_give_one_ranks_tokens(tmp_path: Path) -> None:
+def test_two_hosts_produce_the_tokens_of_one_rank(tmp_path: Path) -> None:
     with Hosts(2) as hosts:
         model = make_model(tmp_path)
         script = save_script(tmp_path, model, SPLITS)
-        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.names[0]}:29500", "--rdzv-id", "two-hosts"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meet]
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.names[0]}:29500", "--rdzv-id", "two-hosts"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
         agents = [
-            hosts.run(host, [*torchrun, str(script)], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+            hosts.run(host, [*torchrun, *rendezvous, str(script)], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
             for host in range(2)
         ]
         tokens = one_rank_tokens(model)
         printed = [agent.communicate(timeout=150)[0] for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0]
-    # torchrun counts hosts as they come, so rank 0 may be on either.
+    # torchrun numbers hosts in the order they join, so rank 0 may be on either.
     lines = [json.loads(line) for output in printed for line in output.splitlines()]
     assert len({host for host, _, _ in lines}) == 1
     assert [answer for _, answer, _ in lines] == [tokens] * len(SPLITS)
-    # Every step's sums crossed the network: 24 steps of several messages.
-    assert all(crossed > 24 * 1000 for _, _, crossed in lines), lines
+    # The all-reduces of every step crossed the network: 24 steps of several messages.
+    assert all(sent_bytes > 24 * 1000 for _, _, sent_bytes in lines), lines
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_lab_runs_a_script(
     per_host: int, launcher: list[str], splits: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with Hosts(1):
-        pass  # or skip
+        pass  # skips if hosts cannot be created
     if launcher:
         needs.program("mpirun")
     model = make_model(tmp_path)
@@ -92,4 +92,4 @@ def test_the_lab_runs_a_script(
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [answer for _, answer, _ in lines] == [one_rank_tokens(model)] * len(splits)
-    assert all(crossed > 24 * 1000 for _, _, crossed in lines), lines
+    assert all(sent_bytes > 24 * 1000 for _, _, sent_bytes in lines), lines

@@ -16,7 +16,7 @@ from tests.multihost.hosts import Hosts
 from tests.system import needs
 from tests.system.processes import ROOT
 
-MEET = [sys.executable, str(ROOT / "tests/launchers/meet.py")]
+JOIN = [sys.executable, str(ROOT / "tests/launchers/join_job.py")]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def hosts() -> Iterator[Hosts]:
 
 def test_srun_over_two_nodes(hosts: Hosts) -> None:
     with Slurm(hosts) as slurm:
-        step = slurm.run(["srun", "--nodes=2", "--ntasks=3", *MEET, "3"], timeout=60)
+        step = slurm.run(["srun", "--nodes=2", "--ntasks=3", *JOIN, "3"], timeout=60)
     assert step.returncode == 0, step.stderr
     first, second = hosts.names
     assert json.loads(step.stdout) == [[first, 0, 0], [first, 0, 1], [second, 1, 0]]
@@ -42,7 +42,7 @@ def test_mpirun_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     first, second = hosts.names
     flags = ["--allow-run-as-root", "--bind-to", "none", "--mca", "plm_rsh_agent", str(agent)]
     network = ["--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]
-    start = ["mpirun", *flags, *network, "--host", f"{first}:2,{second}:1", "-x", "PYTHONPATH", *MEET, "3"]
+    start = ["mpirun", *flags, *network, "--host", f"{first}:2,{second}:1", "-x", "PYTHONPATH", *JOIN, "3"]
     process = hosts.run(0, start, stdout=subprocess.PIPE, text=True)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0

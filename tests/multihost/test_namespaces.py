@@ -1,4 +1,4 @@
-"""The hosts of these tests are apart: own names and addresses, joined by a network, gone afterwards."""
+"""The emulated hosts are isolated: own names and addresses, connected by a network, removed afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with socket.create_server(("127.0.0.1", 5001)):
     one.sendall(json.dumps([socket.gethostname(), socket.gethostbyname(socket.gethostname()), peer]).encode())
     one.close()
 """
-ASK = """
+CONNECT = """
 import json, socket, sys
 try:
     socket.create_connection(("127.0.0.1", 5001), 5)
@@ -35,13 +35,13 @@ def test_hosts_reach_each_other_and_share_no_loopback() -> None:
         server = hosts.run(0, [sys.executable, "-c", SERVE, hosts.addresses[0]], stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        client = hosts.run(2, [sys.executable, "-c", ASK, hosts.names[0]], stdout=subprocess.PIPE, text=True)
+        client = hosts.run(2, [sys.executable, "-c", CONNECT, hosts.names[0]], stdout=subprocess.PIPE, text=True)
         answer, _ = client.communicate(timeout=30)
         assert json.loads(answer) == [hosts.names[2], [hosts.names[0], hosts.addresses[0], hosts.addresses[2]]]
         assert server.wait(30) == 0
 
 
-def test_a_killed_run_neither_blocks_the_next_nor_leaves_anything() -> None:
+def test_the_next_run_cleans_up_after_a_killed_one() -> None:
     needs.namespaces()
     crash = (
         "import os, signal, sys, time\n"
@@ -56,8 +56,8 @@ def test_a_killed_run_neither_blocks_the_next_nor_leaves_anything() -> None:
     start = time.monotonic()
     with Hosts(2) as hosts:
         assert "sleep 1234.5" not in commands()
-        mine = hosts.run(0, ["sleep", "1234.25"])
-    assert mine.returncode == -9
+        process = hosts.run(0, ["sleep", "1234.25"])
+    assert process.returncode == -9
     assert time.monotonic() - start < 20
     left = subprocess.run([needs.program("ip"), "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert "yalis-" not in left

@@ -1,4 +1,4 @@
-"""What the tests of whole engines in this folder share."""
+"""Fixtures of the tests that run an engine on several ranks."""
 
 from __future__ import annotations
 

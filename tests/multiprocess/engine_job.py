@@ -15,14 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.multiprocess.launch_job import LAUNCHERS, ROOT, free_port
+from tests.multiprocess.launch_job import LAUNCHER_PREFIXES, ROOT, free_port
 
 SHIM = Path(__file__).with_name("shim")
 
 
 def environment(fault: str = "") -> dict[str, str]:
     kept = {
-        name: value for name, value in os.environ.items() if name == "YALIS_CACHE" or not name.startswith(LAUNCHERS)
+        name: value
+        for name, value in os.environ.items()
+        if name == "YALIS_CACHE" or not name.startswith(LAUNCHER_PREFIXES)
     }
     path = os.pathsep.join([str(ROOT), str(SHIM)])
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "YALIS_TEST_FAULT": fault or "- - -"}

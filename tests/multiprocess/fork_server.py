@@ -1,7 +1,7 @@
-"""Ranks forked from a process that has imported torch, so that a job of many costs no more than its work.
+"""Forks ranks from a process that has imported torch already, so that a job does not pay for the import per rank.
 
-`python -m tests.multiprocess.fork_server` reads a job as a line of JSON and says which processes it made, then how each
-ended. A rank runs the command line, or a script if its first argument is one, to the interpreter's own end.
+`python -m tests.multiprocess.fork_server` reads each job as a line of JSON. It prints the pids of the ranks, then the
+exit status of each. A rank runs the yalis command, or a script if its first argument is one, until interpreter exit.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import sys
 import time
 from typing import Any
 
-import yalis.engine.llm  # noqa: F401  what takes its time
+import yalis.engine.llm  # noqa: F401  the slow import
 from tests.multiprocess.fault import install
 from yalis.cli.main import main
 
 
-def say(**values: object) -> None:
+def report(**values: object) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
-def breed() -> dict[str, Any] | None:
-    """What this process is to run; None in the fork_server itself once there are no more jobs."""
-    jobs = os.fdopen(os.dup(0))  # a rank's sys.stdin is to be unused
-    say(ready=True)
+def serve() -> dict[str, Any] | None:
+    """Fork the ranks of each job. Returns its arguments in a rank, and None in the server after the last job."""
+    jobs = os.fdopen(os.dup(0))  # ranks must have an unused sys.stdin
+    report(ready=True)
     while line := jobs.readline():
         ranks: dict[int, int] = {}
-        for number, one in enumerate(json.loads(line)):
+        for number, arguments in enumerate(json.loads(line)):
             pid = os.fork()
             if not pid:
-                return dict(one)
+                return dict(arguments)
             ranks[pid] = number
-        say(pids=list(ranks))
+        report(pids=list(ranks))
         for _ in range(len(ranks)):
             pid, status = os.wait()
-            say(number=ranks[pid], status=os.waitstatus_to_exitcode(status), at=time.time())
+            report(number=ranks[pid], status=os.waitstatus_to_exitcode(status), at=time.time())
     return None
 
 
@@ -55,6 +55,6 @@ def run(argv: list[str], env: dict[str, str], cwd: str, shown: str) -> None:
 
 
 if __name__ == "__main__":
-    given = breed()
-    if given is not None:
-        run(**given)
+    job = serve()
+    if job is not None:
+        run(**job)

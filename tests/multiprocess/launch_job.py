@@ -1,4 +1,4 @@
-"""Jobs of launch_rank processes, and what is left of them."""
+"""Jobs of launch_rank processes: start them, read their output, and check that no process is left over."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HOST = socket.gethostname()
-LAUNCHERS = ("YALIS_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+LAUNCHER_PREFIXES = ("YALIS_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 
 class Job:
-    """Rank 0 that starts the others, or (`ranks`) several processes under torchrun's variables without its store."""
+    """A rank 0 that starts the others, or (`ranks`) processes with torchrun's variables but without its store."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Job:
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.port = port or free_port()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
         environment |= {"YALIS_TEST_MARK": self.mark, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.multiprocess.launch_rank", scenario, str(size), str(timeout)]
         self.processes = []
         for rank in [0] if ranks is None else ranks:
-            place = {"RANK": rank, "WORLD_SIZE": world or size, "LOCAL_RANK": rank}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, "TORCHELASTIC_RESTART_COUNT": restart}
-            extra = {} if ranks is None else {name: str(value) for name, value in place.items()}
+            variables = {"RANK": rank, "WORLD_SIZE": world or size, "LOCAL_RANK": rank}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, "TORCHELASTIC_RESTART_COUNT": restart}
+            extra = {} if ranks is None else {name: str(value) for name, value in variables.items()}
             self.processes.append(
                 subprocess.Popen(
                     command,
@@ -68,14 +68,14 @@ class Job:
         return self.processes[0]
 
     def read(self) -> Any:
-        """The next line that rank 0 shows."""
+        """Return the next JSON line that rank 0 prints."""
         assert self.rank0.stdout is not None
         line = self.rank0.stdout.readline()
         assert line, self.rank0.communicate()[1]
         return json.loads(line)
 
     def finish(self, within: float) -> tuple[list[int], str, str]:
-        """Statuses, rank 0's output and everybody's errors; nothing of the job may be left."""
+        """Return exit statuses, rank 0's stdout and the stderr of all ranks. Fails if a process of the job is left."""
         deadline = time.monotonic() + within
         outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic())) for process in self.processes]
         while (left := self.left()) and time.monotonic() < deadline:
@@ -84,7 +84,7 @@ class Job:
         return [process.returncode for process in self.processes], outputs[0][0], "".join(err for _, err in outputs)
 
     def left(self) -> list[int]:
-        """Processes of this job, also orphans."""
+        """Return the pids of this job's processes, including orphans."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:

@@ -1,4 +1,4 @@
-"""What the ranks of test_launch_*.py do: `python -m tests.multiprocess.launch_rank SCENARIO SIZE [TIMEOUT]`."""
+"""The scenarios of test_launch_*.py: `python -m tests.multiprocess.launch_rank SCENARIO SIZE [TIMEOUT]`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def show_members(world: World) -> None:
     show(pids=[member.pid for member in world.members])
 
 
-def talk(world: World) -> None:
-    """Values to all, and links in two groups; then once more over a second set of links."""
+def communicate(world: World) -> None:
+    """Gather values from all ranks, then exchange messages within two groups, twice over new links."""
     values = world.all_gather_object({"rank": world.rank, "text": "ä" * 1000})
     leader = 0 if world.rank < 2 else 2
     answers = []
@@ -42,14 +42,14 @@ def talk(world: World) -> None:
             link.close()
     empty = world.open_links(None)
     everyone = world.all_gather_object(answers)
-    print(f"printed by rank {world.rank}\n", end="", flush=True)  # one write, also where Python is told not to buffer
+    print(f"printed by rank {world.rank}\n", end="", flush=True)  # a single write, even if Python is unbuffered
     if world.rank == 0:
         members = [[m.rank, m.host, m.node, m.local_rank, m.address] for m in world.members]
         show(ranks=[value["rank"] for value in values], answers=everyone, members=members, empty=empty)
 
 
 def wait(world: World) -> None:
-    """Rank 0 is inside the world, the others are busy."""
+    """Rank 0 waits in a collective while the others are busy."""
     world.phase = "loading the model"
     world.all_gather_object(None)
     if world.rank == 0:
@@ -59,7 +59,7 @@ def wait(world: World) -> None:
 
 
 def serve(world: World) -> None:
-    """The others serve rank 0, which does nothing that touches the world for a long time."""
+    """The others serve rank 0, which does not use the world for a long time."""
     links = world.open_links(0)
     world.phase = "running"
     if world.rank:
@@ -78,7 +78,7 @@ def terminated(world: World) -> None:
 
 
 def idle(world: World) -> None:
-    """Rank 0 outlives another's death, knows of it when it asks, and has nothing left of it."""
+    """Rank 0 survives the death of another rank, sees the failure at its next call, and has no child process left."""
     if world.rank:
         time.sleep(100)
     world.phase = "idle"
@@ -89,12 +89,12 @@ def idle(world: World) -> None:
     try:
         world.all_gather_object(None)
     except YalisError as error:
-        show(failure=str(error), known=world.failure, children=children)
+        show(error=str(error), failure=world.failure, children=children)
     world.close()
-    start("exchange", world.size, 30)
+    start("gather", world.size, 30)
 
 
-def exchange(world: World) -> None:
+def gather(world: World) -> None:
     everyone = world.all_gather_object(world.rank)
     if world.rank == 0:
         show(ranks=everyone)
@@ -120,7 +120,7 @@ def crash_serving(world: World) -> None:
 
 
 def stuck(world: World) -> None:
-    """Rank 0 leaves while the others are in something that does not end, such as a collective with it."""
+    """Rank 0 leaves while the others hang, as in a collective with it."""
     if world.rank:
         with serving(world):
             world.all_gather_object(None)
@@ -129,7 +129,7 @@ def stuck(world: World) -> None:
 
 
 def leave(world: World) -> None:
-    """Rank 2 goes home early, which is its right; a later exchange says so."""
+    """Rank 2 leaves early without an error; a later collective reports it."""
     if world.rank == 2:
         return
     if world.rank:
@@ -141,7 +141,7 @@ def leave(world: World) -> None:
 
 
 def unclosed(world: World) -> None:
-    """Rank 0 forgets to close."""
+    """Rank 0 does not close its world."""
     links = world.open_links(0)
     if world.rank:
         with serving(world):
@@ -150,13 +150,13 @@ def unclosed(world: World) -> None:
     show_members(world)
 
 
-def again(world: World) -> None:
+def rejoin(world: World) -> None:
     """A second engine under the same launcher."""
     world.all_gather_object(1)
     world.close()
     second = join(world.size, ["unused"])
     assert second is world
-    exchange(second)
+    gather(second)
 
 
 def start(scenario: str, size: int, timeout: float) -> None:

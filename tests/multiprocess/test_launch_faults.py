@@ -1,4 +1,4 @@
-"""A rank that dies ends the job: soon, with a sentence, and without leaving anything behind."""
+"""A rank that dies ends the job within seconds, with a message, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def test_a_killed_rank_is_named_by_rank_0(launched: bool) -> None:
         pid = kill(job, 2)
         statuses, _, errors = job.finish(DEADLINE)
     assert statuses == ([1, 1, -signal.SIGKILL, 1] if launched else [1])
-    known = f"pid {pid}" if launched else f"pid {pid}, killed by SIGKILL"
-    sentence = f"rank 2 on {HOST} ({known}) died while loading the model"
-    said = {line for line in errors.splitlines() if sentence in line}
-    # Under a launcher the watch speaks at once, before the launcher can end rank 0 too.
-    assert said == {f"yalis[0]: {sentence}"} | ({f"yalis: {sentence}"} if launched else set())
+    process = f"pid {pid}" if launched else f"pid {pid}, killed by SIGKILL"
+    message = f"rank 2 on {HOST} ({process}) died while loading the model"
+    printed = {line for line in errors.splitlines() if message in line}
+    # Under a launcher the liveness monitor prints at once, before the launcher can kill rank 0 too.
+    assert printed == {f"yalis[0]: {message}"} | ({f"yalis: {message}"} if launched else set())
 
 
 @LAUNCHED
-def test_rank_0_stuck_elsewhere_is_ended_with_the_sentence(launched: bool) -> None:
-    """As in a collective that never returns."""
+def test_a_stuck_rank_0_is_killed_after_printing_the_message(launched: bool) -> None:
+    """Rank 0 hangs as in a collective that never returns."""
     with Job("serve", 3, ranks=ranks(launched, 3)) as job:
         begin = time.monotonic()
         kill(job, 1)
@@ -53,7 +53,7 @@ def test_rank_0_stuck_elsewhere_is_ended_with_the_sentence(launched: bool) -> No
 
 @LAUNCHED
 @pytest.mark.parametrize("scenario", ["wait", "serve"])
-def test_everyone_ends_when_rank_0_is_killed(launched: bool, scenario: str) -> None:
+def test_all_ranks_end_when_rank_0_is_killed(launched: bool, scenario: str) -> None:
     with Job(scenario, 4, ranks=ranks(launched, 4)) as job:
         pid = kill(job, 0)
         statuses, _, errors = job.finish(DEADLINE)
@@ -64,43 +64,43 @@ def test_everyone_ends_when_rank_0_is_killed(launched: bool, scenario: str) -> N
             socket.create_server(("127.0.0.1", job.port)).close()  # the port is free again
 
 
-def test_rank_0_killed_before_the_others_arrive() -> None:
-    """They are orphans that nobody would wait for."""
+def test_ranks_exit_if_rank_0_is_killed_before_they_join() -> None:
+    """They would wait as orphans otherwise."""
     with Job("absent", 4) as job:
         while len(job.left()) < 4:
             time.sleep(0.02)
         job.rank0.kill()
-        sleeper = 1  # rank 2 of this scenario never gets as far as to notice
+        sleeper = 1  # rank 2 of this scenario sleeps before it joins
         deadline = time.monotonic() + DEADLINE
         while len(job.left()) > sleeper and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(job.left()) == sleeper
 
 
-def test_rank_0_that_is_idle_hears_of_it_when_it_asks_and_can_start_anew() -> None:
+def test_an_idle_rank_0_sees_the_failure_at_its_next_call_and_can_rejoin() -> None:
     with Job("idle", 3) as job:
         pid = kill(job, 2)
-        heard = job.read()
-        assert heard["failure"] == heard["known"] == f"rank 2 on {HOST} (pid {pid}, killed by SIGKILL) died"
-        assert heard["children"] == []  # neither running nor zombies
+        seen = job.read()
+        assert seen["error"] == seen["failure"] == f"rank 2 on {HOST} (pid {pid}, killed by SIGKILL) died"
+        assert seen["children"] == []  # neither running nor zombies
         assert job.read() == {"ranks": [0, 1, 2]}
         assert job.finish(DEADLINE)[0] == [0]
 
 
 @pytest.mark.full
-def test_a_serving_rank_does_not_outlive_rank_0() -> None:
+def test_a_stuck_serving_rank_is_killed_after_rank_0_left() -> None:
     with Job("stuck", 3, ranks=[0, 1, 2]) as job:
         assert job.finish(20)[0] == [0, 1, 1]
 
 
 @LAUNCHED
 @pytest.mark.parametrize(
-    ("scenario", "sentence"), [("fail", "no memory left"), ("crash", "a bug"), ("crash_serving", "a bug")]
+    ("scenario", "message"), [("fail", "no memory left"), ("crash", "a bug"), ("crash_serving", "a bug")]
 )
-def test_a_rank_that_cannot_go_on_says_why(scenario: str, sentence: str, launched: bool) -> None:
+def test_a_failing_rank_ends_the_job_with_its_message(scenario: str, message: str, launched: bool) -> None:
     with Job(scenario, 4, ranks=ranks(launched, 4)) as job:
         statuses, _, errors = job.finish(DEADLINE)
     assert set(statuses) == {1}
-    assert f"yalis[0]: rank 2 on {HOST}: {sentence}" in errors.splitlines()
-    assert ('raise ValueError("a bug")' in errors) == scenario.startswith("crash")  # where a bug is, its rank says
+    assert f"yalis[0]: rank 2 on {HOST}: {message}" in errors.splitlines()
+    assert ('raise ValueError("a bug")' in errors) == scenario.startswith("crash")  # a bug is logged with its traceback
     assert "died" not in errors

@@ -1,4 +1,4 @@
-"""Ranks that meet, talk, and part."""
+"""Ranks join, communicate and leave."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def ranks(launched: bool, size: int) -> list[int] | None:
 
 
 @LAUNCHED
-def test_four_ranks_exchange_values_and_talk_over_links(launched: bool) -> None:
-    with Job("talk", 4, ranks=ranks(launched, 4)) as job:
+def test_four_ranks_gather_values_and_communicate_over_links(launched: bool) -> None:
+    with Job("communicate", 4, ranks=ranks(launched, 4)) as job:
         statuses, output, errors = job.finish(20)
         assert set(statuses) == {0}
-        # what the others print does not mix with results
+        # output of other ranks does not mix with results
         assert output.splitlines()[0] == "printed by rank 0"
         assert len(output.splitlines()) == 2
         if not launched:
@@ -42,20 +42,20 @@ def test_four_ranks_exchange_values_and_talk_over_links(launched: bool) -> None:
         assert shown["empty"] == {}
 
 
-def test_a_second_engine_under_a_launcher_finds_the_same_world() -> None:
-    with Job("again", 3, ranks=[0, 1, 2]) as job:
+def test_a_second_join_under_a_launcher_returns_the_same_world() -> None:
+    with Job("rejoin", 3, ranks=[0, 1, 2]) as job:
         assert job.read() == {"ranks": [0, 1, 2]}
         assert job.finish(10)[0] == [0, 0, 0]
 
 
 @LAUNCHED
-def test_rank_0_that_forgets_to_close_ends_cleanly(launched: bool) -> None:
+def test_rank_0_exits_cleanly_without_close(launched: bool) -> None:
     statuses, _, errors = run("unclosed", 3, ranks=ranks(launched, 3), within=10)
     assert set(statuses) == {0}
     assert errors == ""
 
 
-def test_a_rank_that_left_in_good_order_is_no_death() -> None:
+def test_a_rank_that_left_without_error_did_not_die() -> None:
     statuses, _, errors = run("leave", 3, within=15)
     assert statuses == [1]
     assert f"rank 2 on {HOST} has already ended" in errors
@@ -63,16 +63,16 @@ def test_a_rank_that_left_in_good_order_is_no_death() -> None:
 
 
 @LAUNCHED
-def test_a_rank_that_never_arrives_is_named(launched: bool) -> None:
+def test_a_rank_that_never_arrives_is_named_by_all(launched: bool) -> None:
     begin = time.monotonic()
     statuses, _, errors = run("absent", 4, 3, ranks=[0, 1, 3] if launched else None, within=12)
     assert 3 < time.monotonic() - begin < 10
     assert set(statuses) == {1}
-    said = [line for line in errors.splitlines() if "rank 2 of 4 did not arrive" in line and "within 3 s" in line]
-    assert [line.split(":")[0] for line in sorted(said)] == ["yalis[0]", "yalis[1]", "yalis[3]"]
+    lines = [line for line in errors.splitlines() if "rank 2 of 4 did not arrive" in line and "within 3 s" in line]
+    assert [line.split(":")[0] for line in sorted(lines)] == ["yalis[0]", "yalis[1]", "yalis[3]"]
 
 
-def test_a_rank_that_ends_before_it_joins_is_noticed_at_once() -> None:
+def test_a_rank_that_exits_before_joining_is_detected_at_once() -> None:
     begin = time.monotonic()
     statuses, _, errors = run("early", 4, within=10)
     assert time.monotonic() - begin < 5
@@ -80,15 +80,15 @@ def test_a_rank_that_ends_before_it_joins_is_noticed_at_once() -> None:
     assert f"rank 2 on {HOST} ended before it joined (exit status 3)" in errors
 
 
-def test_a_rank_alone_gives_up_naming_where_rank_0_should_be() -> None:
-    with Job("exchange", 2, 1, ranks=[1]) as job:
+def test_a_rank_without_rank_0_times_out_with_its_address() -> None:
+    with Job("gather", 2, 1, ranks=[1]) as job:
         statuses, _, errors = job.finish(10)
         assert statuses == [1]
         assert f"did not reach rank 0 at 127.0.0.1, port {job.port}, within 1 s (Connection refused)" in errors
 
 
 @LAUNCHED
-def test_another_version_is_refused_with_both(launched: bool) -> None:
+def test_a_different_version_is_refused_naming_both(launched: bool) -> None:
     statuses, _, errors = run("version", 3, ranks=ranks(launched, 3), within=10)
     assert set(statuses) == {1}
     assert f"rank 2 on {HOST}" in errors
@@ -96,30 +96,30 @@ def test_another_version_is_refused_with_both(launched: bool) -> None:
 
 
 def test_a_second_process_for_a_rank_is_refused() -> None:
-    with Job("exchange", 3, 20, ranks=[0, 1]) as job:
-        await_connections(job.port, 2)
-        with Job("exchange", 3, 20, ranks=[1], port=job.port) as imitation:
-            statuses, _, errors = imitation.finish(10)
+    with Job("gather", 3, 20, ranks=[0, 1]) as job:
+        wait_for_connections(job.port, 2)
+        with Job("gather", 3, 20, ranks=[1], port=job.port) as duplicate:
+            statuses, _, errors = duplicate.finish(10)
         assert statuses == [1]
         assert f"is a duplicate: pid {job.processes[1].pid} on {HOST} is rank 1 already" in errors
-        with Job("exchange", 3, 20, ranks=[2], port=job.port) as rest:
+        with Job("gather", 3, 20, ranks=[2], port=job.port) as rest:
             assert job.read() == {"ranks": [0, 1, 2]}
             assert job.finish(10)[0] + rest.finish(10)[0] == [0, 0, 0]
 
 
-def test_a_rank_that_dies_while_others_arrive_is_named_to_those_who_come_later() -> None:
-    with Job("exchange", 3, 20, ranks=[0, 1]) as job:
-        await_connections(job.port, 2)
+def test_a_rank_that_dies_during_the_rendezvous_is_named_to_late_ranks() -> None:
+    with Job("gather", 3, 20, ranks=[0, 1]) as job:
+        wait_for_connections(job.port, 2)
         job.processes[1].kill()
         job.processes[1].wait()
-        statuses, _, late = run("exchange", 3, 20, ranks=[2], port=job.port, within=10)
+        statuses, _, late = run("gather", 3, 20, ranks=[2], port=job.port, within=10)
         statuses += job.finish(10)[0]
         assert statuses == [1, 1, -signal.SIGKILL]
         assert f"rank 1 on {HOST} (pid {job.processes[1].pid}) died before all ranks had joined" in late
 
 
-def await_connections(port: int, count: int) -> None:
-    """Until rank 0 has answered this many, which are two from each rank."""
+def wait_for_connections(port: int, count: int) -> None:
+    """Wait until rank 0 has this many connections; each rank opens two."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         with open("/proc/net/tcp") as file:
@@ -130,23 +130,23 @@ def await_connections(port: int, count: int) -> None:
     time.sleep(0.2)
 
 
-def test_strangers_do_not_disturb() -> None:
-    with Job("exchange", 2, 20, ranks=[0]) as job:
-        silent = reach(job.port)
-        with reach(job.port) as browser:
+def test_unrelated_clients_do_not_disturb_the_rendezvous() -> None:
+    with Job("gather", 2, 20, ranks=[0]) as job:
+        silent = connect(job.port)
+        with connect(job.port) as browser:
             browser.sendall(b"GET / HTTP/1.0\r\n\r\n")
             browser.settimeout(5)
             assert b"received an unknown message" in browser.recv(1000)
-        with reach(job.port) as guest:
-            guest.sendall(b"\0\0\0\x02{}")
-            guest.settimeout(5)
-            assert b"stranger" in guest.recv(1000)
-        with silent, Job("exchange", 2, 20, ranks=[1], port=job.port) as late:
+        with connect(job.port) as client:
+            client.sendall(b"\0\0\0\x02{}")
+            client.settimeout(5)
+            assert b"stranger" in client.recv(1000)
+        with silent, Job("gather", 2, 20, ranks=[1], port=job.port) as late:
             assert job.read() == {"ranks": [0, 1]}
             assert job.finish(10)[0] == late.finish(10)[0] == [0]
 
 
-def reach(port: int) -> socket.socket:
+def connect(port: int) -> socket.socket:
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -156,21 +156,21 @@ def reach(port: int) -> socket.socket:
             time.sleep(0.05)
 
 
-def test_another_job_at_the_port_is_refused_with_both_names() -> None:
-    with Job("exchange", 2, 20, ranks=[0]) as job:
-        reach(job.port).close()
-        statuses, _, errors = run("exchange", 2, 1, ranks=[1], port=job.port, restart=7, within=10)
+def test_a_rank_of_another_job_is_refused_naming_both_jobs() -> None:
+    with Job("gather", 2, 20, ranks=[0]) as job:
+        connect(job.port).close()
+        statuses, _, errors = run("gather", 2, 1, ranks=[1], port=job.port, restart=7, within=10)
         assert statuses == [1]
         assert "this is rank 0 of torchrun - restart 0, not of torchrun - restart 7" in errors
 
 
-def test_the_wrong_number_of_ranks_is_refused() -> None:
-    statuses, _, errors = run("exchange", 3, ranks=[0, 1], world=2, within=10)
+def test_a_wrong_number_of_ranks_is_refused() -> None:
+    statuses, _, errors = run("gather", 3, ranks=[0, 1], world=2, within=10)
     assert statuses == [2, 2]
     assert "this model is split over 3 ranks and torchrun started 2; type torchrun --nproc-per-node 3" in errors
 
 
-def test_ctrl_c_reaches_rank_0_alone_and_ends_all() -> None:
+def test_ctrl_c_reaches_only_rank_0_and_ends_all_ranks() -> None:
     with Job("serve", 3) as job:
         job.read()
         os.killpg(job.rank0.pid, signal.SIGINT)
@@ -180,7 +180,7 @@ def test_ctrl_c_reaches_rank_0_alone_and_ends_all() -> None:
         assert "died" not in errors
 
 
-def test_ctrl_c_under_a_launcher_is_rank_0s_to_answer() -> None:
+def test_ctrl_c_under_a_launcher_is_handled_by_rank_0() -> None:
     with Job("serve", 3, ranks=[0, 1, 2]) as job:
         job.read()
         for process in reversed(job.processes):
@@ -190,7 +190,7 @@ def test_ctrl_c_under_a_launcher_is_rank_0s_to_answer() -> None:
         assert errors.count("KeyboardInterrupt") == 1
 
 
-def test_sigterm_under_a_launcher_leaves_rank_0_time_to_close() -> None:
+def test_sigterm_under_a_launcher_gives_rank_0_time_to_close() -> None:
     with Job("terminated", 3, ranks=[0, 1, 2]) as job:
         job.read()
         for process in reversed(job.processes):
@@ -201,8 +201,8 @@ def test_sigterm_under_a_launcher_leaves_rank_0_time_to_close() -> None:
         assert "died" not in errors
 
 
-def test_a_port_is_free_again() -> None:
-    with Job("talk", 2, ranks=[0, 1]) as job:
+def test_the_port_is_free_after_the_job() -> None:
+    with Job("communicate", 2, ranks=[0, 1]) as job:
         job.finish(10)
         socket.create_server(("127.0.0.1", job.port)).close()
         assert free_port()

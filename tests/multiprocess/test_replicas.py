@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiprocess.launch_job import LAUNCHERS, ROOT
+from tests.multiprocess.launch_job import LAUNCHER_PREFIXES, ROOT
 from tests.tiny_chat import save_tiny_chat
 from yalis import LLM, SamplingParams
 from yalis.cli.main import main
@@ -70,7 +70,7 @@ class Batch:
 
     def __init__(self, source: Path, target: Path, model: str, *flags: str, torchrun: int = 0) -> None:
         self.mark = uuid.uuid4().hex
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
         environment |= {"YALIS_TEST_MARK": self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
         command = [sys.executable, *launcher, "-m", "yalis", "batch", str(source), str(target), "--model", model]

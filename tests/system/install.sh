@@ -1,6 +1,6 @@
 #!/bin/sh
-# What the tests with real launchers, several hosts and a browser need of the system. As root on Debian or Ubuntu it is installed where it
-# is missing; elsewhere those tests skip, each with its reason.
+# Installs the missing system packages of the tests with real launchers, several hosts and a browser, as root on Debian or
+# Ubuntu. Elsewhere those tests are skipped, each with its reason.
 set -u
 missing=
 need() { command -v "$1" >/dev/null || missing="$missing $2"; }
@@ -15,7 +15,7 @@ command -v chromium >/dev/null || need chromium-headless-shell chromium-headless
 missing=$(printf '%s\n' $missing | sort -u | tr '\n' ' ' | sed 's/ $//')
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-  echo "tests that need $missing will be skipped; they can be installed where root and apt-get are there"
+  echo "tests that need $missing will be skipped; run this as root on Debian or Ubuntu to install them"
   exit 0
 fi
 echo "installing for the tests: $missing"

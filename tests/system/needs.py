@@ -1,4 +1,4 @@
-"""What a test needs of the machine; without it the test skips and says why."""
+"""System requirements of tests: a missing one skips the test with the reason."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import subprocess
 
 import pytest
 
-# Debian keeps daemons and `ip` where a plain user's PATH does not look.
+# Debian installs daemons and `ip` in folders that are not on the PATH of a normal user.
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 def program(name: str) -> str:
-    """The path of an installed program."""
+    """Return the path of an installed program."""
     found = shutil.which(name, path=_PATH)
     if found is None:
         pytest.skip(f"{name} is not installed; tests/system/install.sh installs it as root on Debian")
@@ -26,8 +26,8 @@ def root(purpose: str) -> None:
 
 
 def namespaces() -> None:
-    """Root inside a container may not be allowed to make them."""
-    root("making network namespaces")
+    """Require network namespaces, which root inside a container may not be allowed to create."""
+    root("creating network namespaces")
     tried = subprocess.run([program("unshare"), "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
     if tried.returncode != 0:
         pytest.skip(f"network namespaces are not allowed here ({tried.stderr.strip()})")

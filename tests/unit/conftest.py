@@ -1,11 +1,11 @@
-"""Unit tests run on the CPU, where Triton's kernels run in its interpreter, chosen before triton is imported.
+"""Unit tests run on the CPU, with Triton kernels in the interpreter; it must be chosen before triton is imported.
 
-A shell starts background jobs with Ctrl-C ignored, which processes inherit; tests of Ctrl-C need it heard.
+Shells start background jobs with SIGINT ignored, which child processes inherit; tests of Ctrl-C need it handled.
 """
 
 import os
 import signal
 
 os.environ["TRITON_INTERPRET"] = "1"
-os.environ["YALIS_PEERS"] = ""  # peers in this process, whatever environment lies beside the repository
+os.environ["YALIS_PEERS"] = ""  # peer engines run in this process, even if `make peers` has made an environment
 signal.signal(signal.SIGINT, signal.default_int_handler)

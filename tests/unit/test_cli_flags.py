@@ -1,4 +1,4 @@
-"""Flags carry the names and the meaning of the Python fields."""
+"""Flags have the names and types of the Python fields."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from yalis.types import SamplingParams
 
 
 def test_every_field_has_a_flag_and_help() -> None:
-    names = {one.name for kind in (EngineConfig, SamplingParams) for one in fields(kind)}
+    names = {field.name for config in (EngineConfig, SamplingParams) for field in fields(config)}
     assert set(HELP) == names
     parser = build_parser()
-    told = parser.parse_args(["generate", "x"])
-    assert not names & set(vars(told))  # nothing given, nothing set: the dataclasses' defaults hold
-    assert engine_config(told) == EngineConfig()
-    assert sampling_fields(told) == {}
+    args = parser.parse_args(["generate", "x"])
+    assert not names & set(vars(args))  # flags that were not given are absent
+    assert engine_config(args) == EngineConfig()
+    assert sampling_fields(args) == {}
 
 
-def test_flags_of_every_kind() -> None:
-    words = "generate x --model m --kv-blocks 7 --kv-memory 0.5 --no-prefix-reuse --max-tokens 3 --top-p 0.5"
-    words += " --stop a --stop b --stop-token-ids 4 --stop-token-ids 5 --ignore-eos --seed 9"
-    words += " --presence-penalty -1 --dtype float32"
-    told = build_parser().parse_args(words.split())
-    assert engine_config(told) == EngineConfig(
+def test_flags_of_every_type() -> None:
+    line = "generate x --model m --kv-blocks 7 --kv-memory 0.5 --no-prefix-reuse --max-tokens 3 --top-p 0.5"
+    line += " --stop a --stop b --stop-token-ids 4 --stop-token-ids 5 --ignore-eos --seed 9"
+    line += " --presence-penalty -1 --dtype float32"
+    args = build_parser().parse_args(line.split())
+    assert engine_config(args) == EngineConfig(
         model="m", kv_blocks=7, kv_memory=0.5, prefix_reuse=False, dtype="float32"
     )
-    assert SamplingParams(**sampling_fields(told)) == SamplingParams(
+    assert SamplingParams(**sampling_fields(args)) == SamplingParams(
         max_tokens=3, top_p=0.5, stop=("a", "b"), stop_token_ids=(4, 5), ignore_eos=True, seed=9, presence_penalty=-1.0
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("line", "message"),
     [
         ("--max-tokens x", "'x' is not a whole number; type `yalis generate --help`"),
         ("--top-p", "expected one argument"),
@@ -47,11 +47,11 @@ def test_flags_of_every_kind() -> None:
         ("--block-size 12", "power of two"),
     ],
 )
-def test_nonsense_is_a_sentence(words: str, sentence: str) -> None:
+def test_invalid_values_are_one_line(line: str, message: str) -> None:
     def read() -> None:
-        told = build_parser().parse_args(["generate", "hi", *words.split()])
-        engine_config(told)
-        sampling_fields(told)
+        args = build_parser().parse_args(["generate", "hi", *line.split()])
+        engine_config(args)
+        sampling_fields(args)
 
-    with pytest.raises(YalisError, match=sentence):
+    with pytest.raises(YalisError, match=message):
         read()

@@ -1,4 +1,4 @@
-"""The command as a whole: exit status, one sentence, and quick to start."""
+"""The yalis command: exit status, one-line messages, and a fast start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_starts_without_torch_in_half_a_second() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "message"),
     [
         ([], "no verb given; type `yalis --help`"),
         (["sing"], "invalid choice: 'sing'"),
@@ -45,7 +45,7 @@ def test_starts_without_torch_in_half_a_second() -> None:
         (["generate", "x", "--temperature", "inf"], "temperature is inf; give a finite number of at least 0"),
         (["chat", ""], "the message is empty"),
         (["chat", " ", " "], "the message is empty"),
-        (["bench"], "yalis bench latency"),
+        (["bench"], "type `yalis bench NAME`, where NAME is latency"),
         (["bench", "latency", "--out", __file__], "test_cli_main.py, which is not a folder"),
         (["bench", "latency", "--out", f"{__file__}/x"], "x, which cannot be written to: Not a directory; give a"),
         (["bench", "latency", "--peer", "nobody"], "unknown peer 'nobody'; accepted: transformers"),
@@ -53,15 +53,15 @@ def test_starts_without_torch_in_half_a_second() -> None:
         (["bench", "latency", "--output-len", "1"], "output_len is 1"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_2(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_input_is_one_line_and_exit_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 2
+    assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("yalis: error: ")
     assert err.count("\n") == 1
-    assert sentence in err
+    assert message in err
 
 
 def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:
@@ -72,9 +72,9 @@ def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "told"),
+    ("error", "status", "printed"),
     [
-        (YalisError("mend\nthis"), 2, "yalis: error: mend this\n"),
+        (YalisError("change\nthis"), 2, "yalis: error: change this\n"),
         (YalisFailure("the disk is full"), 1, "yalis: error: the disk is full\n"),
         (OSError(28, "full"), 1, "yalis: error: the output could not be written: full\n"),
         (ValueError("a\nb"), 70, "yalis: internal error: ValueError: a b; run again with --debug for the traceback\n"),
@@ -82,18 +82,18 @@ def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:
         (Stopped("nothing was written"), 130, "yalis: stopped: nothing was written\n"),
     ],
 )
-def test_how_a_verb_may_end(
-    error: BaseException, status: int, told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_errors_of_a_verb(
+    error: BaseException, status: int, printed: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(models, "run", _raise(error))
     monkeypatch.setattr("yalis.cli.main._drop_stdout", lambda: None)
     assert main(["models"]) == status
-    assert capfd.readouterr().err == told
+    assert capfd.readouterr().err == printed
     assert main(["models", "--debug"]) == status
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_reader_that_goes_away_is_quiet() -> None:
+def test_a_closed_pipe_is_silent() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([*YALIS, "models"], stdout=writing, stderr=subprocess.PIPE, check=False)
@@ -102,17 +102,17 @@ def test_a_reader_that_goes_away_is_quiet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("closed", "words", "status"),
+    ("closed", "argv", "status"),
     [(">&-", "models", 0), ("2>&-", "sing", 2), ("<&-", "generate --prompt-ids x -", 2), ("<&- >&- 2>&-", "models", 0)],
 )
-def test_closed_streams_are_no_bug(closed: str, words: str, status: int) -> None:
-    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *YALIS, *words.split()]
+def test_closed_standard_streams(closed: str, argv: str, status: int) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *YALIS, *argv.split()]
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == status
     assert b"internal error" not in done.stderr
 
 
-def test_a_full_standard_output_is_one_sentence() -> None:
+def test_a_full_disk_on_stdout_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*YALIS, "models"], stdout=full, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 1

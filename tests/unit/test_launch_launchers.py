@@ -1,4 +1,4 @@
-"""Environments as the launchers make them."""
+"""Detecting launchers from the environment variables they set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "2",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-BATCH = {  # the shell of a batch script: an allocation, and no rank
+BATCH = {  # a batch script: it has an allocation, but is not a rank
     "SLURM_JOB_ID": "77",
     "SLURM_NTASKS": "8",
     "SLURM_PROCID": "0",
@@ -76,7 +76,7 @@ def test_torchrun() -> None:
     assert not detect_launcher({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}).has_store
 
 
-def test_torchruns_variables_set_by_hand() -> None:
+def test_torchrun_variables_set_by_hand() -> None:
     info = detect_launcher({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"})
     assert (info.launcher, info.has_store, info.address, info.port) == ("torchrun", False, "10.0.0.1", 5000)
     endpoint = find_endpoint(info, 1)
@@ -88,8 +88,8 @@ def test_torchruns_variables_set_by_hand() -> None:
 def test_srun() -> None:
     info = detect_launcher(SRUN)
     assert info == LaunchInfo("srun", 6, 8, 2, 4, "node01", None, job="srun 77.3")
-    everyone = [detect_launcher({**SRUN, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 4)}) for r in range(8)]
-    assert {derive_endpoint(other).ports for other in everyone} == {derive_ports("srun 77.3")}
+    all_ranks = [detect_launcher({**SRUN, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 4)}) for r in range(8)]
+    assert {derive_endpoint(info).ports for info in all_ranks} == {derive_ports("srun 77.3")}
     given = detect_launcher({**SRUN, "MASTER_ADDR": "ib-node01", "MASTER_PORT": "1234"})
     assert (given.address, given.port) == ("ib-node01", 1234)
 
@@ -101,7 +101,7 @@ def test_srun_on_one_node() -> None:
     assert info.address == "127.0.0.1"
 
 
-def test_a_batch_script_is_no_launcher() -> None:
+def test_a_batch_script_is_not_a_launch() -> None:
     assert detect_launcher(BATCH) == LaunchInfo()
     assert detect_launcher({**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFB), "SLURM_STEP_NUM_TASKS": "8"}) == LaunchInfo()
 
@@ -113,13 +113,13 @@ def test_open_mpi() -> None:
     assert find_endpoint(given, 1).ports == (5000,)
 
 
-def test_open_mpi_on_single_host() -> None:
+def test_open_mpi_on_one_host() -> None:
     info = detect_launcher({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
     endpoint = find_endpoint(info, 1)
     assert (endpoint.host, endpoint.ports) == ("127.0.0.1", derive_ports("mpirun prterun-node01-99@1"))
 
 
-def test_open_mpi_on_several_machines_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_mpi_on_several_hosts_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(YalisError, match="-x MASTER_ADDR=HOST -x MASTER_PORT=PORT"):
         find_endpoint(detect_launcher(OPEN_MPI), 1)
@@ -129,17 +129,17 @@ def test_mpich() -> None:
     assert detect_launcher(MPICH) == LaunchInfo("mpirun", 1, 2, 1, 2, job="mpirun kvs_1")
 
 
-def test_srun_that_speaks_pmi_is_srun() -> None:
+def test_srun_with_pmi_variables_is_srun() -> None:
     assert detect_launcher({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "8"}) == detect_launcher(SRUN)
 
 
-def test_our_own_ranks() -> None:
+def test_ranks_started_by_rank_0() -> None:
     assert detect_launcher(OWN) == LaunchInfo(
         "yalis", 1, 3, 1, 3, "127.0.0.1", 4711, "yalis pid 9", "abc", parent_pid=9
     )
 
 
-def test_the_inner_launcher_counts() -> None:
+def test_the_innermost_launcher_is_detected() -> None:
     assert detect_launcher({**SRUN, **OPEN_MPI}).launcher == "mpirun"
     assert detect_launcher({**SRUN, **MPICH}).launcher == "mpirun"
     assert detect_launcher({**SRUN, **OPEN_MPI, **TORCHRUN}).launcher == "torchrun"
@@ -159,12 +159,12 @@ def test_a_launcher_with_one_rank_counts_as_none(variables: dict[str, str]) -> N
     assert detect_launcher(variables) == LaunchInfo()
 
 
-def test_what_cannot_be() -> None:
+def test_impossible_ranks_are_refused() -> None:
     with pytest.raises(YalisError, match="rank 9 of 8"):
         detect_launcher({**TORCHRUN, "RANK": "9"})
 
 
-def test_ports_follow_from_the_job() -> None:
+def test_ports_are_derived_from_the_job_name() -> None:
     assert derive_ports("srun 1.0") == derive_ports("srun 1.0") != derive_ports("srun 1.1")
     assert len(set(derive_ports("srun 1.0"))) > 4
     assert all(20000 <= port < 32000 for port in derive_ports("srun 1.0"))
@@ -196,14 +196,14 @@ def test_process_rank(variables: dict[str, str], rank: int, monkeypatch: pytest.
     assert process_rank() == rank
 
 
-def test_the_wrong_size_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_size_is_refused_naming_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(YalisError, match=r"split over 4 ranks and srun started 8; type srun -n 4 .*product is 8"):
         join(4, ["unused"])
 
 
-def test_a_world_of_one_has_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_world(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {**SRUN, **OPEN_MPI, **TORCHRUN, **OWN, **MPICH}:
         monkeypatch.delenv(name, raising=False)
     world = join(1, ["unused"])
@@ -214,7 +214,7 @@ def test_a_world_of_one_has_no_socket_and_no_thread(monkeypatch: pytest.MonkeyPa
     world.close()
 
 
-def test_local_ranks_do_not_inherit_a_launchers_place(
+def test_local_ranks_do_not_inherit_launcher_variables(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {**TORCHRUN, **OPEN_MPI}.items():
@@ -224,10 +224,10 @@ def test_local_ranks_do_not_inherit_a_launchers_place(
     ranks = LocalRanks([sys.executable, "-c", code], [7], {"NAMES": names})
     assert ranks.exit_status(7, 20) == "exit status 0"
     out, err = capfd.readouterr()
-    assert (out, err) == ("", "['MASTER_ADDR', 'MASTER_PORT'] 7\n")  # which a user may have set
+    assert (out, err) == ("", "['MASTER_ADDR', 'MASTER_PORT'] 7\n")  # not removed, because a user may have set them
 
 
-def test_a_local_rank_that_does_not_want_to_end_is_ended() -> None:
+def test_local_ranks_that_ignore_sigterm_are_killed() -> None:
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     ranks = LocalRanks([sys.executable, "-c", code], [1, 2], {})
     ranks.stop(0.5)

@@ -1,3 +1,5 @@
+"""Links: JSON messages between two ranks, and what happens when one of them fails."""
+
 from __future__ import annotations
 
 import os
@@ -26,7 +28,7 @@ def pair() -> Iterator[Pair]:
         link.close()
 
 
-def test_messages_arrive_whole_and_in_order(pair: Pair) -> None:
+def test_messages_arrive_complete_and_in_order(pair: Pair) -> None:
     a, b = pair
     messages = [None, {"x": [1, 2.5, "ü"]}, "y" * 3_000_000, [], float("inf")]
     sender = threading.Thread(target=lambda: [a.send(message) for message in messages])
@@ -35,17 +37,17 @@ def test_messages_arrive_whole_and_in_order(pair: Pair) -> None:
     sender.join()
 
 
-def test_both_ends_may_send_at_once(pair: Pair) -> None:
-    """Far more than the connection holds, in both directions, before either end receives anything."""
+def test_both_ends_can_send_at_once(pair: Pair) -> None:
+    """Much more than the socket buffers hold, in both directions, before either end receives anything."""
     messages = [[number, "x" * 4_000_000] for number in range(8)]
     received: dict[str, list[object]] = {}
 
-    def talk(link: Link) -> None:
+    def send_then_receive(link: Link) -> None:
         for message in messages:
             link.send(message)
         received[link.peer] = [link.receive() for _ in messages]
 
-    threads = [threading.Thread(target=talk, args=(link,), daemon=True) for link in pair]
+    threads = [threading.Thread(target=send_then_receive, args=(link,), daemon=True) for link in pair]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -53,20 +55,20 @@ def test_both_ends_may_send_at_once(pair: Pair) -> None:
     assert list(received.values()) == [messages, messages]
 
 
-def test_a_thread_may_send_while_another_receives(pair: Pair) -> None:
+def test_one_thread_can_send_while_another_receives(pair: Pair) -> None:
     a, b = pair
-    there, back = [[number, "x" * 300_000] for number in range(40)], [[number, "y" * 200_000] for number in range(60)]
-    sender = threading.Thread(target=lambda: [a.send(message) for message in there])
+    to_b, to_a = [[number, "x" * 300_000] for number in range(40)], [[number, "y" * 200_000] for number in range(60)]
+    sender = threading.Thread(target=lambda: [a.send(message) for message in to_b])
     got: list[object] = []
-    reader = threading.Thread(target=lambda: got.extend(a.receive() for _ in back))
+    reader = threading.Thread(target=lambda: got.extend(a.receive() for _ in to_a))
     for thread in (sender, reader):
         thread.start()
-    for message in back:
+    for message in to_a:
         b.send(message)
-    assert [b.receive() for _ in there] == there
+    assert [b.receive() for _ in to_b] == to_b
     for thread in (sender, reader):
         thread.join(20)
-    assert got == back
+    assert got == to_a
 
 
 def test_poll(pair: Pair) -> None:
@@ -82,10 +84,10 @@ def test_poll(pair: Pair) -> None:
     assert b.receive() == 2
     assert not b.poll(0)
     a.close()
-    assert b.poll(1)  # the end can be received too
+    assert b.poll(1)  # a closed connection counts as readable
 
 
-def test_half_a_message_is_none(pair: Pair) -> None:
+def test_an_incomplete_message_is_not_received(pair: Pair) -> None:
     a, b = pair
     a._socket.sendall(struct.pack(">I", 4) + b"12")
     assert not b.poll(0.1)
@@ -93,7 +95,7 @@ def test_half_a_message_is_none(pair: Pair) -> None:
     assert b.receive() == 1234
 
 
-def test_a_peer_that_is_gone_is_named(pair: Pair) -> None:
+def test_a_disconnected_peer_is_named(pair: Pair) -> None:
     a, b = pair
     a.send("last words")
     a.close()
@@ -106,7 +108,7 @@ def test_a_peer_that_is_gone_is_named(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("data", [struct.pack(">I", 0xFFFFFFFF), b"GET / HTTP/1.1\r\n", struct.pack(">I", 3) + b"{,}"])
-def test_something_else_is_refused(pair: Pair, data: bytes) -> None:
+def test_data_that_is_not_a_message_is_refused(pair: Pair, data: bytes) -> None:
     a, b = pair
     a._socket.sendall(data)
     with pytest.raises(LinkLost, match="not a message"):
@@ -119,46 +121,46 @@ def test_a_message_over_the_limit_is_not_sent(pair: Pair) -> None:
         pair[0].send("x" * 100)
 
 
-class Broken:
+class FailingJob:
     failure: str | None = None
 
     def explain(self, error: BaseException) -> YalisFailure | None:
         return YalisFailure("rank 7 on z died") if self.failure else None
 
 
-def test_a_failure_elsewhere_ends_the_wait(pair: Pair) -> None:
-    job = Broken()
+def test_a_failure_of_the_job_ends_receive(pair: Pair) -> None:
+    job = FailingJob()
     pair[0].failure_source = job
     threading.Timer(0.2, lambda: setattr(job, "failure", "known")).start()
     with pytest.raises(YalisFailure, match="rank 7 on z died"):
         pair[0].receive()
 
 
-def test_a_failure_elsewhere_or_an_end_breaks_off_sending(pair: Pair) -> None:
-    job = Broken()
+def test_a_failure_of_the_job_or_a_closed_peer_ends_send(pair: Pair) -> None:
+    job = FailingJob()
     pair[0].failure_source = job
     threading.Timer(0.2, lambda: setattr(job, "failure", "known")).start()
     with pytest.raises(YalisFailure, match="rank 7 on z died"):
-        pair[0].send("x" * 50_000_000)  # nobody receives it
+        pair[0].send("x" * 50_000_000)  # the peer does not receive it
     threading.Timer(0.2, pair[0].close).start()
     with pytest.raises(LinkLost, match="rank 1 on b"):
         pair[1].send("x" * 50_000_000)
 
 
-def test_waiting_for_any(pair: Pair) -> None:
+def test_wait_any(pair: Pair) -> None:
     begin = time.monotonic()
     threading.Timer(0.2, lambda: pair[1].send(1)).start()
     wait_any([pair[1], pair[0]])
     assert time.monotonic() - begin >= 0.2
     assert pair[0].receive() == 1
-    job = Broken()
+    job = FailingJob()
     pair[0].failure_source = job
     threading.Timer(0.1, lambda: setattr(job, "failure", "known")).start()
     with pytest.raises(YalisFailure, match="rank 7 on z died"):
         wait_any([pair[0], pair[1]])
 
 
-def test_closing_wakes_a_waiting_thread(pair: Pair) -> None:
+def test_close_wakes_a_thread_in_receive(pair: Pair) -> None:
     ended: list[str] = []
 
     def wait() -> None:
@@ -175,7 +177,7 @@ def test_closing_wakes_a_waiting_thread(pair: Pair) -> None:
     assert len(ended) == 1
 
 
-def test_a_fork_does_not_keep_a_link_open(pair: Pair) -> None:
+def test_a_forked_child_does_not_keep_a_link_open(pair: Pair) -> None:
     child = os.fork()
     if not child:
         time.sleep(30)

@@ -1,3 +1,5 @@
+"""Expanding Slurm's compact lists of nodes and tasks."""
+
 from __future__ import annotations
 
 import pytest
@@ -29,13 +31,13 @@ def test_node_lists(text: str, nodes: list[str]) -> None:
 @pytest.mark.parametrize(
     "text", ["a[1-", "a]1", "a[[1]]", "a[x]", "a[3-1]", "a,,b", ",a", "a[1-2-3]", "a[]", "a[1-9999999]"]
 )
-def test_what_is_no_node_list(text: str) -> None:
+def test_invalid_node_lists(text: str) -> None:
     with pytest.raises(YalisError, match="is not a Slurm node list"):
         expand_nodes(text)
 
 
 @given(st.integers(0, 500), st.integers(0, 40), st.integers(1, 5))
-def test_a_range_is_its_numbers(first: int, more: int, width: int) -> None:
+def test_a_range_expands_to_its_numbers(first: int, more: int, width: int) -> None:
     text = f"n[{first:0{width}d}-{first + more:0{width}d}]"
     assert expand_nodes(text) == [f"n{number:0{width}d}" for number in range(first, first + more + 1)]
 
@@ -45,6 +47,6 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
     assert expand_counts(text) == counts
 
 
-def test_what_is_no_list_of_tasks() -> None:
+def test_an_invalid_list_of_tasks() -> None:
     with pytest.raises(YalisError, match="tasks per node"):
         expand_counts("4x2")

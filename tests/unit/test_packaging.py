@@ -1,4 +1,4 @@
-"""The wheel: it builds, holds every room, asks for no particular torch, and gives a working `yalis`."""
+"""The wheel builds, contains every package, requires no certain torch, and installs a working `yalis`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ import pytest
 from tests.families import CASES, make_prompts, make_reference
 
 ROOT = Path(__file__).parents[2]
-#: Imported, and not required.
+#: Imported, but not required.
 OPTIONAL = {
-    "accelerate": "a peer of the benchmark, for GGUF files",
+    "accelerate": "a peer engine of benchmarks, for GGUF files",
     "huggingface_hub": "comes with transformers",
     "matplotlib": "an extra, for plots",
     "mpi4py": "an extra, for --allreduce mpi",
     "tokenizers": "comes with transformers",
     "triton": "an extra",
-    "vllm": "a peer of the benchmark",
+    "vllm": "a peer engine of benchmarks",
 }
-#: Required, and imported by another package for us.
-UNSEEN = {"jinja2": "transformers renders chat templates with it"}
+#: Required, but imported only by other packages.
+INDIRECT = {"jinja2": "transformers renders chat templates with it"}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    # A copy without build leftovers, so that the wheel holds what the sources hold.
+    # A copy without build files, so that the wheel contains exactly the sources.
     source = folder / "source"
-    sources = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]  # new ones included
+    sources = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]  # including untracked files
     listed = subprocess.run(sources, cwd=ROOT, capture_output=True, text=True)
     files = listed.stdout.split("\n") if listed.returncode == 0 else [str(p.relative_to(ROOT)) for p in ROOT.rglob("*")]
     for name in filter(None, files):
@@ -60,35 +60,35 @@ def wheel(tmp_path_factory) -> Path:
     return next(folder.glob("yalis-*.whl"))
 
 
-def test_wheel_holds_every_file(wheel):
-    held = set(zipfile.ZipFile(wheel).namelist())
+def test_the_wheel_contains_every_file(wheel):
+    contents = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "yalis").rglob("*"):
         if path.suffix in (".py", ".c"):
-            assert str(path.relative_to(ROOT)) in held
-    kernels = {name.rpartition("/share/yalis/nvrar/")[2] for name in held}
+            assert str(path.relative_to(ROOT)) in contents
+    kernels = {name.rpartition("/share/yalis/nvrar/")[2] for name in contents}
     assert {path.name for path in (ROOT / "csrc" / "nvrar").iterdir()} <= kernels
 
 
 def _requirements(wheel) -> list[str]:
-    packed = zipfile.ZipFile(wheel)
-    name = next(name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
-    return Parser().parsestr(packed.read(name).decode()).get_all("Requires-Dist")
+    archive = zipfile.ZipFile(wheel)
+    name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist")
 
 
-def test_any_torch_is_kept(wheel):
-    assert "torch" in _requirements(wheel), "a bound on torch would let pip replace the one a cluster chose"
+def test_torch_is_required_without_version_bounds(wheel):
+    assert "torch" in _requirements(wheel), "with a bound, pip could replace the torch of a cluster"
 
 
-def test_what_is_imported_is_required_or_known_to_be_optional(wheel):
+def test_every_import_is_required_or_listed_as_optional(wheel):
     always = {re.match(r"[\w-]+", need)[0] for need in _requirements(wheel) if "extra ==" not in need}
     imported = {name for path in (ROOT / "yalis").rglob("*.py") for name in _imports(path)}
     imported -= {"yalis", "__future__"} | set(sys.stdlib_module_names)
     assert imported - always == set(OPTIONAL)
-    assert always - imported == set(UNSEEN)
+    assert always - imported == set(INDIRECT)
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The packages a file imports, those inside functions included."""
+    """Yield the packages that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -96,8 +96,8 @@ def _imports(path: Path) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
-def test_installed_command_works(wheel, tmp_path):
-    """Installed into an environment of its own, which sees this one's dependencies but not the sources."""
+def test_the_installed_command_works(wheel, tmp_path):
+    """In a new environment that sees the dependencies of this one, but not the source tree."""
     home = tmp_path / "env"
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"

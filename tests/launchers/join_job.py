@@ -1,4 +1,4 @@
-"""A rank without an engine: joins its job, and rank 0 prints who came. Started by launchers: meet.py SIZE"""
+"""A rank without an engine: joins its job; rank 0 prints the hosts of all ranks. Usage: join_job.py SIZE"""
 
 import json
 import sys
