@@ -1,4 +1,4 @@
-"""A tiny random Llama with a tokenizer of bytes and a chat template: enough for whole commands, quick to load."""
+"""A tiny random Llama with a byte-level tokenizer and a chat template: enough to run whole commands, quick to load."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def save_tiny_chat(folder: Path, max_position: int = 256) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: number for number, letter in enumerate(letters)}
+    vocab = {letter: token for token, letter in enumerate(letters)}
     vocab["<end>"] = len(vocab)
-    plain = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", clean_up_tokenization_spaces=False)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", clean_up_tokenization_spaces=False)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Jobs of real engines: how they are started, how they end, and what is left of them."""
+"""Start jobs of real engines, wait for their end, and check that they leave no process or shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def environment(fault: str = "") -> dict[str, str]:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
+    """Return the file names in /dev/shm."""
     return {path.name for path in Path("/dev/shm").glob("*")}
 
 
@@ -40,13 +40,13 @@ def _mapped_names() -> str:
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
             found += [line for line in path.read_text().splitlines() if "/dev/shm/" in line]
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended
             continue
     return "\n".join(found)
 
 
 def processes_of(sessions: Sequence[int], mark: str) -> list[int]:
-    """Of these sessions, or with this mark in their environment; zombies too."""
+    """Return the pids in these sessions or with this mark in their environment, including zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -59,7 +59,7 @@ def processes_of(sessions: Sequence[int], mark: str) -> list[int]:
 
 
 class Ended:
-    """A job that is over: of each process its status and output, everybody's errors, and when each ended."""
+    """A finished job: exit status, end time and stdout of each process, and the stderr of all of them."""
 
     def __init__(self, statuses: list[int], times: list[float], shown: list[Path]) -> None:
         self.statuses, self.times = statuses, times
@@ -67,30 +67,30 @@ class Ended:
         self.errors = "".join(path.with_suffix(".err").read_text() for path in shown)
 
     def within(self, seconds: float, note: Path) -> bool:
-        """Whether all ended so soon after the fault."""
+        """Return whether all processes ended within `seconds` after the fault."""
         assert note.exists(), self.errors
         return max(self.times) - float(note.read_text()) < seconds
 
 
 class Job:
-    """Processes under observation; after finish() nothing of them may be left."""
+    """A running job; finish() checks that nothing of it is left."""
 
     def __init__(
         self, pids: list[int], mark: str, shown: list[Path], wait: Callable[[float], tuple[list[int], list[float]]]
     ) -> None:
-        """What each process writes goes to `shown`, ending in .out and .err; `wait` tells statuses and times."""
+        """Process i writes to shown[i] with the suffixes .out and .err. `wait` returns statuses and end times."""
         self.pids, self.mark, self._shown, self._wait = pids, mark, shown, wait
         self._shared = shared_memory()
 
     def finish(self, seconds: float = 60) -> Ended:
         try:
             statuses, times = self._wait(seconds)
-            deadline = time.time() + 10  # orphans: a worker whose rank 0 is gone
+            deadline = time.time() + 10  # a worker whose rank 0 died needs a moment to exit
             while (left := self.left()) and time.time() < deadline:
                 time.sleep(0.05)
             assert not left, f"processes {left} are left"
             new = shared_memory() - self._shared
-            mapped = _mapped_names() if new else ""  # other programs' are in use
+            mapped = _mapped_names() if new else ""  # other programs' files are mapped by a process
             assert not {name for name in new if name not in mapped}
             return Ended(statuses, [*times, time.time()], self._shown)
         finally:
@@ -115,10 +115,10 @@ class ForkServer:
             text=True,
             bufsize=1,
         )
-        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._messages: queue.Queue[dict[str, Any]] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        self._hear(60)
+        self._receive(60)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -129,13 +129,13 @@ class ForkServer:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._said.put(json.loads(line))
+            self._messages.put(json.loads(line))
 
-    def _hear(self, seconds: float) -> dict[str, Any]:
+    def _receive(self, seconds: float) -> dict[str, Any]:
         try:
-            return self._said.get(timeout=seconds)
+            return self._messages.get(timeout=seconds)
         except queue.Empty:
-            raise AssertionError("the job does not end") from None
+            raise AssertionError("the job did not end in time") from None
 
     def start(
         self,
@@ -145,34 +145,34 @@ class ForkServer:
         each: Mapping[int, dict[str, Any]] | None = None,
         port: int | None = None,
     ) -> Job:
-        """`argv` without a launcher, or by each of so many ranks; `each` changes "argv" or "cwd" of some ranks."""
+        """Start `argv` once, or on each of `ranks` ranks. `each` overrides "argv" or "cwd" of single ranks."""
         mark, port = uuid.uuid4().hex, port or free_port()
         shown = [self._folder / mark / str(rank) for rank in range(max(1, ranks))]
         shown[0].parent.mkdir()
         jobs = []
         for rank, path in enumerate(shown):
-            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            env = {name: str(value) for name, value in place.items()} if ranks else {}
+            variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env = {name: str(value) for name, value in variables.items()} if ranks else {}
             env |= {"YALIS_TEST_MARK": mark, "YALIS_TEST_FAULT": fault or "- - -"}
             own = (each or {}).get(rank, {})
             jobs.append({"argv": list(argv), "env": env, "cwd": str(self._folder), "shown": str(path), **own})
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(jobs) + "\n")
-        pids: list[int] = self._hear(10)["pids"]
+        pids: list[int] = self._receive(10)["pids"]
 
         def wait(seconds: float) -> tuple[list[int], list[float]]:
             deadline = time.time() + seconds
             statuses, times = [0] * len(jobs), [0.0] * len(jobs)
             try:
                 for _ in jobs:
-                    heard = self._hear(max(0.1, deadline - time.time()))
-                    statuses[heard["number"]], times[heard["number"]] = heard["status"], heard["at"]
+                    message = self._receive(max(0.1, deadline - time.time()))
+                    statuses[message["number"]], times[message["number"]] = message["status"], message["at"]
             except AssertionError:
                 for pid in processes_of(pids, mark):
                     os.kill(pid, signal.SIGKILL)
                 for _ in range(times.count(0.0)):
-                    self._hear(10)
+                    self._receive(10)
                 raise
             return statuses, times
 
@@ -183,7 +183,7 @@ class ForkServer:
 
 
 def start(command: Sequence[str], folder: Path, fault: str = "") -> Job:
-    """A command of its own, as a user types it, in this folder."""
+    """Start a command in `folder`, as a user would type it."""
     mark = uuid.uuid4().hex
     shown = folder / "shown"
     with shown.with_suffix(".out").open("w") as out, shown.with_suffix(".err").open("w") as err:

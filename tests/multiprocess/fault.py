@@ -1,7 +1,7 @@
-"""What happens to one rank of a test's job: $YALIS_TEST_FAULT is "RANK ACTION MOMENT [NOTE]".
+"""Inject a fault into one rank of a test job: $YALIS_TEST_FAULT is "RANK ACTION MOMENT [NOTE]".
 
-`install` arranges it: in ranks that rank 0 starts, and under torchrun, through `shim/sitecustomize.py`; in those of
-`fork_server.py` directly. When the moment has come, the time is written into the file NOTE before the action.
+`shim/sitecustomize.py` calls `install` in ranks started by rank 0 or torchrun, `fork_server.py` in its own ranks. The
+time is written into the file NOTE right before the action.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def _before(owner: type, name: str, number: int, act: Callable[[], None]) -> None:
-    """Act before the `number`th call of a method."""
+    """Call `act` before the `number`th call of a method."""
     calls = 0
     method = getattr(owner, name)
 
@@ -72,7 +72,7 @@ def sleep() -> None:
 
 
 def slow_down() -> None:
-    """Each further step takes its time, so that whoever watches finds it running."""
+    """Delay every further step, so that the test finds the job running."""
     from yalis.engine.runner import Runner
 
     launch = Runner.launch
@@ -85,7 +85,7 @@ def slow_down() -> None:
 
 
 def age() -> None:
-    """An older yalis."""
+    """Report another version of yalis."""
     from yalis.launch import rendezvous
 
     rendezvous.__version__ = "0.0.0.other"

@@ -1,4 +1,4 @@
-"""A rank that dies, fails or never comes ends an engine's job: soon, with a sentence, and without leaving anything."""
+"""A rank that dies, fails or never arrives ends the job within seconds, with a message and no process left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.multiprocess.engine_job import ForkServer, Job, start
 from tests.multiprocess.launch_job import HOST, free_port
 
 DEADLINE = 10.0
-DOING = {"loading": "loading the model", "prefill": "running", "decode": "running"}
+PHASES = {"loading": "loading the model", "prefill": "running", "decode": "running"}
 
 
 def generate(model: str, *flags: str) -> list[str]:
@@ -33,9 +33,9 @@ def wait_for(note: Path, seconds: float = 60) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "split"), [(moment, ("--pp", "2")) for moment in DOING] + [("decode", ("--dp", "2"))]
+    ("moment", "split"), [(moment, ("--pp", "2")) for moment in PHASES] + [("decode", ("--dp", "2"))]
 )
-def test_a_killed_rank_of_a_launchers_job(
+def test_a_killed_rank_under_a_launcher(
     fork_server: ForkServer, model: str, tmp_path: Path, moment: str, split: tuple[str, str]
 ) -> None:
     """Rank 2 is in the second stage, or leads the second replica."""
@@ -45,64 +45,66 @@ def test_a_killed_rank_of_a_launchers_job(
     ended = job.finish()
     assert ended.within(DEADLINE, note)
     assert ended.statuses == [1, 1, -signal.SIGKILL, 1]
-    assert f"rank 2 on {HOST} (pid {job.pids[2]}) died while {DOING[moment]}" in ended.errors
-    assert ("tokens of at most 400" in ended.errors) == bool(ended.outputs[0])  # what came until then
+    assert f"rank 2 on {HOST} (pid {job.pids[2]}) died while {PHASES[moment]}" in ended.errors
+    assert ("tokens of at most 400" in ended.errors) == bool(ended.outputs[0])  # the tokens generated before
     assert moment == "decode" or not ended.outputs[0]
     assert not any(ended.outputs[1:])
     socket.create_server(("127.0.0.1", port)).close()
 
 
 @pytest.mark.parametrize("moment", ["loading", "decode"])
-def test_everyone_ends_when_rank_0_is_killed(fork_server: ForkServer, model: str, tmp_path: Path, moment: str) -> None:
+def test_all_ranks_exit_when_rank_0_is_killed(fork_server: ForkServer, model: str, tmp_path: Path, moment: str) -> None:
     note, port = tmp_path / "note", free_port()
     job = fork_server.start(generate(model, "--tp", "2", "--pp", "2"), 4, fault=f"0 kill {moment} {note}", port=port)
     ended = job.finish()
     assert ended.within(DEADLINE, note)
     assert ended.statuses == [-signal.SIGKILL, 1, 1, 1]
-    assert f"rank 0 on {HOST} (pid {job.pids[0]}) died while {DOING[moment]}" in ended.errors
+    assert f"rank 0 on {HOST} (pid {job.pids[0]}) died while {PHASES[moment]}" in ended.errors
     socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_a_killed_rank_under_torchrun(model: str, tmp_path: Path) -> None:
-    """Which notices too, and ends rank 0 as soon as it does."""
+    """torchrun notices the death too, and then ends rank 0."""
     note = tmp_path / "note"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "yalis"]
     ended = start([*torchrun, *generate(model, "--tp", "2", "--pp", "2")], tmp_path, f"2 kill decode {note}").finish()
     assert ended.statuses == [1]
     assert ended.within(DEADLINE, note)
-    sentences = [line for line in ended.errors.splitlines() if line.startswith("yalis: ")]
-    assert any(f"rank 2 on {HOST}" in line and "died while running" in line for line in sentences), ended.errors
-    assert re.fullmatch(r"(\d+( \d+)*\n)?", *ended.outputs)  # what came until then, if there was time to print it
+    messages = [line for line in ended.errors.splitlines() if line.startswith("yalis: ")]
+    assert any(f"rank 2 on {HOST}" in line and "died while running" in line for line in messages), ended.errors
+    assert re.fullmatch(
+        r"(\d+( \d+)*\n)?", *ended.outputs
+    )  # the tokens generated before, if there was time to print them
 
 
 @pytest.mark.parametrize(
     ("rank", "moment", "split"), [(3, "loading", "--pp"), (3, "decode", "--pp"), (2, "decode", "--dp")]
 )
-def test_a_bug_on_one_rank_ends_the_job_with_its_name(
+def test_an_exception_on_one_rank_ends_the_job_and_names_the_rank(
     fork_server: ForkServer, model: str, rank: int, moment: str, split: str
 ) -> None:
     argv = generate(model, "--prompt-ids", "7,8", "--tp", "2", split, "2")
     ended = fork_server.run(argv, 4, fault=f"{rank} raise {moment}")
     assert all(ended.statuses)
     assert f"rank {rank} on {HOST}: a bug" in ended.errors
-    assert ended.errors.count("Traceback") == 1  # where the bug is
+    assert ended.errors.count("Traceback") == 1  # on the rank that raised
     assert "died" not in ended.errors
 
 
-def test_a_rank_that_never_comes_is_named(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
+def test_a_rank_that_never_arrives_is_named(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     argv = generate(model, "--tp", "2", "--pp", "2", "--join-timeout", "2")
     job = fork_server.start(argv, 4, fault="2 sleep arriving")
     time.sleep(5)
-    os.kill(job.pids[2], signal.SIGKILL)  # as the launcher will
+    os.kill(job.pids[2], signal.SIGKILL)  # as the launcher would
     ended = job.finish()
     assert ended.statuses == [1, 1, -signal.SIGKILL, 1]
     assert sorted(ended.times)[2] - sorted(ended.times)[0] < 3
-    sentence = f"yalis: error: rank 2 of 4 did not arrive at rank 0 ({HOST}, port "
-    assert [line.startswith(sentence) for line in ended.errors.splitlines()] == [True]
+    message = f"yalis: error: rank 2 of 4 did not arrive at rank 0 ({HOST}, port "
+    assert [line.startswith(message) for line in ended.errors.splitlines()] == [True]
     assert "within 2 s" in ended.errors
 
 
-def test_others_say_that_rank_0_never_came(fork_server: ForkServer, model: str) -> None:
+def test_other_ranks_report_that_rank_0_never_arrived(fork_server: ForkServer, model: str) -> None:
     job = fork_server.start(generate(model, "--tp", "2", "--join-timeout", "2"), 2, fault="0 sleep arriving")
     time.sleep(5)
     os.kill(job.pids[0], signal.SIGKILL)
@@ -154,7 +156,7 @@ attempt("sleep arriving", join_timeout=2)
 """
 
 
-def test_a_user_catches_what_became_of_ranks_and_starts_anew(
+def test_a_script_catches_the_failure_and_creates_a_new_llm(
     fork_server: ForkServer, model: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
@@ -164,18 +166,20 @@ def test_a_user_catches_what_became_of_ranks_and_starts_anew(
     found = [json.loads(line) for line in ended.outputs[0].splitlines()]
     assert all(took < DEADLINE for *_, took, _ in found)
     assert [left for *_, left in found] == [[]] * 6  # neither running nor zombies
-    said = {fault: sentence for fault, _, sentence, *_ in found}
-    doing = {"loading": " while loading the model", "prefill": " while running", "decode": " while running"}
-    for moment, phase in {**doing, "unused": "", "later": ""}.items():
-        assert said[f"kill {moment}"].startswith(f"rank 1 on {HOST} (pid ")
-        assert said[f"kill {moment}"].endswith(f", killed by SIGKILL) died{phase}")
-    assert said["sleep arriving"].startswith("rank 1 of 2 did not arrive at rank 0")
+    messages = {fault: message for fault, _, message, *_ in found}
+    phases = {"loading": " while loading the model", "prefill": " while running", "decode": " while running"}
+    for moment, phase in {**phases, "unused": "", "later": ""}.items():
+        assert messages[f"kill {moment}"].startswith(f"rank 1 on {HOST} (pid ")
+        assert messages[f"kill {moment}"].endswith(f", killed by SIGKILL) died{phase}")
+    assert messages["sleep arriving"].startswith("rank 1 of 2 did not arrive at rank 0")
     assert [calls for _, calls, *_ in found] == [0, 0, 0, 0, 1, 0]
-    assert ended.errors == ""  # the user's to say
+    assert ended.errors == ""  # nothing is printed: the script got the exception
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_command_ends_with_a_killed_rank(fork_server: ForkServer, model: str, tmp_path: Path, victim: int) -> None:
+def test_the_command_ends_when_a_rank_is_killed(
+    fork_server: ForkServer, model: str, tmp_path: Path, victim: int
+) -> None:
     note = tmp_path / "note"
     ended = fork_server.run(generate(model, "--tp", "2"), fault=f"{victim} kill decode {note}")
     assert ended.within(DEADLINE, note)
@@ -185,16 +189,16 @@ def test_the_command_ends_with_a_killed_rank(fork_server: ForkServer, model: str
     if victim == 0:
         assert line.endswith("died while running")
     else:
-        told = re.search(r"died while running; (\d+) tokens? of at most 200$", line)
-        assert told, line
-        assert len(ended.outputs[0].split()) == int(told[1])
+        found = re.search(r"died while running; (\d+) tokens? of at most 200$", line)
+        assert found, line
+        assert len(ended.outputs[0].split()) == int(found[1])
 
 
 def interrupt(job: Job) -> None:
     os.killpg(job.pids[0], signal.SIGINT)  # as a terminal does
 
 
-def insist(job: Job) -> None:
+def interrupt_twice(job: Job) -> None:
     interrupt(job)
     time.sleep(0.5)
     interrupt(job)
@@ -208,12 +212,12 @@ def terminate(job: Job) -> None:
     ("fault", "send", "status", "seconds"),
     [
         ("slow", interrupt, 130, 5),
-        ("sleep", insist, 130, 5),  # rank 0 hangs in a collective
+        ("sleep", interrupt_twice, 130, 5),  # rank 0 hangs in a collective
         ("slow", terminate, 143, 5),
     ],
     ids=["INT", "INT-twice", "TERM"],
 )
-def test_a_signal_in_the_middle(fork_server, model, tmp_path, fault, send, status, seconds) -> None:
+def test_a_signal_during_generation(fork_server, model, tmp_path, fault, send, status, seconds) -> None:
     note = tmp_path / "note"
     job = fork_server.start(generate(model, "--tp", "2"), fault=f"1 {fault} decode {note}")
     wait_for(note)
@@ -223,7 +227,7 @@ def test_a_signal_in_the_middle(fork_server, model, tmp_path, fault, send, statu
     assert ended.statuses == [status]
     assert ended.within(seconds, note)
     assert "Traceback" not in ended.errors
-    if send is not insist:  # what there was is printed
+    if send is not interrupt_twice:  # the tokens so far are printed
         tokens = len(ended.outputs[0].split())
         assert tokens > 0
         assert ended.errors == f"yalis: stopped: {tokens} tokens of at most 200\n"

@@ -1,4 +1,4 @@
-"""Engines over several ranks start without ceremony, and refuse what cannot be before anything is loaded."""
+"""Engines over several ranks start from plain scripts, and refuse invalid splits before anything is loaded."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def generate(model: str, *flags: str) -> list[str]:
     return ["generate", "--model", model, "--prompt-ids", "5,17,99,3", "--max-tokens", "8", "--device", "cpu", *flags]
 
 
-def refused(ended: Ended, sentence: str) -> None:
-    """Every rank ended, and one sentence was said, once."""
+def assert_refused(ended: Ended, message: str) -> None:
+    """Every rank failed, and the message was printed once."""
     assert all(ended.statuses), ended.statuses
     assert not any(ended.outputs)
     assert ended.errors.count("\n") == 1, ended.errors
     line = ended.errors.rstrip()
-    assert re.fullmatch(rf"yalis: (error: )?{sentence}", line), line
+    assert re.fullmatch(rf"yalis: (error: )?{message}", line), line
 
 
-def test_a_plain_script_needs_no_guard_and_no_close(model: str, tmp_path: Path) -> None:
+def test_a_plain_script_needs_no_main_guard_and_no_close(model: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PLAIN.format(model=model, prompt=PROMPT))
     with LLM(model, device="cpu", dtype="float32") as llm:
@@ -55,7 +55,7 @@ def test_a_plain_script_needs_no_guard_and_no_close(model: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "message"),
     [
         (("--tp", "64"), r"tp 64x1 leaves ranks without a shard: \S+ has 9 heads .*; give 1 to 9 rows"),
         (("--tp", "1x7"), r"tp 1x7 cannot split the hidden size 72 of \S+ evenly over 7 columns; .*"),
@@ -63,12 +63,12 @@ def test_a_plain_script_needs_no_guard_and_no_close(model: str, tmp_path: Path) 
     ],
     ids=["tp", "grid", "pp"],
 )
-def test_an_impossible_split_starts_no_rank_and_reads_no_weight(
-    fork_server: ForkServer, model: str, tmp_path: Path, flags: tuple[str, str], sentence: str
+def test_an_invalid_split_starts_no_rank_and_reads_no_weight(
+    fork_server: ForkServer, model: str, tmp_path: Path, flags: tuple[str, str], message: str
 ) -> None:
     started, read = tmp_path / "started", tmp_path / "read"
     ended = fork_server.run(generate(model, *flags), fault=f"1 note arriving {started}")
-    refused(ended, sentence)
+    assert_refused(ended, message)
     assert ended.statuses == [2]
     assert not started.exists()
     ended = fork_server.run(generate(model, *flags), fault=f"0 note reading {read}")
@@ -76,16 +76,18 @@ def test_an_impossible_split_starts_no_rank_and_reads_no_weight(
     assert not read.exists()
 
 
-def test_a_number_of_ranks_that_does_not_match(fork_server: ForkServer, model: str) -> None:
+def test_a_world_size_that_does_not_match_the_split(fork_server: ForkServer, model: str) -> None:
     ended = fork_server.run(generate(model, "--tp", "3"), 2)
-    refused(ended, r"this model is split over 3 ranks and torchrun started 2; type torchrun --nproc-per-node 3 .*")
+    assert_refused(
+        ended, r"this model is split over 3 ranks and torchrun started 2; type torchrun --nproc-per-node 3 .*"
+    )
     assert ended.statuses == [2, 2]
 
 
-def test_an_impossible_split_under_a_launcher(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
+def test_an_invalid_split_under_a_launcher(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     read = tmp_path / "read"
     ended = fork_server.run(generate(model, "--pp", "4"), 4, fault=f"1 note reading {read}")
-    refused(ended, r"pp 4 leaves stages without a layer: \S+ has 3; give pp 1 to 3")
+    assert_refused(ended, r"pp 4 leaves stages without a layer: \S+ has 3; give pp 1 to 3")
     assert not read.exists()
 
 
@@ -93,17 +95,21 @@ def test_ranks_with_different_settings(fork_server: ForkServer, model: str) -> N
     ended = fork_server.run(
         generate(model, "--tp", "2"), 2, each={1: {"argv": generate(model, "--tp", "2", "--dtype", "bfloat16")}}
     )
-    refused(ended, rf"the ranks do not agree: dtype is 'bfloat16' on rank 1 on {HOST} and 'auto' on rank 0 on .*")
+    assert_refused(
+        ended, rf"the ranks do not agree: dtype is 'bfloat16' on rank 1 on {HOST} and 'auto' on rank 0 on .*"
+    )
 
 
 def test_ranks_with_different_models(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(model, other)
     ended = fork_server.run(generate(model, "--tp", "2"), 2, each={1: {"argv": generate(str(other), "--tp", "2")}})
-    refused(ended, rf"the ranks do not agree: model is '{other}' on rank 1 on {HOST} and '{model}' on rank 0 on .*")
+    assert_refused(
+        ended, rf"the ranks do not agree: model is '{other}' on rank 1 on {HOST} and '{model}' on rank 0 on .*"
+    )
 
 
-def test_ranks_with_one_name_for_different_models(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
+def test_ranks_with_different_models_of_the_same_name(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     each = {}
     for rank in range(2):
         folder = tmp_path / f"host{rank}"
@@ -112,7 +118,7 @@ def test_ranks_with_one_name_for_different_models(fork_server: ForkServer, model
     config = tmp_path / "host1" / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 0.5}))
     ended = fork_server.run(generate("./model", "--tp", "2"), 2, each=each)
-    refused(
+    assert_refused(
         ended,
         rf"the ranks do not agree: the checkpoint's fingerprint is '\w+' on rank 1 on {HOST} and '\w+' on rank 0 .*",
     )
@@ -121,11 +127,13 @@ def test_ranks_with_one_name_for_different_models(fork_server: ForkServer, model
 def test_ranks_with_different_versions(fork_server: ForkServer, model: str) -> None:
     ended = fork_server.run(generate(model, "--tp", "2"), 2, fault="1 age arriving")
     version = re.escape(__version__)
-    refused(ended, rf"rank 1 on {HOST} \(pid \d+\) runs yalis 0.0.0.other and rank 0 on {HOST} runs {version}; .*")
+    assert_refused(
+        ended, rf"rank 1 on {HOST} \(pid \d+\) runs yalis 0.0.0.other and rank 0 on {HOST} runs {version}; .*"
+    )
 
 
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("argv", "message"),
     [
         (generate("/nowhere", "--tp", "2"), "there is no '/nowhere'; give .*"),
         (["batch", "/nowhere.jsonl", "out.jsonl", "--tp", "2", "--device", "cpu"], "cannot read /nowhere.jsonl: .*"),
@@ -133,17 +141,15 @@ def test_ranks_with_different_versions(fork_server: ForkServer, model: str) -> N
     ],
     ids=["model", "input", "device"],
 )
-def test_what_rank_0_finds_wrong_is_said_once(
-    fork_server: ForkServer, model: str, argv: list[str], sentence: str
-) -> None:
+def test_an_error_on_rank_0_is_printed_once(fork_server: ForkServer, model: str, argv: list[str], message: str) -> None:
     begin = time.time()
     ended = fork_server.run([model if word == "MODEL" else word for word in argv], 2)
-    refused(ended, sentence)
+    assert_refused(ended, message)
     assert ended.statuses[0] == 2
     assert max(ended.times) - begin < 10
 
 
-def test_nobody_reads_the_output(model: str, tmp_path: Path) -> None:
+def test_a_closed_output_pipe(model: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "yalis", *generate(model, "--tp", "2")]
     reader, writer = os.pipe()
     os.close(reader)
@@ -152,10 +158,10 @@ def test_nobody_reads_the_output(model: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_an_engine_left_in_the_middle_makes_way_for_the_next(
+def test_an_engine_closed_with_steps_in_flight_is_followed_by_another(
     fork_server: ForkServer, model: str, tmp_path: Path
 ) -> None:
-    """Steps are on their way through the stages when it is closed; under a launcher the ranks stay for another one."""
+    """Steps are in flight between the stages when it is closed. Under a launcher the ranks stay for the next LLM."""
     script = tmp_path / "left.py"
     script.write_text(
         "from yalis import LLM, SamplingParams\n"

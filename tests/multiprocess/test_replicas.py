@@ -31,14 +31,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_lines(count: int) -> list[dict[str, Any]]:
-    """Short and long, greedy and drawn, with some that have several answers, a stop string or no prompt."""
+    """Short and long requests, greedy and sampled; some have n=2, stop strings or no prompt."""
     rng = random.Random(5)
     lines = []
-    for number in range(count):
+    for index in range(count):
         text = "".join(rng.choice("abcdef ") for _ in range(rng.randint(1, 60)))
-        most = 120 if number % 10 == 3 else rng.randint(1, 24)
-        line = {"custom_id": f"q{number}", "prompt": text, "max_tokens": most, "temperature": rng.choice([0, 1.0])}
-        line |= {"n": 2} if number % 11 == 5 else {"stop": ["a", "e"]} if number % 11 == 7 else {"ignore_eos": True}
+        max_tokens = 120 if index % 10 == 3 else rng.randint(1, 24)
+        line = {"custom_id": f"q{index}", "prompt": text, "max_tokens": max_tokens, "temperature": rng.choice([0, 1.0])}
+        line |= {"n": 2} if index % 11 == 5 else {"stop": ["a", "e"]} if index % 11 == 7 else {"ignore_eos": True}
         lines.append(line)
     lines[4]["prompt"] = ""
     return lines
@@ -50,7 +50,7 @@ def save(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def read_answers(path: Path) -> dict[str, Any]:
-    """By id; every line is whole and every id there once."""
+    """Read the results by id; checks that every line is complete and every id unique."""
     data = path.read_bytes()
     assert data.endswith(b"\n")
     rows = [json.loads(line) for line in data.splitlines()]
@@ -60,13 +60,13 @@ def read_answers(path: Path) -> dict[str, Any]:
 
 
 def answer_alone(source: Path, target: Path, model: str) -> dict[str, Any]:
-    """What one rank answers."""
+    """Run the job on one rank."""
     assert main(["batch", str(source), str(target), "--model", model, *FLAGS]) == 0
     return read_answers(target)
 
 
 class Batch:
-    """A `yalis batch` in its own session, and the ranks it started, which carry its mark."""
+    """A `yalis batch` process in its own session, and the ranks it started, found by a mark in their environment."""
 
     def __init__(self, source: Path, target: Path, model: str, *flags: str, torchrun: int = 0) -> None:
         self.mark = uuid.uuid4().hex
@@ -89,7 +89,7 @@ class Batch:
         self.process.communicate()
 
     def ranks(self) -> dict[int, int]:
-        """The pid of each rank that is there."""
+        """Return the pid of each live rank."""
         found = {} if self.process.poll() is not None else {0: self.process.pid}
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -102,7 +102,7 @@ class Batch:
         return found
 
     def kill(self, rank: int, target: Path, size: int) -> None:
-        """Once the results have grown to this size."""
+        """Kill the rank once the result file has this size."""
         while self.process.poll() is None and (target.stat().st_size if target.exists() else 0) < size:
             time.sleep(0.0005)
         pid = self.ranks().get(rank)
@@ -110,7 +110,7 @@ class Batch:
             os.kill(pid, signal.SIGKILL)
 
     def finish(self, within: float = 60) -> tuple[int, str]:
-        """Status and errors; no rank may be left."""
+        """Wait for the end; returns exit status and stderr, and checks that no rank is left."""
         errors = self.process.communicate(timeout=within)[1]
         deadline = time.monotonic() + 10
         while (left := self.ranks()) and time.monotonic() < deadline:
@@ -121,7 +121,7 @@ class Batch:
 
 def kill_and_resume(tmp_path: Path, model: str, victims: list[int], flags: list[str], seed: int) -> None:
     source, target, rng = save(tmp_path / "in", make_lines(80)), tmp_path / "out", random.Random(seed)
-    undisturbed = answer_alone(source, tmp_path / "whole", model)
+    uninterrupted = answer_alone(source, tmp_path / "whole", model)
     part = (tmp_path / "whole").stat().st_size // (len(victims) + 1)
     reached = 0
     for victim in victims:
@@ -134,23 +134,25 @@ def kill_and_resume(tmp_path: Path, model: str, victims: list[int], flags: list[
             assert status == 1, errors
             assert f"rank {victim} on " in errors
             assert "killed by SIGKILL" in errors
-        assert target.stat().st_size > reached, "nothing was done between two kills"
+        assert target.stat().st_size > reached, "no result was written between two kills"
         reached = target.stat().st_size
     with Batch(source, target, model, *flags) as batch:
         status, errors = batch.finish()
         assert status == 0, errors
-        assert f"holds all {len(undisturbed)} results, 1 of them errors" in errors
-    assert read_answers(target) == undisturbed
+        assert f"holds all {len(uninterrupted)} results, 1 of them errors" in errors
+    assert read_answers(target) == uninterrupted
 
 
-def test_any_rank_of_a_job_may_be_killed(tmp_path: Path, model: str) -> None:
+def test_a_job_resumes_after_any_rank_is_killed(tmp_path: Path, model: str) -> None:
     kill_and_resume(tmp_path, model, [1, 0], ["--dp=2"], seed=1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("flags", "ranks"), [(["--dp=2"], 2), (["--dp=3"], 3), (["--tp=2", "--dp=2"], 4)])
-def test_any_rank_of_any_job_may_be_killed(tmp_path: Path, model: str, flags: list[str], ranks: int, seed: int) -> None:
+def test_a_job_of_any_split_resumes_after_any_rank_is_killed(
+    tmp_path: Path, model: str, flags: list[str], ranks: int, seed: int
+) -> None:
     rng = random.Random(seed)
     kill_and_resume(tmp_path, model, [rng.randrange(ranks) for _ in range(6)], flags, seed)
 
@@ -165,15 +167,15 @@ def test_under_a_launcher_rank_0_writes(tmp_path: Path, model: str) -> None:
     assert errors.count("holds all 20 results") == 1
     assert answer_alone(source, tmp_path / "alone", model) == found
     before = target.read_bytes()
-    with Batch(source, target, model, "--dp=2", torchrun=2) as batch:  # nothing is left to do, so no model is made
+    with Batch(source, target, model, "--dp=2", torchrun=2) as batch:  # the job is done, so no model is loaded
         status, errors = batch.finish(within=30)
         assert status == 0, errors
     assert errors.count("; 20 were from an earlier run") == 1
     assert target.read_bytes() == before
 
 
-def test_an_llm_of_replicas_is_an_llm(model: str) -> None:
-    """Sampling, several answers, stop strings, streams, cancels and polls, with requests on both replicas."""
+def test_llm_calls_over_two_replicas(model: str) -> None:
+    """Sampling, n > 1, stop strings, streams, cancels and polls, with requests on both replicas."""
     prompts = ["abc " * 12 + letter for letter in "abcdefgh"]
     several = SamplingParams(max_tokens=12, n=3, seed=7)
     stopped = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True, stop=["a", "b", "c", "d", "e", "f"])
@@ -191,8 +193,8 @@ def test_an_llm_of_replicas_is_an_llm(model: str) -> None:
                 for output in alone.generate(prompts, sampling)
             ]
         assert min(router.num_finished.values()) > 0
-        assert llm.poll() == []  # at once, with nothing to do
-        # Every replica has seen the prefix by now.
+        assert llm.poll() == []  # returns at once without work
+        # The prefix is in the cache of every replica by now.
         cached = [output.completions[0].metrics.cached_tokens for output in llm.generate(prompts, stopped)]
         assert min(cached) >= 16
         # A stream that is left early cancels on both replicas.

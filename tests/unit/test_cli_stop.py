@@ -1,4 +1,4 @@
-"""Ctrl-C on real commands: what is done is kept, one sentence says the rest, and the status is 130."""
+"""Ctrl-C on real commands: finished work is kept, one message is printed, and the exit status is 130."""
 
 from __future__ import annotations
 
@@ -26,73 +26,73 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_chat(tmp_path_factory.mktemp("model"), max_position=32768))
 
 
-def _stop(words: list[str], moment: bytes, output: Path) -> bytes:
-    """Runs a command into a file and types ^C once its progress has come to this; gives what it says from then on."""
-    with output.open("wb") as file:
+def _stop(words: list[str], moment: bytes, stdout: Path) -> bytes:
+    """Run a command with stdout in a file, type ^C once its progress shows `moment`; returns what it prints after."""
+    with stdout.open("wb") as file:
         terminal = Terminal([sys.executable, "-m", "yalis", *words], file)
         try:
             terminal.wait_for(moment)
             terminal.type(b"\x03")
         finally:
-            said = terminal.end()
-    assert terminal.process.returncode == 130, said
-    return said
+            output = terminal.end()
+    assert terminal.process.returncode == 130, output
+    return output
 
 
-def _sentences(said: bytes) -> list[bytes]:
-    """Those that remain on the terminal, which shows ^C as well: progress is drawn over."""
-    lines = [line.rpartition(b"\x1b[K")[2].removeprefix(b"^C").rstrip() for line in said.splitlines()]
+def _messages(output: bytes) -> list[bytes]:
+    """Return the messages that remain on the terminal, without the overwritten progress and the echoed ^C."""
+    lines = [line.rpartition(b"\x1b[K")[2].removeprefix(b"^C").rstrip() for line in output.splitlines()]
     return [line for line in lines if line.startswith(b"yalis: ")]
 
 
-def test_generate_prints_what_it_has_into_a_file(model: str, tmp_path: Path) -> None:
+def test_generate_writes_the_tokens_so_far_to_a_file(model: str, tmp_path: Path) -> None:
     words = ["generate", "abc", "--model", model, "--max-tokens", ENDLESS, "--ignore-eos", "--threads", "1"]
-    said = _stop(words, b"2 tokens of at most 30000", tmp_path / "out")
-    (sentence,) = _sentences(said)
-    found = re.fullmatch(rb"yalis: stopped: (\d+) tokens? of at most 30000", sentence)
-    assert found, sentence
+    output = _stop(words, b"2 tokens of at most 30000", tmp_path / "out")
+    (message,) = _messages(output)
+    found = re.fullmatch(rb"yalis: stopped: (\d+) tokens? of at most 30000", message)
+    assert found, message
     assert 0 < int(found[1]) < 30000
     text = (tmp_path / "out").read_bytes()
     assert text.endswith(b"\n")
     assert len(text) > 1
 
 
-def test_generate_ends_the_line_it_streams(model: str) -> None:
+def test_generate_ends_the_streamed_line(model: str) -> None:
     words = ["generate", "--prompt-ids", "5,6", "--model", model, "--max-tokens", ENDLESS, "--ignore-eos"]
     terminal = Terminal([sys.executable, "-m", "yalis", *words, "--threads", "1"])
-    terminal.wait_for(b"*")  # which this model says often
+    terminal.wait_for(b"*")  # which this model generates often
     terminal.type(b"\x03")
-    said = terminal.end()
+    output = terminal.end()
     assert terminal.process.returncode == 130
-    assert re.search(rb"\nyalis: stopped: \d+ tokens? of at most 30000\r\n$", said)
+    assert re.search(rb"\nyalis: stopped: \d+ tokens? of at most 30000\r\n$", output)
 
 
-def test_generate_as_json_marks_what_is_cut_short(model: str, tmp_path: Path) -> None:
-    """The first prompt leaves room for three tokens."""
-    long, most = ",".join(["7"] * 8189), "8192"
-    words = ["generate", "--prompt-ids", long, "--prompt-ids", "5,6,7", "--max-model-len", most, "--json"]
+def test_generate_json_marks_cancelled_results(model: str, tmp_path: Path) -> None:
+    """The context fits three tokens after the first prompt."""
+    long, max_len = ",".join(["7"] * 8189), "8192"
+    words = ["generate", "--prompt-ids", long, "--prompt-ids", "5,6,7", "--max-model-len", max_len, "--json"]
     words += ["--model", model, "--max-tokens", ENDLESS, "--ignore-eos", "--threads", "1"]
-    said = _stop(words, b"1/2 prompts", tmp_path / "out")
-    whole, cut = map(json.loads, (tmp_path / "out").read_text().splitlines())
-    assert (whole["finish_reason"], len(whole["token_ids"])) == ("length", 3)
-    assert cut["finish_reason"] == "cancelled"
-    tokens = 3 + len(cut["token_ids"])
+    output = _stop(words, b"1/2 prompts", tmp_path / "out")
+    finished, cancelled = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    assert (finished["finish_reason"], len(finished["token_ids"])) == ("length", 3)
+    assert cancelled["finish_reason"] == "cancelled"
+    tokens = 3 + len(cancelled["token_ids"])
     assert 4 <= tokens < 8192
-    assert _sentences(said) == [f"yalis: stopped: {tokens} tokens of at most 60000, 1 of 2 answers finished".encode()]
+    assert _messages(output) == [f"yalis: stopped: {tokens} tokens of at most 60000, 1 of 2 answers finished".encode()]
 
 
-def test_bench_latency_keeps_the_workloads_that_are_done(model: str, tmp_path: Path) -> None:
-    # Progress is drawn every tenth of a second: the first workload is to take longer.
+def test_bench_latency_keeps_finished_workloads(model: str, tmp_path: Path) -> None:
+    # Progress is drawn every tenth of a second, so the first workload must take longer.
     words = ["bench", "latency", "--workload", "1x8x500", "--workload", f"2x8x{ENDLESS}", "--model", model]
     words += ["--warmup", "0", "--repeats", "2", "--threads", "1", "--out", str(tmp_path / "kept")]
-    said = _stop(words, b"2x8x30000: yalis", tmp_path / "out")
+    output = _stop(words, b"2x8x30000: yalis", tmp_path / "out")
     (path,) = (tmp_path / "kept").iterdir()
-    wrote, stopped = _sentences(said)
+    wrote, stopped = _messages(output)
     assert wrote == f"yalis: wrote {path}".encode()
     assert stopped == b"yalis: stopped: 1 of 2 workloads done"
-    told = (tmp_path / "out").read_text()
-    assert "1x8x500 " in told
-    assert told.endswith("\nstopped after 1 of 2 workloads\n")
+    printed = (tmp_path / "out").read_text()
+    assert "1x8x500 " in printed
+    assert printed.endswith("\nstopped after 1 of 2 workloads\n")
     result = results.read(path)
     assert result.parameters["workload"] == [{"batch": 1, "prompt_len": 8, "output_len": 500}]
     assert [(row["batch"], row["output_len"], row["status"]) for row in result.rows] == [(1, 500, "ok")]
@@ -110,18 +110,18 @@ def test_bench_latency_keeps_the_workloads_that_are_done(model: str, tmp_path: P
     ],
     ids=["latency", "allreduce", "profile", "kernels", "throughput"],
 )
-def test_a_measurement_that_is_not_done_writes_nothing(model: str, tmp_path: Path, words: str, moment: str) -> None:
+def test_an_unfinished_measurement_writes_nothing(model: str, tmp_path: Path, words: str, moment: str) -> None:
     given = words.split() + (["--model", model] if ENDLESS in words else [])
-    said = _stop([*given, "--out", str(tmp_path / "a" / "b")], moment.encode(), tmp_path / "out")
-    assert _sentences(said) == [b"yalis: " + NOTHING]
+    output = _stop([*given, "--out", str(tmp_path / "a" / "b")], moment.encode(), tmp_path / "out")
+    assert _messages(output) == [b"yalis: " + NOTHING]
     assert (tmp_path / "out").read_bytes() == b""
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_signal_that_falls_into_the_import_of_torch_is_not_lost(tmp_path: Path, how: signal.Signals) -> None:
-    """There C code drops the exception, as this module does."""
-    lines = ["import signal", "try:", f"    signal.raise_signal({int(how)})", "except BaseException:", "    pass"]
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_during_the_import_of_torch_is_not_lost(tmp_path: Path, signum: signal.Signals) -> None:
+    """C code in torch swallows the exception, as the fake module here does."""
+    lines = ["import signal", "try:", f"    signal.raise_signal({int(signum)})", "except BaseException:", "    pass"]
     (tmp_path / "torch.py").write_text("\n".join([*lines, "came = True"]))
     script = """
 import time
@@ -138,7 +138,7 @@ with sigterm_as_ctrl_c():
     assert done.stdout == "stopped True\n", done.stderr
 
 
-def test_a_report_that_is_not_done_leaves_the_page_before_it(tmp_path: Path) -> None:
+def test_an_unfinished_report_leaves_the_old_page(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
     page, aside = tmp_path / "page.html", tmp_path / "aside"
     page.write_text("an older page")

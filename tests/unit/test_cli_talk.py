@@ -30,17 +30,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(model: str) -> dict[str, Any]:
-    """What the library gives for the same prompts."""
+    """The outputs of LLM.chat and LLM.generate for the same prompts."""
     with LLM(model, threads=1, kv_memory=0.1) as llm:
         sampling = SamplingParams(max_tokens=6, ignore_eos=True)
         turns: list[dict[str, str]] = [{"role": "system", "content": "s"}]
-        said = []
+        answers = []
         for text in ("Hello", "again"):
             turns.append({"role": "user", "content": text})
-            said.append(llm.chat(turns, sampling)[0].text)
-            turns.append({"role": "assistant", "content": said[-1]})
+            answers.append(llm.chat(turns, sampling)[0].text)
+            turns.append({"role": "assistant", "content": answers[-1]})
         first, second, ids = llm.generate(["abc", "x y", [5, 6, 7]], sampling)
-        return {"abc": first, "x y": second, "ids": ids, "said": said}
+        return {"abc": first, "x y": second, "ids": ids, "answers": answers}
 
 
 def test_generate_prints_the_completion(
@@ -53,15 +53,15 @@ def test_generate_prints_the_completion(
     assert err.endswith(" tokens/s\n")
 
 
-def test_a_context_that_ends_an_answer_is_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_context_is_reported(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", model, "--ignore-eos", "--max-model-len", "8", *SMALL]
     assert main(["generate", "--prompt-ids", "5,6,7", "--prompt-ids", "7,6", "--max-tokens", "9", *words]) == 0
     assert "yalis: the context of 8 tokens ended 2 answers before --max-tokens 9\n" in capsys.readouterr().err
-    assert main(["generate", "--prompt-ids", "5,6,7", "--max-tokens", "5", *words]) == 0  # exactly what there is
+    assert main(["generate", "--prompt-ids", "5,6,7", "--max-tokens", "5", *words]) == 0  # exactly as many as fit
     assert "the context" not in capsys.readouterr().err
 
 
-def test_generate_several(
+def test_generate_with_several_prompts(
     model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("x y"))
@@ -80,8 +80,8 @@ def test_generate_several(
     ]
     assert main(words) == 0
     texts = {name: expected[name].text for name in ("abc", "x y", "ids")}
-    told = f"[1] abc\n{texts['abc']}\n\n[2] x y\n{texts['x y']}\n\n[3] 5 6 7\n{texts['ids']}\n\n"
-    assert capsys.readouterr().out == told
+    output = f"[1] abc\n{texts['abc']}\n\n[2] x y\n{texts['x y']}\n\n[3] 5 6 7\n{texts['ids']}\n\n"
+    assert capsys.readouterr().out == output
     monkeypatch.setattr(sys, "stdin", io.StringIO("x y"))
     assert main([*words, "--json", "--logprobs", "1"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -91,7 +91,7 @@ def test_generate_several(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "message"),
     [
         ([""], "the prompt is empty"),
         (["--prompt-ids", "1,99999"], "token id 99999 is not in this model's vocabulary"),
@@ -102,34 +102,36 @@ def test_generate_several(
         (["x", "--tokenizer", "/no/such"], "--tokenizer: there is no '/no/such'"),
     ],
 )
-def test_generate_refuses(model: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", *words, "--model", model, *SMALL]) == 2
+def test_generate_refuses_invalid_arguments(
+    model: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *arguments, "--model", model, *SMALL]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert sentence in err
+    assert message in err
 
 
-def test_chat_once_and_in_a_pipe(
+def test_chat_with_one_message_and_from_a_pipe(
     model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--system", "s", "--model", model, "--max-tokens", "6", "--ignore-eos", *SMALL]
     assert main(["chat", "Hello", *flags]) == 0
     out, err = capsys.readouterr()
-    assert out == expected["said"][0] + "\n"
+    assert out == expected["answers"][0] + "\n"
     assert err.startswith("yalis: 6 tokens in ")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nagain\n"))  # the second answer sees the first
     assert main(["chat", "--json", *flags]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["content"] for row in rows] == expected["said"]
+    assert [row["content"] for row in rows] == expected["answers"]
     assert {row["finish_reason"] for row in rows} == {"length"}
     assert main(["chat", "Hello", "--json", "--logprobs", "2", *flags]) == 0
     row = json.loads(capsys.readouterr().out)
-    assert (row["role"], row["content"]) == ("assistant", expected["said"][0])
+    assert (row["role"], row["content"]) == ("assistant", expected["answers"][0])
     assert [one["token_id"] for one in row["logprobs"]] == row["token_ids"]
     assert {len(one["top"]) for one in row["logprobs"]} == {2}
 
 
-def test_a_model_without_a_tokenizer_shows_ids(
+def test_a_model_without_a_tokenizer_prints_token_ids(
     model: str, expected: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for file in Path(model).iterdir():
@@ -147,15 +149,15 @@ def test_a_model_without_a_tokenizer_shows_ids(
         os.close(terminal.master)
 
 
-def test_commands_in_a_pipe(
+def test_chat_commands_from_a_pipe(
     model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--system", "s", "--model", model, "--max-tokens", "6", "--ignore-eos", *SMALL]
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/reset\n/help\nHello\n /exit\nnever\n"))
     assert main(["chat", *flags]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"{expected['said'][0]}\n" * 2
-    assert "/reset clears the conversation, /exit exits" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == f"{expected['answers'][0]}\n" * 2
+    assert "/reset clears the conversation, /exit exits" in printed.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("/dance\n"))
     assert main(["chat", *flags]) == 2
     assert "unknown command '/dance'; accepted: /reset, /exit, /help" in capsys.readouterr().err
@@ -171,13 +173,13 @@ def test_a_conversation_that_outgrows_the_context(
     assert out.count("\n") == 1
     assert "the conversation has grown to " in err
     assert "/reset clears it" in err
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"a\n{'b' * 500}\n"))  # too long by itself: no history is to blame
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"a\n{'b' * 500}\n"))  # too long even without the earlier messages
     assert main(["chat", *flags]) == 2
     assert "the prompt has " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_that_lacks_the_letters(model: str, expected: dict[str, Any], encoding: str) -> None:
+def test_characters_missing_from_the_encoding_are_escaped(model: str, expected: dict[str, Any], encoding: str) -> None:
     flags = ["--system", "s", "--model", model, "--max-tokens", "6", "--ignore-eos", *SMALL]
     done = subprocess.run(
         [sys.executable, "-m", "yalis", "chat", "Hello", *flags],
@@ -185,13 +187,13 @@ def test_a_terminal_that_lacks_the_letters(model: str, expected: dict[str, Any],
         capture_output=True,
         check=True,
     )
-    text = expected["said"][0]
+    text = expected["answers"][0]
     assert not text.isascii()
     assert done.stdout == text.encode(encoding, "backslashreplace") + b"\n"
 
 
 @pytest.mark.parametrize("words", [["generate", "-"], ["chat"]])
-def test_input_that_is_not_text_is_a_sentence(model: str, words: list[str]) -> None:
+def test_input_that_is_not_utf8_is_refused(model: str, words: list[str]) -> None:
     command = [sys.executable, "-m", "yalis", *words, "--model", model, *SMALL]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONIOENCODING": "utf-8"}, input=b"a\xff\n", capture_output=True, check=False
@@ -207,17 +209,17 @@ def test_chat_on_a_terminal(model: str) -> None:
         terminal.wait_for(b"> ")
         terminal.type(b"Hello\n")
         time.sleep(1.0)
-        terminal.type(b"\x03")  # stops the answer, long before its 30000 tokens
-        told = terminal.wait_for(b"tokens/s")
-        assert int(told.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000
+        terminal.type(b"\x03")  # stops the answer long before 30000 tokens
+        output = terminal.wait_for(b"tokens/s")
+        assert int(output.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000
         terminal.wait_for(b"> ")
-        terminal.type(b"Again\n")  # the next question is answered as if nothing had happened
+        terminal.type(b"Again\n")  # the next message is answered normally
         time.sleep(0.5)
         terminal.type(b"\x03")
-        told = terminal.wait_for(b"tokens/s")
-        assert 0 < int(told.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000
+        output = terminal.wait_for(b"tokens/s")
+        assert 0 < int(output.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000
         terminal.wait_for(b"> ")
-        time.sleep(0.5)  # Python's input() misses a Ctrl-C that comes with the prompt
+        time.sleep(0.5)  # input() misses a Ctrl-C that arrives with the prompt
         terminal.type(b"\x03")  # nothing to stop
         terminal.wait_for(b"> ")
         terminal.type(b"/dance\n")
@@ -225,8 +227,8 @@ def test_chat_on_a_terminal(model: str) -> None:
         terminal.wait_for(b"> ")
         terminal.type(b"/reset\n")
         terminal.wait_for(b"> ")
-        for _ in range(60):  # input() misses one that comes before it has read the prompt's terminal
-            terminal.type(b"\x04")  # end of input leaves
+        for _ in range(60):  # input() misses a Ctrl-D that arrives before it reads
+            terminal.type(b"\x04")  # end of input exits
             with contextlib.suppress(subprocess.TimeoutExpired):
                 terminal.process.wait(0.5)
                 break
@@ -249,8 +251,8 @@ def test_progress_needs_a_terminal(model: str, tmp_path: Path, capsys: pytest.Ca
         [sys.executable, "-m", "yalis", "batch", str(tmp_path / "in"), str(tmp_path / "out"), "--model", model, *SMALL]
     )
     try:
-        told = terminal.wait_for(b"holds all 5 results")
-        assert b"0/5 (0%)" in told
+        output = terminal.wait_for(b"holds all 5 results")
+        assert b"0/5 (0%)" in output
     finally:
         terminal.process.wait(30)
         os.close(terminal.master)

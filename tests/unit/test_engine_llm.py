@@ -1,4 +1,4 @@
-"""The public LLM: results, stops, streams, cancellation, and one sentence for every bad input."""
+"""The public LLM: results, stop conditions, events, streams, cancellation, and the messages for invalid input."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def plain(**fields) -> SamplingParams:
     return SamplingParams(**{"max_tokens": STEPS, "ignore_eos": True, **fields})
 
 
-def test_stop_token_ends_with_it(llm, ref):
+def test_a_stop_token_is_the_last_token(llm, ref):
     stop = ref.tokens[0][3]
     output = llm.generate(ref.prompts[0], plain(stop_token_ids=(stop,)))[0]
     assert output.token_ids == ref.tokens[0][: ref.tokens[0].index(stop) + 1]
     assert output.finish_reason == "stop"
 
 
-def test_min_tokens_holds_the_stop_back(llm, ref):
+def test_no_stop_token_before_min_tokens(llm, ref):
     stop = ref.tokens[0][3]
     output = llm.generate(ref.prompts[0], plain(stop_token_ids=(stop,), min_tokens=6))[0]
     assert stop not in output.token_ids[:6]
     assert len(output.token_ids) >= 6
 
 
-def test_eos_ends_unless_ignored(tmp_path):
-    """The id the reference samples third is made the end token."""
+def test_eos_ends_a_completion_unless_ignored(tmp_path):
+    """The third token of the reference is configured as the end-of-sequence token."""
     ref = make_reference(CASES[0], tmp_path, 3, make_prompts(3, (5,), shared=0), STEPS)
     config = (ref.path / "config.json").read_text()
     eos = ref.tokens[0][2]
@@ -61,14 +61,14 @@ def test_eos_ends_unless_ignored(tmp_path):
         assert llm.generate(ref.prompts, plain())[0].token_ids == ref.tokens[0]
 
 
-def test_context_end_is_length(ref):
+def test_a_full_context_finishes_with_length(ref):
     with LLM(str(ref.path), device="cpu", kv_blocks=64, max_model_len=10) as llm:
         output = llm.generate(ref.prompts[0], plain(max_tokens=100))[0]
         assert output.token_ids == ref.tokens[0][:5]
         assert output.finish_reason == "length"
 
 
-def test_n_completions_differ_and_repeat(llm, ref):
+def test_n_completions_differ_and_are_reproducible(llm, ref):
     sampling = plain(n=3, temperature=1.0, seed=7)
     first, second = (llm.generate(ref.prompts[1], sampling)[0] for _ in range(2))
     answers = [tuple(completion.token_ids) for completion in first.completions]
@@ -76,7 +76,7 @@ def test_n_completions_differ_and_repeat(llm, ref):
     assert answers == [tuple(completion.token_ids) for completion in second.completions]
     alone = llm.generate(ref.prompts[1], plain(temperature=1.0, seed=7))[0]
     assert tuple(alone.token_ids) == answers[0]
-    # The three share their prompt's blocks instead of computing them three times.
+    # The three share the KV blocks of their prompt.
     assert [completion.metrics.cached_tokens > 0 for completion in first.completions][1:] == [True, True]
 
 
@@ -85,7 +85,7 @@ def test_unseeded_requests_differ(llm, ref):
     assert len(answers) > 1
 
 
-def test_logprobs_are_the_models(llm, ref):
+def test_logprobs_match_the_reference(llm, ref):
     output = llm.generate(ref.prompts[0], plain(logprobs=3))[0]
     wanted = torch.log_softmax(ref.logits[0], -1)
     for step, (token, found) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
@@ -94,13 +94,13 @@ def test_logprobs_are_the_models(llm, ref):
         assert list(found.top) == wanted[step].topk(3).indices.tolist()
 
 
-def test_penalty_changes_what_repeats(llm, ref):
+def test_penalties_reduce_repetition(llm, ref):
     output = llm.generate(ref.prompts[0], plain(max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0))[0]
     calm = llm.generate(ref.prompts[0], plain(max_tokens=40))[0]
     assert len(set(output.token_ids)) > len(set(calm.token_ids))
 
 
-def test_cancel_gives_what_is_there(llm, ref):
+def test_cancel_returns_the_tokens_so_far(llm, ref):
     keep, drop = llm.submit(ref.prompts[0], plain()), llm.submit(ref.prompts[1], plain())
     done = {}
     for step in range(100):
@@ -206,7 +206,7 @@ def test_output_that_is_only_polled_is_not_kept(llm, ref):
     assert not llm._submitted.finished
 
 
-def test_streams_and_jobs_inside_each_other(llm, ref):
+def test_nested_streams_and_generate_calls(llm, ref):
     """Whichever call runs the steps, each call gets its own tokens and its own end."""
     seen: list[int] = []
     for chunk in llm.stream(ref.prompts[0], plain()):
@@ -226,7 +226,7 @@ def test_streams_and_jobs_inside_each_other(llm, ref):
 
 
 def test_ctrl_c_between_steps(llm, ref, monkeypatch):
-    """Ctrl-C during a step is heard after it: the tokens are kept, the engine goes on, nothing leaks."""
+    """Ctrl-C during a step takes effect after it: the tokens are kept, and the engine still works."""
     runner = llm._engine.runner
     launch = runner.launch
 
@@ -247,7 +247,7 @@ def test_ctrl_c_between_steps(llm, ref, monkeypatch):
     llm._engine.scheduler.check()
 
 
-def test_failed_step_ends_the_engine_with_a_sentence(ref, monkeypatch):
+def test_a_failed_step_breaks_the_engine(ref, monkeypatch):
     def fail(plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 has a total capacity of")
 
@@ -256,10 +256,10 @@ def test_failed_step_ends_the_engine_with_a_sentence(ref, monkeypatch):
         runner = llm._engine.runner
         run, runner._launch = runner._launch, fail
         tokens = sum(map(len, ref.prompts))
-        with pytest.raises(YalisFailure) as told:
+        with pytest.raises(YalisFailure) as raised:
             llm.generate(ref.prompts, plain())
         blocks = 64 - -(-(1 << 19) // runner._block_bytes)
-        assert str(told.value) == (
+        assert str(raised.value) == (
             f"cpu ran out of memory in a step of {tokens} tokens: at least 1.5 MiB needed, 1.0 MiB free; "
             f"give --max-batch-tokens {2 * tokens // 3} at most, or --kv-blocks {blocks} at most"
         )
@@ -269,25 +269,25 @@ def test_failed_step_ends_the_engine_with_a_sentence(ref, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_damaged_weights_are_a_sentence(ref, temperature):
+def test_nan_logits_raise_a_message(ref, temperature):
     with LLM(str(ref.path), device="cpu", kv_blocks=64) as llm:
         llm._engine.runner.model.norm.weight.fill_(float("nan"))
         with pytest.raises(YalisError, match="NaN instead of numbers: its weights are damaged"):
             llm.generate(ref.prompts, plain(temperature=temperature, logprobs=1))
 
 
-def test_sampling_of_another_type_is_a_sentence(llm, ref):
+def test_sampling_of_a_wrong_type_is_refused(llm, ref):
     for sampling in ({"max_tokens": 3}, [{"max_tokens": 3}], 5):
         with pytest.raises(YalisError, match="give SamplingParams"):
             llm.generate(ref.prompts[0], sampling)
 
 
-def test_numpy_ids(llm, ref):
+def test_numpy_token_ids(llm, ref):
     assert llm.generate(list(numpy.array(ref.prompts[0])), plain())[0].token_ids == ref.tokens[0]
     assert llm.generate([list(numpy.array(ref.prompts[0]))], plain())[0].token_ids == ref.tokens[0]
 
 
-def test_many_more_requests_than_fit(llm, ref):
+def test_more_requests_than_fit_at_once(llm, ref):
     outputs = llm.generate(ref.prompts * 40, plain())
     assert [output.token_ids for output in outputs] == ref.tokens * 40
 
@@ -307,7 +307,7 @@ def test_progress_counts_up(llm, ref):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "says"),
+    ("prompt", "message"),
     [
         ([], "empty"),
         ("text", "no tokenizer"),
@@ -320,35 +320,35 @@ def test_progress_counts_up(llm, ref):
         (3, "give a string"),
     ],
 )
-def test_bad_prompts_are_a_sentence(llm, prompt, says):
-    with pytest.raises(YalisError, match=says):
+def test_invalid_prompts_are_refused(llm, prompt, message):
+    with pytest.raises(YalisError, match=message):
         llm.generate([prompt] if prompt != 3 else prompt, plain())
     assert llm.num_unfinished == 0
 
 
 @pytest.mark.parametrize(
-    ("fields", "held", "says"),
+    ("fields", "max_len", "message"),
     [
         ({}, 256, "shorten it: the model supports no longer context$"),
         ({"max_model_len": 32}, 32, "shorten it, or raise --max-model-len$"),
         ({"kv_blocks": 4, "block_size": 4}, 16, "shorten it, or raise --kv-memory or --kv-blocks$"),
     ],
 )
-def test_long_prompt_names_what_bounds_the_context(ref, fields, held, says):
+def test_a_long_prompt_message_names_what_limits_the_context(ref, fields, max_len, message):
     with LLM(str(ref.path), device="cpu", **fields) as llm:
-        assert llm.max_model_len == held
-        with pytest.raises(YalisError, match=says):
-            llm.generate([[1] * held], plain())
+        assert llm.max_model_len == max_len
+        with pytest.raises(YalisError, match=message):
+            llm.generate([[1] * max_len], plain())
 
 
-def test_one_bad_prompt_queues_nothing(llm, ref):
+def test_one_invalid_prompt_cancels_the_others(llm, ref):
     with pytest.raises(YalisError, match="not in this"):
         llm.generate([ref.prompts[0], [VOCAB]], plain())
     llm.poll()
     assert llm.num_unfinished == 0
 
 
-def test_empty_chat_is_a_sentence(llm):
+def test_an_empty_chat_is_refused(llm):
     with pytest.raises(YalisError, match="conversation is empty"):
         llm.chat([])
 
@@ -359,7 +359,7 @@ def test_stop_string_needs_a_tokenizer(llm):
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"device": "cuda"}, "--device cpu"),
         ({"device": "tpu"}, "give auto, cpu, cuda or cuda:N"),
@@ -384,15 +384,15 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"max_model_len": 100_000}, "256"),
     ],
 )
-def test_bad_settings_are_a_sentence(ref, fields, says):
+def test_invalid_settings_are_refused(ref, fields, message):
     if fields.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has the device")
-    with pytest.raises(YalisError, match=says) as error:
+    with pytest.raises(YalisError, match=message) as error:
         LLM(str(ref.path), **{"device": "cpu", **fields})
     assert "\n" not in str(error.value)
 
 
-def test_small_pool_shrinks_the_context_it_was_not_asked_for(ref):
+def test_a_small_kv_cache_shortens_the_default_context(ref):
     with LLM(str(ref.path), device="cpu", kv_blocks=4, block_size=4) as llm:
         assert llm.max_model_len == 16
         assert llm.generate(ref.prompts[0], plain())[0].token_ids == ref.tokens[0][:11]
@@ -424,13 +424,13 @@ def test_topology_and_rank_reports_of_one_rank(llm, ref):
     assert report.rank == 0
     assert min(report.weight_bytes, report.kv_bytes, report.bytes_read) > 0
     request = llm.submit(ref.prompts[0], plain())
-    with pytest.raises(YalisError, match="1 requests are unfinished"):
+    with pytest.raises(YalisError, match="requests are unfinished"):
         llm.rank_reports()
     llm.cancel(request)
     assert [id for id, _ in llm.poll()] == [request]
 
 
-def test_closed_llm_says_so(ref):
+def test_a_closed_llm_raises(ref):
     llm = LLM(str(ref.path), device="cpu", kv_blocks=8)
     llm.close()
     with pytest.raises(YalisError, match="closed"):

@@ -261,7 +261,7 @@ class LLM:
         """Return memory and busy time of each rank. Needs dp=1 and no unfinished request."""
         engine = self._single_engine("rank_reports()")
         if self._requests:
-            raise YalisError(f"{len(self._requests)} requests are unfinished; call rank_reports() when all have ended")
+            raise YalisError("requests are unfinished; call rank_reports() after they have finished")
         with interrupts_held(), self._phase_running():
             return engine.reports()
 
