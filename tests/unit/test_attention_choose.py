@@ -23,7 +23,7 @@ def test_auto_takes_native_on_a_cpu() -> None:
 
 def test_auto_takes_sdpa_where_native_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("auto", replace(NEEDS, dtype=torch.bfloat16)).name == "sdpa"
-    monkeypatch.setattr(native, "_found", native.Unavailable("no C compiler; install gcc"))
+    monkeypatch.setattr(native, "_loaded", native.Unavailable("no C compiler; install gcc"))
     assert choose_backend("auto", NEEDS).name == "sdpa"
     with pytest.raises(YalisError, match="'native' cannot be used here: no C compiler; install gcc; usable: auto, "):
         choose_backend("native", NEEDS)

@@ -55,7 +55,7 @@ def test_doctor_reports_missing_packages(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_doctor_gives_the_reason_for_missing_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(finding for finding in examine() if finding.name == "native").usable
-    monkeypatch.setattr(native, "_found", native.Unavailable("no C compiler; install gcc"))
+    monkeypatch.setattr(native, "_loaded", native.Unavailable("no C compiler; install gcc"))
     findings = {(finding.area, finding.name): finding for finding in examine()}
     assert "using plain torch instead: no C compiler; install gcc" in findings["software", "native"].detail
     assert findings["attention on cpu", "native"].detail == "no C compiler; install gcc"

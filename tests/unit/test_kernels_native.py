@@ -116,7 +116,7 @@ def test_ranks_may_build_at_once(tmp_path: Path) -> None:
     [
         ({"PATH": "/nowhere"}, "no C compiler; install gcc"),
         ({"CC": "false"}, "false failed: exit status 1"),
-        ({"CC": "/no/such/cc -x"}, "C compiler /no/such/cc is not there\n"),
+        ({"CC": "/no/such/cc -x"}, "C compiler /no/such/cc was not found\n"),
     ],
 )
 def test_the_reason_where_it_cannot_be_built(variables: dict[str, str], reason: str, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_an_engine_without_it_gives_the_same_tokens(tmp_path: Path, monkeypatch:
     tokens, replays = [], []
     for absent in (False, True):
         if absent:
-            monkeypatch.setattr(native, "_found", ABSENT)
+            monkeypatch.setattr(native, "_loaded", ABSENT)
         with LLM(str(ref.path), device="cpu", max_model_len=50) as llm:
             outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
             tokens.append([output.token_ids for output in outputs])

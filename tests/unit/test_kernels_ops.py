@@ -38,7 +38,7 @@ def on_gpu(function: Callable[..., T], *args: object, **kwargs: object) -> T:
 
 
 def in_torch(function: Callable[..., T], *args: object, **kwargs: object) -> T:
-    with patch.object(native, "_found", native.Unavailable("not wanted here")):
+    with patch.object(native, "_loaded", native.Unavailable("not wanted here")):
         return function(*args, **kwargs)
 
 

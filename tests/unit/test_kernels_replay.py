@@ -90,7 +90,7 @@ def test_other_threads_are_not_recorded() -> None:
 
 
 def test_without_the_library_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_found", native.Unavailable("no C compiler; install gcc"))
+    monkeypatch.setattr(native, "_loaded", native.Unavailable("no C compiler; install gcc"))
     layer, _ = make_layer()
     result, tape = record(layer)
     assert tape is None

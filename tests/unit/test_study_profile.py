@@ -74,7 +74,7 @@ def test_profiling_changes_no_tokens(model: str) -> None:
             list(range(first := profiles[0][0].steps[0].info.step_id, first + 2)),
             list(range(first + 4, first + 7)),
         ]
-        assert native.listening() is None
+        assert native.current_listener() is None
         if native.load() is not None:
             assert replays > 0
         with pytest.raises(ValueError, match="the profiler is not running"):

@@ -153,7 +153,7 @@ class _Session:
         with torch.profiler.record_function(_MARKER):
             pass  # marks the thread that runs the steps
 
-    def _call_recorder(self, prefix: str) -> native.Listener:
+    def _call_recorder(self, prefix: str) -> native.CallListener:
         append = self._calls.append  # bound once: this runs inside the step
 
         def record(name: str, begin: int, end: int) -> None:

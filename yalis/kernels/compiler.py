@@ -1,4 +1,4 @@
-"""The C compiler, and what it built, kept in the cache."""
+"""Find and run the C compiler, and keep what it builds in the cache directory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from yalis import env
 
 
 class Unavailable(Exception):
-    """Why something could not be built here, as a short clause."""
+    """Something cannot be built on this machine. The message is a short clause with the reason."""
 
 
 def find_compiler() -> list[str] | None:
-    """$CC, else the first of cc, gcc and clang that is installed."""
+    """Return the C compiler command: $CC, else the first of cc, gcc and clang on the PATH; None if there is none."""
     if chosen := env.c_compiler():
         return shlex.split(chosen)
     return next(([path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
 
 
 def need_compiler() -> list[str]:
+    """Return the command of the C compiler. Raises Unavailable if there is none."""
     compiler = find_compiler()
     if compiler is None:
         raise Unavailable("no C compiler; install gcc")
@@ -33,26 +34,29 @@ def need_compiler() -> list[str]:
 
 
 def run_compiler(command: Sequence[str]) -> bytes:
-    """What the command prints."""
+    """Run a compiler command and return its stdout. Raises Unavailable with the first error line if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=300, check=False)
     except FileNotFoundError:
-        raise Unavailable(f"C compiler {command[0]} is not there") from None
+        raise Unavailable(f"C compiler {command[0]} was not found") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{command[0]} did not run: {error}") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        raise Unavailable(f"{command[0]} failed: {next((line for line in said if 'error' in line), said[-1])}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        raise Unavailable(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}")
     return done.stdout
 
 
-def built(folder: str, suffix: str, depends: Sequence[bytes], build: Callable[[Path], Path]) -> Path:
-    """A file of the cache, named by everything that it depends on; made first by `build(temporary folder)`."""
-    home = env.cache_dir() / folder
-    key = hashlib.sha256(b"\0".join(depends)).hexdigest()
-    path = home / f"{key[:16]}{suffix}"
+def build_cached(folder: str, suffix: str, inputs: Sequence[bytes], build: Callable[[Path], Path]) -> Path:
+    """Return the path of a cached file, whose name is the hash of `inputs`, everything that it depends on.
+
+    If it is not cached, `build(temporary folder)` creates it and returns its path. Several processes may do so at once.
+    """
+    directory = env.cache_dir() / folder
+    key = hashlib.sha256(b"\0".join(inputs)).hexdigest()
+    path = directory / f"{key[:16]}{suffix}"
     if not path.exists():
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home) as made:
-            os.replace(build(Path(made)), path)  # whole or not at all, whoever else builds it now
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as temporary:
+            os.replace(build(Path(temporary)), path)  # atomic
     return path

@@ -1,9 +1,9 @@
-/* Decode on a CPU in float32: matrices of few rows, norms, rotary embedding, gates and paged attention.
+/* CPU kernels of a decode step in float32: skinny GEMM, RMSNorm, rotary embedding, gated activation, paged attention.
 
-   Plain C with the vector types of GCC and Clang, built on first use by native.py for the machine at hand. OpenMP's
-   runtime is the one torch has loaded: its threads are warm, and two pools would fight for the cores.
-   Every function has its plain-torch reference in ops.py or reference.py. Elements of a row are neighbours; `*_step` is
-   the distance of rows, in floats. `threads` is the most that may run: little work stays on the caller's. */
+   Plain C with the vector extensions of GCC and Clang, compiled on first use by native.py for the host CPU. It uses the
+   OpenMP runtime that torch has loaded, so that both share one thread pool.
+   Every function has a plain-torch reference in ops.py or reference.py. Rows are contiguous; `*_stride` is the distance
+   between rows, in floats. `threads` is the maximum; small inputs run on the calling thread alone. */
 
 #include <math.h>
 #include <stdint.h>
@@ -17,30 +17,31 @@
 #else
 #define WIDTH 4
 #endif
-/* A tile is some rows of input with 4 or 2 rows of the matrix, its sums in registers: 16 of them with AVX2, else 32. */
+/* Register tile of the GEMM: MR rows of x by NR rows of w, accumulated in vector registers. There are 16 of them with
+   AVX2, and 32 with AVX-512 and NEON. */
 #if WIDTH == 8
-#define FEW 2 /* rows of input that go with 4 of the matrix */
-#define MANY 6 /* with 2 */
+#define MR_NR4 2 /* MR where NR is 4 */
+#define MR_NR2 6 /* MR where NR is 2 */
 #else
-#define FEW 4
-#define MANY 8
+#define MR_NR4 4
+#define MR_NR2 8
 #endif
-#define BLOCK 24 /* rows of the matrix that stay in cache while every tile of input passes over them */
-#define KEYS 64 /* of a context that are scored before their values are added up */
-#define GROUP 16 /* query heads that share a pass over the keys */
-#define WORTH_A_THREAD 8192 /* floats to work on before a second thread pays */
+#define NC 24 /* rows of w that stay in cache while all rows of x pass over them */
+#define KEY_TILE 64 /* keys of a context that are scored before their values are accumulated */
+#define HEAD_TILE 16 /* query heads that share one pass over the keys */
+#define MIN_FLOATS_PER_THREAD 8192 /* less work than this does not pay for another thread */
 
-int omp_get_thread_num(void); /* Clang comes without omp.h */
+int omp_get_thread_num(void); /* declared here because Clang may lack omp.h */
 int omp_get_num_threads(void);
 
 typedef int64_t i64;
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
-typedef float anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float unaligned_vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
-#define LOAD(p) (*(const anywhere *)(p))
-#define STORE(p, v) (*(anywhere *)(p) = (v))
+#define LOAD(p) (*(const unaligned_vec *)(p))
+#define STORE(p, v) (*(unaligned_vec *)(p) = (v))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
@@ -57,14 +58,14 @@ typedef float anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_al
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
 #endif
-/* Of a and b in runs of h lanes: a's even runs beside b's even runs, and the same of the odd ones. */
+/* Split a and b into runs of h lanes. EVEN interleaves their even runs, ODD their odd runs; ADD_RUNS adds the two. */
 #define EVEN(j, h) ((j) / (h) % 2 ? WIDTH + (j) - (h) : (j))
 #define ODD(j, h) (EVEN(j, h) + (h))
 #define LANE(j, h) (j)
 #define ADD_RUNS(a, b, h) (SHUFFLE(a, b, LANES(EVEN, h)) + SHUFFLE(a, b, LANES(ODD, h)))
 
 /* Lane i of the result is the sum of the lanes of a[i]. */
-INLINE vec sum_each(vec *a) {
+INLINE vec sum_lanes_of_each(vec *a) {
 #if WIDTH >= 16
     for (int i = 0; i < 8; i++) a[i] = ADD_RUNS(a[i], a[i + 8], 8);
 #endif
@@ -81,19 +82,19 @@ INLINE float sum(vec v) {
     return total;
 }
 
-INLINE vec load_some(const float *p, i64 count) {
+INLINE vec load_partial(const float *p, i64 count) {
     vec v = {0};
     memcpy(&v, p, 4 * count);
     return v;
 }
 
-INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+INLINE vec select_lanes(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
-/* e^x to about an ulp, as 2^n * e^r with |r| <= ln(2) / 2; held within the range of normal floats. */
+/* e^x to about 1 ulp, as 2^n * e^r with |r| <= ln(2) / 2. x is clamped so that the result is a normal float. */
 INLINE vec exponential(vec x) {
     vec zero = {0}, low = zero - 87.3f, high = zero + 88.3f;
-    vec shift = zero + 12582912.0f; /* 1.5 * 2^23: a sum with it is rounded to whole numbers */
-    x = choose(x < low, low, choose(x > high, high, x));
+    vec shift = zero + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    x = select_lanes(x < low, low, select_lanes(x > high, high, x));
     vec whole = x * 1.44269504f + shift, n = whole - shift;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = zero + 1.9875691500e-4f;
@@ -108,82 +109,86 @@ INLINE vec exponential(vec x) {
 
 /* --- y[M, N] = x[M, K] w[N, K]^T + bias ------------------------------------------------------------------------- */
 
-/* M rows of x with C rows of w, both constants here. `fetch` floats further lies what the next tile reads, or 0. */
-INLINE void tile(const int M, const int C, float *y, i64 y_step, const float *x, i64 x_step, const float *w,
-                 const float *bias, i64 depth, i64 fetch) {
-    vec total[MANY * 4 + WIDTH];
-    for (int i = 0; i < M * C; i++) total[i] = (vec){0};
+/* Register tile: y[MR, NR] = x[MR, :] w[NR, :]^T + bias. MR and NR are compile-time constants after inlining.
+   `prefetch` is the distance in floats to the weights of the next tile, or 0. */
+INLINE void tile(const int MR, const int NR, float *y, i64 y_stride, const float *x, i64 x_stride, const float *w,
+                 const float *bias, i64 K, i64 prefetch) {
+    vec acc[MR_NR2 * 4 + WIDTH];
+    for (int i = 0; i < MR * NR; i++) acc[i] = (vec){0};
     i64 k = 0;
-    for (; k + WIDTH <= depth; k += WIDTH) {
+    for (; k + WIDTH <= K; k += WIDTH) {
         vec column[4];
-        for (int c = 0; c < C; c++) {
-            column[c] = LOAD(w + c * depth + k);
-            if (fetch) __builtin_prefetch(w + c * depth + k + fetch);
+        for (int c = 0; c < NR; c++) {
+            column[c] = LOAD(w + c * K + k);
+            if (prefetch) __builtin_prefetch(w + c * K + k + prefetch);
         }
-        for (int m = 0; m < M; m++) {
-            vec row = LOAD(x + m * x_step + k);
-            for (int c = 0; c < C; c++) total[m * C + c] += row * column[c];
+        for (int m = 0; m < MR; m++) {
+            vec row = LOAD(x + m * x_stride + k);
+            for (int c = 0; c < NR; c++) acc[m * NR + c] += row * column[c];
         }
     }
-    if (k < depth)
-        for (int m = 0; m < M; m++) {
-            vec row = load_some(x + m * x_step + k, depth - k);
-            for (int c = 0; c < C; c++) total[m * C + c] += row * load_some(w + c * depth + k, depth - k);
+    if (k < K)
+        for (int m = 0; m < MR; m++) {
+            vec row = load_partial(x + m * x_stride + k, K - k);
+            for (int c = 0; c < NR; c++) acc[m * NR + c] += row * load_partial(w + c * K + k, K - k);
         }
-    for (int i = M * C; i % WIDTH; i++) total[i] = (vec){0};
-    for (int at = 0; at < M * C; at += WIDTH) {
-        vec sums = sum_each(total + at);
-        for (int i = at; i < MIN(at + WIDTH, M * C); i++)
-            y[i / C * y_step + i % C] = sums[i - at] + (bias ? bias[i % C] : 0.0f);
+    for (int i = MR * NR; i % WIDTH; i++) acc[i] = (vec){0};
+    for (int first = 0; first < MR * NR; first += WIDTH) {
+        vec sums = sum_lanes_of_each(acc + first);
+        for (int i = first; i < MIN(first + WIDTH, MR * NR); i++)
+            y[i / NR * y_stride + i % NR] = sums[i - first] + (bias ? bias[i % NR] : 0.0f);
     }
 }
 
-#define TILE(M) case M: if (M <= most) tile(M, C, y, y_step, x, x_step, w, bias, depth, fetch); break;
-INLINE void tile_of(i64 rows, const int most, const int C, float *y, i64 y_step, const float *x, i64 x_step,
-                    const float *w, const float *bias, i64 depth, i64 fetch) {
+#define TILE(MR) case MR: if (MR <= max_rows) tile(MR, NR, y, y_stride, x, x_stride, w, bias, K, prefetch); break;
+/* Call tile() with MR = rows as a constant; max_rows limits the cases that are compiled. */
+INLINE void dispatch_tile(i64 rows, const int max_rows, const int NR, float *y, i64 y_stride, const float *x,
+                          i64 x_stride, const float *w, const float *bias, i64 K, i64 prefetch) {
     switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) }
 }
 
-static void few_by_4(i64 rows, float *y, i64 y_step, const float *x, i64 x_step, const float *w, const float *bias,
-                     i64 depth, i64 fetch) {
-    tile_of(rows, FEW, 4, y, y_step, x, x_step, w, bias, depth, fetch);
+static void tile_nr4(i64 rows, float *y, i64 y_stride, const float *x, i64 x_stride, const float *w, const float *bias,
+                     i64 K, i64 prefetch) {
+    dispatch_tile(rows, MR_NR4, 4, y, y_stride, x, x_stride, w, bias, K, prefetch);
 }
 
-static void many_by_2(i64 rows, float *y, i64 y_step, const float *x, i64 x_step, const float *w, const float *bias,
-                      i64 depth, i64 fetch) {
-    tile_of(rows, MANY, 2, y, y_step, x, x_step, w, bias, depth, fetch);
+static void tile_nr2(i64 rows, float *y, i64 y_stride, const float *x, i64 x_stride, const float *w, const float *bias,
+                     i64 K, i64 prefetch) {
+    dispatch_tile(rows, MR_NR2, 2, y, y_stride, x, x_stride, w, bias, K, prefetch);
 }
 
-static void many_by_1(i64 rows, float *y, i64 y_step, const float *x, i64 x_step, const float *w, const float *bias,
-                      i64 depth, i64 fetch) {
-    tile_of(rows, MANY, 1, y, y_step, x, x_step, w, bias, depth, fetch);
+static void tile_nr1(i64 rows, float *y, i64 y_stride, const float *x, i64 x_stride, const float *w, const float *bias,
+                     i64 K, i64 prefetch) {
+    dispatch_tile(rows, MR_NR2, 1, y, y_stride, x, x_stride, w, bias, K, prefetch);
 }
 
-void yalis_linear(float *y, const float *x, i64 x_step, const float *w, const float *bias, i64 rows, i64 out, i64 depth,
+/* Up to MR_NR2 rows of x need one pass over w. For more, w is processed in blocks of NC rows, which stay in cache while
+   the tiles of x pass over them. `bias` may be null. */
+void yalis_linear(float *y, const float *x, i64 x_stride, const float *w, const float *bias, i64 M, i64 N, i64 K,
                   i64 threads) {
-    const i64 wide = rows <= FEW ? 4 : 2, tall = MIN(rows, MANY), block = rows <= MANY ? wide : BLOCK;
-    threads = MAX(1, MIN(threads, out * depth / WORTH_A_THREAD));
+    const i64 nr = M <= MR_NR4 ? 4 : 2, mr = MIN(M, MR_NR2), block = M <= MR_NR2 ? nr : NC;
+    threads = MAX(1, MIN(threads, N * K / MIN_FLOATS_PER_THREAD));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        /* Each thread streams its own stretch of the matrix. */
-        i64 blocks = (out + block - 1) / block, id = omp_get_thread_num(), team = omp_get_num_threads();
-        i64 end = MIN(out, blocks * (id + 1) / team * block);
-        for (i64 b = blocks * id / team * block; b < end; b += block)
-            for (i64 m = 0; m < rows; m += tall)
-                for (i64 n = b, stop = MIN(b + block, end), step; n < stop; n += step) {
-                    step = n + wide <= stop ? wide : 1;
-                    (step == 4 ? few_by_4 : step == 2 ? many_by_2 : many_by_1)(
-                        MIN(tall, rows - m), y + m * out + n, out, x + m * x_step, x_step, w + n * depth,
-                        bias ? bias + n : 0, depth, m ? 0 : wide * depth);
+        /* Each thread streams a contiguous range of the rows of w. */
+        i64 blocks = (N + block - 1) / block, thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+        i64 end = MIN(N, blocks * (thread + 1) / num_threads * block);
+        for (i64 b = blocks * thread / num_threads * block; b < end; b += block)
+            for (i64 m = 0; m < M; m += mr)
+                for (i64 n = b, block_end = MIN(b + block, end), step; n < block_end; n += step) {
+                    step = n + nr <= block_end ? nr : 1;
+                    (step == 4 ? tile_nr4 : step == 2 ? tile_nr2 : tile_nr1)(
+                        MIN(mr, M - m), y + m * N + n, N, x + m * x_stride, x_stride, w + n * K,
+                        bias ? bias + n : 0, K, m ? 0 : nr * K);
                 }
     }
 }
 
-/* --- rows: lookup, sum, norm, gate, rotary embedding ------------------------------------------------------------- */
+/* --- row operations: gather, add, RMSNorm, gated activation, rotary embedding ------------------------------------- */
 
-/* y[count, width] = the rows of x that are named. */
-void yalis_take(float *y, const float *x, i64 x_step, const i64 *rows, i64 count, i64 width) {
-    for (i64 r = 0; r < count; r++) memcpy(y + r * width, x + rows[r] * x_step, 4 * width);
+/* y[count, width] = x[rows] */
+void yalis_gather_rows(float *y, const float *x, i64 x_stride, const i64 *rows, i64 count, i64 width) {
+    for (i64 r = 0; r < count; r++) memcpy(y + r * width, x + rows[r] * x_stride, 4 * width);
 }
 
 void yalis_add(float *restrict y, const float *a, const float *b, i64 count) {
@@ -197,162 +202,163 @@ INLINE float sum_of_squares(const float *x, i64 cols) {
         for (int u = 0; u < 4; u++) total[u] += LOAD(x + i + u * WIDTH) * LOAD(x + i + u * WIDTH);
     for (i64 some; i < cols; i += some) {
         some = MIN(WIDTH, cols - i);
-        vec v = load_some(x + i, some);
+        vec v = load_partial(x + i, some);
         total[0] += v * v;
     }
     return sum(total[0] + total[1] + total[2] + total[3]);
 }
 
-/* y = x / rms(x) * weight; x [rows, inner, cols], the inner rows one after another (heads of a token). */
-void yalis_rms_norm(float *y, const float *x, i64 x_step, const float *weight, double eps, i64 rows, i64 inner,
+/* y = x / rms(x) * weight over the last dimension of x [rows, inner, cols]. The inner rows (heads of a token) are
+   contiguous; x_stride is the distance between outer rows. */
+void yalis_rms_norm(float *y, const float *x, i64 x_stride, const float *weight, double eps, i64 rows, i64 inner,
                     i64 cols, i64 threads) {
-    threads = MAX(1, MIN(threads, rows * inner * cols / WORTH_A_THREAD));
+    threads = MAX(1, MIN(threads, rows * inner * cols / MIN_FLOATS_PER_THREAD));
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 r = 0; r < rows * inner; r++) {
-        const float *from = x + r / inner * x_step + r % inner * cols;
-        float *restrict to = y + r * cols;
-        float scale = 1.0f / sqrtf(sum_of_squares(from, cols) / (float)cols + (float)eps);
-        for (i64 i = 0; i < cols; i++) to[i] = from[i] * scale * weight[i];
+        const float *src = x + r / inner * x_stride + r % inner * cols;
+        float *restrict dst = y + r * cols;
+        float scale = 1.0f / sqrtf(sum_of_squares(src, cols) / (float)cols + (float)eps);
+        for (i64 i = 0; i < cols; i++) dst[i] = src[i] * scale * weight[i];
     }
 }
 
 INLINE vec silu(vec x) { return x / (1.0f + exponential(-x)); }
 
 /* y[rows, cols] = silu(x[:, :cols]) * x[:, cols:] */
-void yalis_silu_gate(float *y, const float *x, i64 x_step, i64 rows, i64 cols, i64 threads) {
-    threads = MAX(1, MIN(threads, 4 * rows * cols / WORTH_A_THREAD));
+void yalis_silu_gate(float *y, const float *x, i64 x_stride, i64 rows, i64 cols, i64 threads) {
+    threads = MAX(1, MIN(threads, 4 * rows * cols / MIN_FLOATS_PER_THREAD));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        i64 id = omp_get_thread_num(), team = omp_get_num_threads();
+        i64 id = omp_get_thread_num(), num_threads = omp_get_num_threads();
         for (i64 r = 0; r < rows; r++) {
-            const float *gate = x + r * x_step, *up = gate + cols;
-            float *to = y + r * cols;
-            i64 i = cols * id / team, end = cols * (id + 1) / team;
-            for (; i + WIDTH <= end; i += WIDTH) STORE(to + i, silu(LOAD(gate + i)) * LOAD(up + i));
+            const float *gate = x + r * x_stride, *up = gate + cols;
+            float *dst = y + r * cols;
+            i64 i = cols * id / num_threads, end = cols * (id + 1) / num_threads;
+            for (; i + WIDTH <= end; i += WIDTH) STORE(dst + i, silu(LOAD(gate + i)) * LOAD(up + i));
             if (i < end) {
-                vec last = silu(load_some(gate + i, end - i)) * load_some(up + i, end - i);
-                memcpy(to + i, &last, 4 * (end - i));
+                vec last = silu(load_partial(gate + i, end - i)) * load_partial(up + i, end - i);
+                memcpy(dst + i, &last, 4 * (end - i));
             }
         }
     }
 }
 
-/* y[rows, heads, dim]: the first `turned` of each head, element i with i + turned / 2; the sine of the first half comes
-   negated. The rest is copied. */
-void yalis_rotate(float *y, const float *x, i64 x_step, const float *cos, const float *sin, i64 angle_step, i64 rows,
-                  i64 heads, i64 dim, i64 turned, i64 threads) {
-    const i64 half = turned / 2;
-    threads = MAX(1, MIN(threads, rows * heads * dim / WORTH_A_THREAD));
+/* Rotary embedding: y[rows, heads, dim]. The first `rotary_dim` elements of a head are rotated, element i with
+   i + rotary_dim / 2; the sines of the first half are negated by the caller. The other elements are copied. */
+void yalis_rotate(float *y, const float *x, i64 x_stride, const float *cos, const float *sin, i64 angle_stride,
+                  i64 rows, i64 heads, i64 dim, i64 rotary_dim, i64 threads) {
+    const i64 half = rotary_dim / 2;
+    threads = MAX(1, MIN(threads, rows * heads * dim / MIN_FLOATS_PER_THREAD));
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 r = 0; r < rows; r++) {
-        const float *c = cos + r * angle_step, *s = sin + r * angle_step;
+        const float *c = cos + r * angle_stride, *s = sin + r * angle_stride;
         for (i64 h = 0; h < heads; h++) {
-            const float *from = x + r * x_step + h * dim;
-            float *restrict to = y + (r * heads + h) * dim;
-            for (i64 i = 0; i < half; i++) to[i] = from[i] * c[i] + from[i + half] * s[i];
-            for (i64 i = half; i < turned; i++) to[i] = from[i] * c[i] + from[i - half] * s[i];
-            for (i64 i = turned; i < dim; i++) to[i] = from[i];
+            const float *src = x + r * x_stride + h * dim;
+            float *restrict dst = y + (r * heads + h) * dim;
+            for (i64 i = 0; i < half; i++) dst[i] = src[i] * c[i] + src[i + half] * s[i];
+            for (i64 i = half; i < rotary_dim; i++) dst[i] = src[i] * c[i] + src[i - half] * s[i];
+            for (i64 i = rotary_dim; i < dim; i++) dst[i] = src[i];
         }
     }
 }
 
-/* --- the paged cache, [blocks, block_size, kv_heads, dim] --------------------------------------------------------- */
+/* --- paged KV cache, [blocks, block_size, kv_heads, dim] ---------------------------------------------------------- */
 
-/* A token's keys and values, [tokens, width] each, to its slot; a negative one is nowhere. */
-void yalis_write(float *k_cache, float *v_cache, const float *k, i64 k_step, const float *v, i64 v_step,
-                 const i64 *slots, i64 tokens, i64 width) {
+/* Write keys and values, [tokens, width] each, to the cache slots of their tokens; a negative slot is skipped. */
+void yalis_write_kv(float *k_cache, float *v_cache, const float *k, i64 k_stride, const float *v, i64 v_stride,
+                    const i64 *slots, i64 tokens, i64 width) {
     for (i64 t = 0; t < tokens; t++) {
         if (slots[t] < 0)
             continue;
-        memcpy(k_cache + slots[t] * width, k + t * k_step, 4 * width);
-        memcpy(v_cache + slots[t] * width, v + t * v_step, 4 * width);
+        memcpy(k_cache + slots[t] * width, k + t * k_stride, 4 * width);
+        memcpy(v_cache + slots[t] * width, v + t * v_stride, 4 * width);
     }
 }
 
-/* out = out * fade + the values, from their i-th element on, by their weights; U vectors of them. */
-INLINE void mix(const int U, float *out, const float *const *values, i64 i, const float *weights, i64 count,
-                float fade) {
+/* out = alpha * out + sum_j weights[j] * values[j], for U vectors of elements starting at element i of the values. */
+INLINE void accumulate_values(const int U, float *out, const float *const *values, i64 i, const float *weights,
+                              i64 count, float alpha) {
     vec total[4];
     for (int u = 0; u < U; u++) {
         total[u] = (vec){0};
-        if (fade > 0) total[u] = LOAD(out + u * WIDTH) * fade; /* before the first keys, out holds anything */
+        if (alpha > 0) total[u] = LOAD(out + u * WIDTH) * alpha; /* before the first tile, out is uninitialized */
     }
     for (i64 j = 0; j < count; j++)
         for (int u = 0; u < U; u++) total[u] += LOAD(values[j] + i + u * WIDTH) * weights[j];
     for (int u = 0; u < U; u++) STORE(out + u * WIDTH, total[u]);
 }
 
-/* One query's softmax over `count` more keys; `best` and `weight` are its highest score and sum of weights so far. The
-   list of keys goes on with valid ones to a whole vector. */
-static void attend_some(float *out, const float *q, const float *const *keys, const float *const *values, i64 count,
-                        i64 dim, float scale, float softcap, float *best, float *weight) {
-    float scores[KEYS];
-    vec zero = {0}, top = zero - INFINITY, total = zero;
+/* One online-softmax step of one query over `count` keys. `max_score` and `sum_exp` are its running maximum and sum of
+   exponentials; out is the unnormalized output. `keys` is padded with valid pointers to a multiple of WIDTH. */
+static void softmax_step(float *out, const float *q, const float *const *keys, const float *const *values, i64 count,
+                         i64 dim, float scale, float softcap, float *max_score, float *sum_exp) {
+    float scores[KEY_TILE];
+    vec zero = {0}, tile_max = zero - INFINITY, total = zero;
     for (i64 j = 0; j < count; j += WIDTH) {
-        vec parts[WIDTH];
-        for (int u = 0; u < WIDTH; u++) parts[u] = zero;
+        vec dots[WIDTH];
+        for (int u = 0; u < WIDTH; u++) dots[u] = zero;
         i64 i = 0;
         for (; i + WIDTH <= dim; i += WIDTH) {
-            vec part = LOAD(q + i);
-            for (int u = 0; u < WIDTH; u++) parts[u] += part * LOAD(keys[j + u] + i);
+            vec q_part = LOAD(q + i);
+            for (int u = 0; u < WIDTH; u++) dots[u] += q_part * LOAD(keys[j + u] + i);
         }
         if (i < dim) {
-            vec part = load_some(q + i, dim - i);
-            for (int u = 0; u < WIDTH; u++) parts[u] += part * load_some(keys[j + u] + i, dim - i);
+            vec q_part = load_partial(q + i, dim - i);
+            for (int u = 0; u < WIDTH; u++) dots[u] += q_part * load_partial(keys[j + u] + i, dim - i);
         }
-        vec score = sum_each(parts) * scale;
+        vec score = sum_lanes_of_each(dots) * scale;
         if (softcap > 0)
             for (int u = 0; u < WIDTH; u++) score[u] = softcap * tanhf(score[u] / softcap);
         if (j + WIDTH > count) {
             ivec lane = {LANES(LANE, 0)};
-            score = choose(lane < (int32_t)(count - j), score, zero - INFINITY);
+            score = select_lanes(lane < (int32_t)(count - j), score, zero - INFINITY);
         }
         STORE(scores + j, score);
-        top = choose(score > top, score, top);
+        tile_max = select_lanes(score > tile_max, score, tile_max);
     }
-    float before = *best;
-    for (int u = 0; u < WIDTH; u++) *best = MAX(*best, top[u]);
-    float fade = *weight > 0 ? expf(before - *best) : 0.0f;
+    float old_max = *max_score;
+    for (int u = 0; u < WIDTH; u++) *max_score = MAX(*max_score, tile_max[u]);
+    float alpha = *sum_exp > 0 ? expf(old_max - *max_score) : 0.0f;
     for (i64 j = 0; j < count; j += WIDTH) {
-        vec weights = exponential(LOAD(scores + j) - *best);
+        vec weights = exponential(LOAD(scores + j) - *max_score);
         STORE(scores + j, weights);
         total += weights;
     }
-    *weight = *weight * fade + sum(total);
+    *sum_exp = *sum_exp * alpha + sum(total);
     i64 i = 0;
-    for (; i + 4 * WIDTH <= dim; i += 4 * WIDTH) mix(4, out + i, values, i, scores, count, fade);
-    for (; i + WIDTH <= dim; i += WIDTH) mix(1, out + i, values, i, scores, count, fade);
+    for (; i + 4 * WIDTH <= dim; i += 4 * WIDTH) accumulate_values(4, out + i, values, i, scores, count, alpha);
+    for (; i + WIDTH <= dim; i += WIDTH) accumulate_values(1, out + i, values, i, scores, count, alpha);
     for (; i < dim; i++) {
-        float one = fade > 0 ? out[i] * fade : 0.0f;
+        float one = alpha > 0 ? out[i] * alpha : 0.0f;
         for (i64 j = 0; j < count; j++) one += values[j][i] * scores[j];
         out[i] = one;
     }
 }
 
-/* One new token for each sequence: out and q are [sequences, heads, dim], tables [sequences, most blocks]; `window` and
-   `softcap` are 0 where there is none. A pass over the keys serves all the query heads that share them. */
-void yalis_attend(float *out, const float *q, i64 q_step, const float *k_cache, const float *v_cache,
-                  const int32_t *tables, i64 table_step, const int32_t *contexts, i64 sequences, i64 heads,
+/* Decode attention, one query per sequence: out and q are [sequences, heads, dim], tables [sequences, max blocks];
+   `window` and `softcap` are 0 if unused. Query heads that share a KV head are computed in one pass over its keys. */
+void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache, const float *v_cache,
+                  const int32_t *tables, i64 table_stride, const int32_t *context_lens, i64 sequences, i64 heads,
                   i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads) {
     const i64 group = heads / kv_heads;
     i64 work = 0;
-    for (i64 s = 0; s < sequences; s++) work += contexts[s] * heads * dim;
-    threads = MAX(1, MIN(threads, work / WORTH_A_THREAD));
+    for (i64 s = 0; s < sequences; s++) work += context_lens[s] * heads * dim;
+    threads = MAX(1, MIN(threads, work / MIN_FLOATS_PER_THREAD));
 #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1)
     for (i64 task = 0; task < sequences * kv_heads; task++) {
-        const i64 s = task / kv_heads, kv = task % kv_heads, end = contexts[s];
+        const i64 s = task / kv_heads, kv = task % kv_heads, end = context_lens[s];
         const i64 start = window && end > window ? end - window : 0;
-        const int32_t *table = tables + s * table_step;
-        for (i64 first = 0; first < group; first += GROUP) {
-            const i64 size = MIN(GROUP, group - first), head = kv * group + first;
-            float *to = out + (s * heads + head) * dim;
-            float best[GROUP], weight[GROUP] = {0};
-            for (i64 g = 0; g < size; g++) best[g] = -INFINITY;
-            for (i64 at = start; at < end; at += KEYS) {
-                const i64 count = MIN(KEYS, end - at);
-                const float *keys[KEYS], *values[KEYS];
+        const int32_t *table = tables + s * table_stride;
+        for (i64 first_head = 0; first_head < group; first_head += HEAD_TILE) {
+            const i64 num_heads = MIN(HEAD_TILE, group - first_head), head = kv * group + first_head;
+            float *dst = out + (s * heads + head) * dim;
+            float max_score[HEAD_TILE], sum_exp[HEAD_TILE] = {0};
+            for (i64 g = 0; g < num_heads; g++) max_score[g] = -INFINITY;
+            for (i64 first_key = start; first_key < end; first_key += KEY_TILE) {
+                const i64 count = MIN(KEY_TILE, end - first_key);
+                const float *keys[KEY_TILE], *values[KEY_TILE];
                 for (i64 j = 0; j < count; j++) {
-                    i64 slot = (i64)table[(at + j) / block_size] * block_size + (at + j) % block_size;
+                    i64 slot = (i64)table[(first_key + j) / block_size] * block_size + (first_key + j) % block_size;
                     keys[j] = k_cache + (slot * kv_heads + kv) * dim;
                     values[j] = v_cache + (slot * kv_heads + kv) * dim;
                     for (i64 i = 0; i < dim; i += 16) {
@@ -361,17 +367,17 @@ void yalis_attend(float *out, const float *q, i64 q_step, const float *k_cache, 
                     }
                 }
                 for (i64 j = count; j % WIDTH; j++) keys[j] = keys[count - 1];
-                for (i64 g = 0; g < size; g++)
-                    attend_some(to + g * dim, q + s * q_step + (head + g) * dim, keys, values, count, dim, scale,
-                                softcap, best + g, weight + g);
+                for (i64 g = 0; g < num_heads; g++)
+                    softmax_step(dst + g * dim, q + s * q_stride + (head + g) * dim, keys, values, count, dim, scale,
+                                 softcap, max_score + g, sum_exp + g);
             }
-            for (i64 g = 0; g < size; g++)
-                for (i64 i = 0; i < dim; i++) to[g * dim + i] /= weight[g];
+            for (i64 g = 0; g < num_heads; g++)
+                for (i64 i = 0; i < dim; i++) dst[g * dim + i] /= sum_exp[g];
         }
     }
 }
 
-/* --- a recorded step ---------------------------------------------------------------------------------------------- */
+/* --- replay of a recorded step ------------------------------------------------------------------------------------ */
 
 typedef union {
     void *p;
@@ -380,22 +386,22 @@ typedef union {
 } value;
 
 typedef struct {
-    i64 function; /* its place in the switch below, which is that of native.py's list */
-    value of[17];
+    i64 function; /* index into SIGNATURES of native.py, and case of the switch below */
+    value args[17];
 } call;
 
-static void carry_out(const call *c) {
-    const value *v = c->of;
+static void run_call(const call *c) {
+    const value *v = c->args;
     switch (c->function) {
     case 0: yalis_linear(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i); break;
-    case 1: yalis_take(v[0].p, v[1].p, v[2].i, v[3].p, v[4].i, v[5].i); break;
+    case 1: yalis_gather_rows(v[0].p, v[1].p, v[2].i, v[3].p, v[4].i, v[5].i); break;
     case 2: yalis_add(v[0].p, v[1].p, v[2].p, v[3].i); break;
     case 3: yalis_rms_norm(v[0].p, v[1].p, v[2].i, v[3].p, v[4].f, v[5].i, v[6].i, v[7].i, v[8].i); break;
     case 4: yalis_silu_gate(v[0].p, v[1].p, v[2].i, v[3].i, v[4].i, v[5].i); break;
     case 5:
         yalis_rotate(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i, v[10].i);
         break;
-    case 6: yalis_write(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
+    case 6: yalis_write_kv(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
     case 7:
         yalis_attend(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].p, v[6].i, v[7].p, v[8].i, v[9].i, v[10].i,
                      v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i);
@@ -404,7 +410,7 @@ static void carry_out(const call *c) {
 }
 
 void yalis_replay(const call *calls, i64 count) {
-    for (i64 i = 0; i < count; i++) carry_out(calls + i);
+    for (i64 i = 0; i < count; i++) run_call(calls + i);
 }
 
 static i64 monotonic_ns(void) {
@@ -413,11 +419,11 @@ static i64 monotonic_ns(void) {
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-/* The same, for whoever profiles: times[i] is when call i began, times[count] when the last one ended. */
+/* Replay with timestamps in ns for the profiler: times[i] is the start of call i, times[count] the end of the last. */
 void yalis_replay_timed(const call *calls, i64 count, i64 *times) {
     for (i64 i = 0; i < count; i++) {
         times[i] = monotonic_ns();
-        carry_out(calls + i);
+        run_call(calls + i);
     }
     times[count] = monotonic_ns();
 }

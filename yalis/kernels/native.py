@@ -1,7 +1,7 @@
-"""Builds native.c for this machine on first use, keeps it in the cache, and calls it.
+"""Compile native.c for the host CPU on first use, keep the library in the cache directory, and call it by ctypes.
 
-The object is linked without an OpenMP runtime of its own: it finds the one that torch loaded, and shares its threads.
-Where it cannot be built or loaded, load() gives None, reason() says why, and everything runs on plain torch.
+The library is linked without an OpenMP runtime. It resolves the one that torch has loaded and shares its thread pool.
+If it cannot be compiled or loaded, load() returns None, reason() returns why, and kernels/ops.py uses plain torch.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from contextlib import contextmanager
 from ctypes import CDLL, c_double, c_int64, c_void_p
 from pathlib import Path
 
-from yalis.kernels.compiler import Unavailable, built, need_compiler, run_compiler
+from yalis.kernels.compiler import Unavailable, build_cached, need_compiler, run_compiler
 from yalis.log import get_logger
 
 log = get_logger(__name__)
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-fopenmp")
-# Best first: a compiler takes one of these to mean the machine it runs on.
+# Flags for the host CPU, best first. Compilers differ in which one they accept.
 TARGETS = (("-march=native",), ("-mcpu=native",), ())
 
 _P, _I, _F = c_void_p, c_int64, c_double
-# The arguments of native.c's functions, in the order by which it replays them.
+# Argument types of the functions of native.c, in the order of the switch in run_call(), which replays them by index.
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_P, _P, _I, _P, _P, _I, _I, _I, _I),
-    "take": (_P, _P, _I, _P, _I, _I),
+    "gather_rows": (_P, _P, _I, _P, _I, _I),
     "add": (_P, _P, _P, _I),
     "rms_norm": (_P, _P, _I, _P, _F, _I, _I, _I, _I),
     "silu_gate": (_P, _P, _I, _I, _I, _I),
     "rotate": (_P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I),
-    "write": (_P, _P, _P, _I, _P, _I, _P, _I, _I),
+    "write_kv": (_P, _P, _P, _I, _P, _I, _P, _I, _I),
     "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I),
 }
 
 
 class Library:
-    """The functions of native.c; pointers are tensors' data_ptr(), lengths and steps count floats."""
+    """The functions of native.c. Pointers are data_ptr() of tensors; sizes and strides are in floats."""
 
     linear: Callable[..., None]
-    take: Callable[..., None]
+    gather_rows: Callable[..., None]
     add: Callable[..., None]
     rms_norm: Callable[..., None]
     silu_gate: Callable[..., None]
     rotate: Callable[..., None]
-    write: Callable[..., None]
+    write_kv: Callable[..., None]
     attend: Callable[..., None]
     replay: Callable[..., None]
     replay_timed: Callable[..., None]
@@ -60,54 +60,54 @@ class Library:
             setattr(self, name, function)
 
 
-#: Hears of a call: its name, and when it began and ended, in nanoseconds of now().
-Listener = Callable[[str, int, int], None]
+#: Called after each native call with its name, start and end, in nanoseconds of now().
+CallListener = Callable[[str, int, int], None]
 
-_found: Library | Unavailable | None = None
-_listener: Listener | None = None
+_loaded: Library | Unavailable | None = None  # result of the first load()
+_listener: CallListener | None = None
 
 
 def load() -> Library | None:
-    """The library, built first where the cache does not hold it; None where that cannot be."""
-    global _found
-    if _found is None:
+    """Return the library, compiled first if it is not cached; None if it cannot be compiled or loaded."""
+    global _loaded
+    if _loaded is None:
         try:
-            _found = Library(_build())
-            log.info("native kernels: %s", _found.path)
-        except Unavailable as why:
-            _found = why
-        except OSError as error:  # an OpenMP runtime other than the compiler's, or a folder that cannot be written
-            _found = Unavailable(f"they do not load: {error}")
-        if isinstance(_found, Unavailable):
-            log.info("no native kernels: %s", _found)
-    return _found if isinstance(_found, Library) else None
+            _loaded = Library(_build())
+            log.info("native kernels: %s", _loaded.path)
+        except Unavailable as unavailable:
+            _loaded = unavailable
+        except OSError as error:  # no matching OpenMP runtime is loaded, or the cache directory cannot be written
+            _loaded = Unavailable(f"they do not load: {error}")
+        if isinstance(_loaded, Unavailable):
+            log.info("no native kernels: %s", _loaded)
+    return _loaded if isinstance(_loaded, Library) else None
 
 
 @contextmanager
 def replaced(library: Library) -> Iterator[None]:
-    """Everyone who asks within gets `library`."""
-    global _found
-    before, _found = _found, library
+    """Within, load() returns `library`."""
+    global _loaded
+    previous, _loaded = _loaded, library
     try:
         yield
     finally:
-        _found = before
+        _loaded = previous
 
 
 def now() -> int:
-    """Nanoseconds of the clock by which native.c times a tape's calls."""
+    """Return the time in nanoseconds, by the clock that native.c uses in yalis_replay_timed()."""
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 class _Timed(Library):
-    """The library itself, telling of every call. Tapes tell of theirs themselves."""
+    """A library that reports every call to a listener. Replay buffers report the calls that they replay."""
 
-    def __init__(self, library: Library, listener: Listener) -> None:
+    def __init__(self, library: Library, listener: CallListener) -> None:
         self.path, self.replay, self.replay_timed = library.path, library.replay, library.replay_timed
         for name in SIGNATURES:
             setattr(self, name, self._timing(name, getattr(library, name), listener))
 
-    def _timing(self, name: str, function: Callable[..., None], listener: Listener) -> Callable[..., None]:
+    def _timing(self, name: str, function: Callable[..., None], listener: CallListener) -> Callable[..., None]:
         def call(*arguments: object) -> None:
             begin = now()
             function(*arguments)
@@ -117,8 +117,8 @@ class _Timed(Library):
 
 
 @contextmanager
-def timed(listener: Listener) -> Iterator[None]:
-    """Within, `listener` hears of every native call, also of those that a tape replays."""
+def timed(listener: CallListener) -> Iterator[None]:
+    """Within, call `listener` for every native call, including those of a replay buffer."""
     global _listener
     library = load()
     if library is None:
@@ -132,35 +132,35 @@ def timed(listener: Listener) -> Iterator[None]:
         _listener = None
 
 
-def listening() -> Listener | None:
-    """Who hears of native calls now."""
+def current_listener() -> CallListener | None:
+    """Return the listener of timed(), or None outside of it."""
     return _listener
 
 
 def reason() -> str | None:
-    """Why load() gives None, as a short clause; None where it does not."""
-    return None if load() is not None else str(_found)
+    """Return why load() returns None, as a short clause; None if it returns a library."""
+    return None if load() is not None else str(_loaded)
 
 
 def _build() -> Path:
-    import torch  # noqa: F401  its OpenMP runtime must be there before the library asks for it
+    import torch  # noqa: F401  loads the OpenMP runtime that the library needs
 
     compiler = need_compiler()
-    flags, machine = _describe(compiler)
+    flags, macros = _probe_compiler(compiler)
 
-    def build(at: Path) -> Path:
-        run_compiler([*compiler, *flags, "-c", str(SOURCE), "-o", str(at / "native.o")])
-        run_compiler([*compiler, "-shared", str(at / "native.o"), "-o", str(at / "native.so"), "-lm"])
-        return at / "native.so"
+    def build(folder: Path) -> Path:
+        run_compiler([*compiler, *flags, "-c", str(SOURCE), "-o", str(folder / "native.o")])
+        run_compiler([*compiler, "-shared", str(folder / "native.o"), "-o", str(folder / "native.so"), "-lm"])
+        return folder / "native.so"
 
-    return built("native", ".so", [SOURCE.read_bytes(), " ".join(flags).encode(), machine], build)
+    return build_cached("native", ".so", [SOURCE.read_bytes(), " ".join(flags).encode(), macros], build)
 
 
-def _describe(compiler: list[str]) -> tuple[tuple[str, ...], bytes]:
-    """The flags this compiler takes, and what it then predefines: its version and the machine's instruction sets."""
+def _probe_compiler(compiler: list[str]) -> tuple[tuple[str, ...], bytes]:
+    """Return the flags this compiler accepts and its predefined macros, which identify its version and the host CPU."""
     for target in TARGETS:
         try:
             return (*FLAGS, *target), run_compiler([*compiler, *FLAGS, *target, "-dM", "-E", "-x", "c", os.devnull])
-        except Unavailable as why:
-            last = why
-    raise last
+        except Unavailable as error:
+            last_error = error
+    raise last_error

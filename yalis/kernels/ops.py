@@ -163,7 +163,7 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
         return table.index_select(0, rows)
     count, width = rows.shape[0], table.shape[1]
     y = table.new_empty((count, width))
-    lib.take(y.data_ptr(), table.data_ptr(), table.stride(0), rows.data_ptr(), count, width)
+    lib.gather_rows(y.data_ptr(), table.data_ptr(), table.stride(0), rows.data_ptr(), count, width)
     return y
 
 
@@ -225,7 +225,7 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor)
         k_cache.flatten(0, 1).index_copy_(0, slots, k)
         v_cache.flatten(0, 1).index_copy_(0, slots, v)
         return
-    lib.write(
+    lib.write_kv(
         k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
         slots.data_ptr(), k.shape[0], k.shape[1] * k.shape[2],
     )  # fmt: skip

@@ -57,14 +57,14 @@ class ReplayBuffer:
 
     def replay(self) -> Tensor:
         """The function's result for what its inputs hold now; overwritten by the next replay."""
-        listener = native.listening()
+        listener = native.current_listener()
         if listener is None:
             self._library.replay(addressof(self._calls), self._count)
         else:
             self._replay_timed(listener)
         return self._result
 
-    def _replay_timed(self, listener: native.Listener) -> None:
+    def _replay_timed(self, listener: native.CallListener) -> None:
         """The same, with the time of every call."""
         times = (c_int64 * (self._count + 1))()
         self._library.replay_timed(addressof(self._calls), self._count, addressof(times))

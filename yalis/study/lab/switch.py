@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from yalis.errors import YalisFailure
-from yalis.kernels.compiler import built, need_compiler, run_compiler
+from yalis.kernels.compiler import build_cached, need_compiler, run_compiler
 
 SOURCE = Path(__file__).with_name("switch.c")
 FLAGS = ("-std=gnu11", "-O2")
@@ -52,4 +52,4 @@ def build() -> Path:
         return at / "switch"
 
     machine = run_compiler([*compiler, *FLAGS, "-dM", "-E", "-x", "c", "/dev/null"])
-    return built("switch", "", [SOURCE.read_bytes(), machine], compile)
+    return build_cached("switch", "", [SOURCE.read_bytes(), machine], compile)
