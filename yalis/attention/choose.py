@@ -1,25 +1,29 @@
-"""Which backend serves a model here."""
+"""Selection of the attention backend."""
 
 from __future__ import annotations
 
 from yalis.attention.base import BACKENDS, AttentionBackend, AttentionNeeds
 from yalis.errors import YalisError
 
-# Best first. On a GPU our kernels read the paged cache in place; flash packs it first; sdpa gathers and masks.
+# Order of preference. On a GPU, triton reads the paged cache in place, flash packs the keys first, and sdpa gathers and
+# masks them.
 ON_GPU = ("triton", "flash", "sdpa", "flex")
-# On a CPU native reads the paged cache in place, sdpa needs no compiler, flex runs uncompiled, and triton in its
-# interpreter is for tests.
+# On a CPU, native reads the paged cache in place, sdpa needs no C compiler, flex runs uncompiled, and triton runs in
+# its interpreter, for tests.
 ON_CPU = ("native", "sdpa", "flex", "triton")
 
 
 def choose_backend(name: str, needs: AttentionNeeds) -> type[AttentionBackend]:
-    """The backend called `name`, or with "auto" the best that can serve these needs."""
+    """Return the backend `name`, or with "auto" the first in order of preference that is usable.
+
+    Raises YalisError if the name is unknown or the backend cannot be used here.
+    """
     if name == "auto":
         for candidate in ON_GPU if needs.device.type == "cuda" else ON_CPU:
             backend = BACKENDS.load(candidate)
             if backend.unusable(needs) is None:
                 return backend
-        raise YalisError(f"no attention backend can serve this model on {needs.device}; `yalis doctor` says why")
+        raise YalisError(f"no attention backend can run this model on {needs.device}; `yalis doctor` shows why")
     if name not in BACKENDS.names():
         raise YalisError(f"unknown attention backend {name!r}; accepted: auto, {', '.join(BACKENDS.names())}")
     backend = BACKENDS.load(name)

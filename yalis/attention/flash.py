@@ -1,7 +1,8 @@
-"""The flash kernels inside torch, over keys and values packed one sequence after another. GPU, bf16 and fp16.
+"""torch's built-in flash attention in its variable-length form, for bfloat16 and float16 on a GPU.
 
-They read a paged cache themselves only in blocks of 256 tokens, so a step's keys are packed first. The kernel is called
-where torch.nn.attention.varlen calls it: that wrapper's signature changes with every torch, not all sharing key heads.
+It reads a paged cache only with blocks of 256 tokens, so the keys and values of a step are packed first, one sequence
+after another. The aten op is called directly, not through torch.nn.attention.varlen: the signature of that wrapper
+differs between torch versions, and some do not support grouped-query heads.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor
 
 from yalis.attention.base import AttentionBackend, AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
-from yalis.attention.spans import packed_context
+from yalis.attention.context_slots import packed_context
 
 
 @dataclass(frozen=True)
-class Packed:
-    slots: Tensor  # [P]
-    key_start: Tensor  # [S + 1] int32
-    longest: tuple[int, int]  # (queries, keys) of one sequence
+class PackedKeys:
+    """Index tensors of the packed keys: S sequences, P keys of all of them."""
+
+    slots: Tensor  # [P] cache slot of each key
+    key_start: Tensor  # [S + 1] int32, first key of each sequence
+    max_lens: tuple[int, int]  # (queries, keys) per sequence
 
 
 class FlashAttention(AttentionBackend):
@@ -41,20 +44,21 @@ class FlashAttention(AttentionBackend):
             return "it needs a GPU of compute capability 8.0 or newer"
         return None
 
-    def prepare(self, batch: ForwardBatch) -> Packed:
+    def prepare(self, batch: ForwardBatch) -> PackedKeys:
         _, _, slots = packed_context(batch, self.needs.block_size)
         ends = batch.context_len.cumsum(0, dtype=torch.int32)
-        return Packed(slots, torch.nn.functional.pad(ends, (1, 0)), (max(batch.query_lens), max(batch.context_lens)))
+        max_lens = max(batch.query_lens), max(batch.context_lens)
+        return PackedKeys(slots, torch.nn.functional.pad(ends, (1, 0)), max_lens)
 
     def attend(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: Packed, params: AttentionParams
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: PackedKeys, params: AttentionParams
     ) -> Tensor:
         k, v = (x.flatten(0, 1).index_select(0, shared.slots) for x in cache)
-        # Causality and windows count from the last key of a sequence, as its last query does.
+        # The kernel aligns the last query of a sequence with its last key, for the causal mask and for the window.
         causal = params.window is None
         left, right = (-1, -1) if params.window is None else (params.window - 1, 0)
         out: Tensor = torch.ops.aten._flash_attention_forward(
-            q, k, v, batch.query_start, shared.key_start, *shared.longest, 0.0, causal, False,
+            q, k, v, batch.query_start, shared.key_start, *shared.max_lens, 0.0, causal, False,
             scale=params.scale, window_size_left=left, window_size_right=right,
         )[0]  # fmt: skip
         return out

@@ -1,6 +1,6 @@
-"""torch's flex_attention: the step is one packed sequence of queries and keys, and a mask says who sees whom.
+"""torch's flex_attention over one packed sequence of queries and keys, with a block mask that separates sequences.
 
-Compiled on a GPU. On a CPU the same call runs uncompiled: exact, and slow for long contexts.
+It is compiled on a GPU. On a CPU it runs uncompiled, which is exact but slow for long contexts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from yalis.attention.base import AttentionBackend, AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
-from yalis.attention.spans import packed_context
+from yalis.attention.context_slots import packed_context
 
-# Lengths are padded to the mask's tile, so that the compiled kernel meets few shapes and no ragged edge.
-TILE = 128
+# Lengths are padded to a multiple of the mask's block size, so that the compiled kernel sees few different shapes.
+MASK_BLOCK = 128
 
 
 @dataclass
-class Packed:
+class PackedStep:
+    """Sequence and position of every query and key of a step, padded to MASK_BLOCK."""
+
     slots: Tensor  # [keys] padded with slot 0
     query_sequence: Tensor  # [queries] padded with -1
     query_position: Tensor
@@ -43,23 +45,23 @@ class FlexAttention(AttentionBackend):
             return f"it needs a head_dim of at least 16, not {needs.head_dim}"
         return None
 
-    def prepare(self, batch: ForwardBatch) -> Packed:
+    def prepare(self, batch: ForwardBatch) -> PackedStep:
         sequence, position, slots = packed_context(batch, self.needs.block_size)
         tokens, keys = batch.positions.shape[0], slots.shape[0]
         counts = batch.query_start.diff().long()
-        everyone = torch.arange(counts.shape[0], device=counts.device)
-        owner = torch.repeat_interleave(everyone, counts, output_size=tokens)
-        more_tokens, more_keys = -tokens % TILE, -keys % TILE
-        return Packed(
-            pad(slots, (0, more_keys)),
-            pad(owner, (0, more_tokens), value=-1),
-            pad(batch.positions, (0, more_tokens)),
-            pad(sequence, (0, more_keys), value=-2),
-            pad(position, (0, more_keys)),
+        sequences = torch.arange(counts.shape[0], device=counts.device)
+        query_sequence = torch.repeat_interleave(sequences, counts, output_size=tokens)
+        query_padding, key_padding = -tokens % MASK_BLOCK, -keys % MASK_BLOCK
+        return PackedStep(
+            pad(slots, (0, key_padding)),
+            pad(query_sequence, (0, query_padding), value=-1),
+            pad(batch.positions, (0, query_padding)),
+            pad(sequence, (0, key_padding), value=-2),
+            pad(position, (0, key_padding)),
         )
 
     def attend(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: Packed, params: AttentionParams
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: PackedStep, params: AttentionParams
     ) -> Tensor:
         tokens, heads, _ = q.shape
         mask = shared.masks.get(params.window)
@@ -68,40 +70,41 @@ class FlexAttention(AttentionBackend):
         k, v = (x.flatten(0, 1).index_select(0, shared.slots).transpose(0, 1)[None] for x in cache)
         q = pad(q, (0, 0, 0, 0, 0, shared.query_sequence.shape[0] - tokens)).transpose(0, 1)[None]
         arguments = {
-            "score_mod": None if params.softcap is None else make_cap(params.softcap, q.device),
+            "score_mod": None if params.softcap is None else make_score_mod(params.softcap, q.device),
             "block_mask": mask,
             "scale": params.scale,
             "enable_gqa": heads != k.shape[1],
         }
-        out: Tensor = flex_call(q.device.type)(q, k, v, **arguments)
+        out: Tensor = load_flex_attention(q.device.type)(q, k, v, **arguments)
         return out[0].transpose(0, 1)[:tokens]
 
 
-def make_mask(packed: Packed, window: int | None) -> Any:
+def make_mask(packed: PackedStep, window: int | None) -> Any:
+    """Return the block mask: a query attends to the keys of its own sequence that causality and the window allow."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     query_sequence, query_position = packed.query_sequence, packed.query_position
     key_sequence, key_position = packed.key_sequence, packed.key_position
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = query_sequence[query] == key_sequence[key]
-        return own & (key_position[key] <= query_position[query])
+    def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_sequence = query_sequence[query] == key_sequence[key]
+        return same_sequence & (key_position[key] <= query_position[query])
 
-    def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def causal_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         assert window is not None
-        return sees(batch, head, query, key) & (key_position[key] > query_position[query] - window)
+        return causal(batch, head, query, key) & (key_position[key] > query_position[query] - window)
 
-    rule = sees if window is None else sees_near
+    mask_mod = causal if window is None else causal_window
     sizes = query_sequence.shape[0], key_sequence.shape[0]
-    return create_block_mask(rule, None, None, *sizes, device=key_sequence.device, BLOCK_SIZE=TILE)
+    return create_block_mask(mask_mod, None, None, *sizes, device=key_sequence.device, BLOCK_SIZE=MASK_BLOCK)
 
 
 @cached
-def make_cap(softcap: float, device: torch.device) -> Callable[..., Tensor]:
-    """One function for each cap: a new one for every step would be compiled again.
+def make_score_mod(softcap: float, device: torch.device) -> Callable[..., Tensor]:
+    """Return the score modification softcap * tanh(score / softcap), the same function for the same arguments.
 
-    The cap is a tensor on the device: dynamo turns a Python float that differs between models into a symbol, which the
-    compiled kernel cannot read.
+    A new function for every step would be compiled again. The cap is a tensor on the device, because dynamo turns a
+    Python float that differs between models into a symbol, which the compiled kernel cannot read.
     """
     limit = torch.tensor(softcap, dtype=torch.float32, device=device)
 
@@ -112,12 +115,13 @@ def make_cap(softcap: float, device: torch.device) -> Callable[..., Tensor]:
 
 
 @cached
-def flex_call(device: str) -> Callable[..., Tensor]:
+def load_flex_attention(device: str) -> Callable[..., Tensor]:
+    """Return flex_attention, compiled for `device` "cuda" and forced to run eagerly for "cpu"."""
     from torch.nn.attention import flex_attention as module
 
     flex_attention: Any = module.flex_attention
     if device == "cuda":
-        # Past this number of variants (models, windows, caps) dynamo would silently run the slow, uncompiled way.
+        # Above this number of variants (models, windows, caps) dynamo silently falls back to slow eager execution.
         from torch._dynamo import config
 
         config.recompile_limit = max(config.recompile_limit, 64)
@@ -125,7 +129,7 @@ def flex_call(device: str) -> Callable[..., Tensor]:
         return compiled
 
     def uncompiled(*args: Tensor, **kwargs: Any) -> Tensor:
-        # Called plainly, flex_attention traces itself anew for every shape, and gives up after a few.
+        # By itself, flex_attention traces anew for every shape and fails after a few.
         with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             result: Tensor = flex_attention(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""Decoding in C over the paged cache in place (kernels/native.c), for float32 on a CPU; prompts go to sdpa."""
+"""Decode attention in C, which reads the paged cache in place (kernels/native.c), for float32 on a CPU.
+
+Sequences with several new tokens use the sdpa backend.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor
 
 from yalis.attention.base import AttentionBackend, AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
-from yalis.attention.sdpa import Group, SdpaAttention
+from yalis.attention.sdpa import SdpaAttention, SequenceGroup
 from yalis.kernels import native
 
 
@@ -16,7 +19,7 @@ class NativeAttention(AttentionBackend):
 
     def __init__(self, needs: AttentionNeeds) -> None:
         super().__init__(needs)
-        self._prompts = SdpaAttention(needs)
+        self._prefill = SdpaAttention(needs)
 
     @classmethod
     def unusable(cls, needs: AttentionNeeds) -> str | None:
@@ -29,40 +32,46 @@ class NativeAttention(AttentionBackend):
     @staticmethod
     def _library() -> native.Library:
         library = native.load()
-        assert library is not None  # unusable() was asked
+        assert library is not None  # unusable() was checked
         return library
 
-    def prepare(self, batch: ForwardBatch) -> list[Group]:
-        return self._prompts.prepare(batch)
+    def prepare(self, batch: ForwardBatch) -> list[SequenceGroup]:
+        return self._prefill.prepare(batch)
 
     def attend(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: list[Group], params: AttentionParams
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: list[SequenceGroup], params: AttentionParams
     ) -> Tensor:
         if shared[0].queries > 1 and len(shared) == 1:
-            return self._prompts.attend(q, cache, batch, shared, params)
+            return self._prefill.attend(q, cache, batch, shared, params)
         if q.stride()[1:] != (q.shape[2], 1):
             q = q.contiguous()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for part in shared:
-            if part.queries == 1:
-                self._decode(out, q, cache, batch, part, params)
+        for group in shared:
+            if group.queries == 1:
+                self._decode(out, q, cache, batch, group, params)
             else:
-                rows = slice(part.row, part.row + part.size * part.queries)
-                out[rows] = self._prompts.attend_group(q[rows], cache, batch, part, params)
+                rows = slice(group.row, group.row + group.size * group.queries)
+                out[rows] = self._prefill.attend_group(q[rows], cache, batch, group, params)
         return out
 
     def _decode(
-        self, out: Tensor, q: Tensor, cache: LayerCache, batch: ForwardBatch, part: Group, params: AttentionParams
+        self,
+        out: Tensor,
+        q: Tensor,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        group: SequenceGroup,
+        params: AttentionParams,
     ) -> None:
-        """The group's rows of q, into its rows of out."""
+        """Compute the rows of one group and write them to `out`."""
         _, heads, dim = q.shape
         _, block_size, kv_heads, _ = cache.k.shape
-        step, table_step, size = q.stride(0), batch.block_tables.stride(0), q.element_size()
+        q_stride, table_stride, size = q.stride(0), batch.block_tables.stride(0), q.element_size()
         self._library().attend(
-            out.data_ptr() + part.row * heads * dim * size, q.data_ptr() + part.row * step * size, step,
+            out.data_ptr() + group.row * heads * dim * size, q.data_ptr() + group.row * q_stride * size, q_stride,
             cache.k.data_ptr(), cache.v.data_ptr(),
-            batch.block_tables.data_ptr() + part.first * table_step * 4, table_step,
-            batch.context_len.data_ptr() + part.first * 4, part.size,
+            batch.block_tables.data_ptr() + group.first * table_stride * 4, table_stride,
+            batch.context_len.data_ptr() + group.first * 4, group.size,
             heads, kv_heads, dim, block_size,
             params.window or 0, params.scale, params.softcap or 0.0, torch.get_num_threads(),
         )  # fmt: skip

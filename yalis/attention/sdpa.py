@@ -1,10 +1,11 @@
-"""torch's scaled_dot_product_attention over keys and values gathered from the paged cache. Runs anywhere.
+"""torch's scaled_dot_product_attention over keys and values gathered from the paged cache. Runs on any device.
 
-A step is cut into groups of neighbouring sequences that one call can serve: decoding sequences of any contexts, or
-equally long prompts. Their keys are right-aligned, so one rule gives slots and mask for decode, chunk and window.
+A step is divided into groups of adjacent sequences that one call can compute: decoding sequences of any context
+lengths, or prompts with equal numbers of new and cached tokens. Keys are right-aligned, so that the same code computes
+slots and mask for decode, chunked prefill and sliding windows.
 
-Shapes: S sequences of a group · Q tokens each brings · L keys each may see · H query heads · K key/value heads ·
-G = H / K · D head_dim.
+Shapes: S sequences of a group · Q new tokens per sequence · L keys per sequence · H query heads · K KV heads ·
+G = H / K · D head_dim · N blocks of the cache · B tokens per block.
 """
 
 from __future__ import annotations
@@ -17,28 +18,30 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from yalis.attention.base import AttentionBackend, AttentionNeeds, AttentionParams, ForwardBatch, LayerCache
-from yalis.attention.spans import slots_of
+from yalis.attention.context_slots import slots_at_positions
 
 
 @dataclass(frozen=True)
-class Span:
-    """The keys a group sees under one window."""
+class KeyRange:
+    """The last L positions of each context of a group: all keys that its queries may attend to under one window."""
 
     length: int  # L
-    run: slice | None  # the slots, where they lie in a row
+    slot_range: slice | None  # the slots, if they are contiguous
     slots: Tensor | None  # [S * L] otherwise
-    mask: Tensor | None  # added to scores, broadcast over [S, heads, Q, L]
-    causal: bool  # the mask is the plain triangle
+    mask: Tensor | None  # added to the scores, broadcast to [S, heads, Q, L]
+    causal: bool  # use the kernel's built-in causal mask instead of `mask`
 
 
 @dataclass
-class Group:
-    first: int  # of its sequences
+class SequenceGroup:
+    """Adjacent sequences of a step that are computed by one call."""
+
+    first: int  # index of the first sequence
     size: int  # S
-    row: int  # of its first token among the step's
+    row: int  # first token of the group among the tokens of the step
     queries: int  # Q
     contexts: tuple[int, ...]
-    spans: dict[int | None, Span] = field(default_factory=dict)  # by window
+    key_ranges: dict[int | None, KeyRange] = field(default_factory=dict)  # by window
 
 
 class SdpaAttention(AttentionBackend):
@@ -48,55 +51,56 @@ class SdpaAttention(AttentionBackend):
     def unusable(cls, needs: AttentionNeeds) -> str | None:
         return None
 
-    def prepare(self, batch: ForwardBatch) -> list[Group]:
-        return group(batch.query_lens, batch.context_lens)
+    def prepare(self, batch: ForwardBatch) -> list[SequenceGroup]:
+        return group_sequences(batch.query_lens, batch.context_lens)
 
     def attend(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: list[Group], params: AttentionParams
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: list[SequenceGroup], params: AttentionParams
     ) -> Tensor:
         if len(shared) == 1:
             return self.attend_group(q, cache, batch, shared[0], params)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for part in shared:
-            end = part.row + part.size * part.queries
-            out[part.row : end] = self.attend_group(q[part.row : end], cache, batch, part, params)
+        for group in shared:
+            end = group.row + group.size * group.queries
+            out[group.row : end] = self.attend_group(q[group.row : end], cache, batch, group, params)
         return out
 
     def attend_group(
-        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, part: Group, params: AttentionParams
+        self, q: Tensor, cache: LayerCache, batch: ForwardBatch, group: SequenceGroup, params: AttentionParams
     ) -> Tensor:
-        """The group's rows of q alone."""
-        span = part.spans.get(params.window)
-        if span is None:
-            triangle = params.softcap is None
-            span = find_span(part, batch, params.window, cache.k.shape[1], q.dtype, triangle)
-            part.spans[params.window] = span
-        k, v = gather(cache.k, part.size, span), gather(cache.v, part.size, span)
+        """Return the attention [S * Q, H, D] of one group; q holds the rows of this group only."""
+        keys = group.key_ranges.get(params.window)
+        if keys is None:
+            allow_causal = params.softcap is None
+            keys = make_key_range(group, batch, params.window, cache.k.shape[1], q.dtype, allow_causal)
+            group.key_ranges[params.window] = keys
+        k, v = gather_kv(cache.k, group.size, keys), gather_kv(cache.v, group.size, keys)
         _, heads, dim = q.shape
         kv_heads = k.shape[1]
-        if part.queries == 1:
-            # The queries that share a key head become rows of one query block: no key is repeated.
-            q = q.reshape(part.size, kv_heads, heads // kv_heads, dim)
-            return self._score(q, k, v, span, params).reshape(-1, heads, dim)
-        q = q.reshape(part.size, part.queries, heads, dim).transpose(1, 2)
-        return self._score(q, k, v, span, params).transpose(1, 2).reshape(-1, heads, dim)
+        if group.queries == 1:
+            # The query heads that share a KV head become rows of one query block, so that no key is repeated.
+            q = q.reshape(group.size, kv_heads, heads // kv_heads, dim)
+            return self._compute(q, k, v, keys, params).reshape(-1, heads, dim)
+        q = q.reshape(group.size, group.queries, heads, dim).transpose(1, 2)
+        return self._compute(q, k, v, keys, params).transpose(1, 2).reshape(-1, heads, dim)
 
-    def _score(self, q: Tensor, k: Tensor, v: Tensor, span: Span, params: AttentionParams) -> Tensor:
+    def _compute(self, q: Tensor, k: Tensor, v: Tensor, keys: KeyRange, params: AttentionParams) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
         if params.softcap is not None:
-            return capped_attention(q, k, v, span.mask, params.scale, params.softcap)
-        if grouped and q.is_cuda and not (span.causal and q.dtype != torch.float32):
-            # Only the flash kernel shares keys between heads; the others would fall back to whole score matrices.
+            return softcapped_attention(q, k, v, keys.mask, params.scale, params.softcap)
+        if grouped and q.is_cuda and not (keys.causal and q.dtype != torch.float32):
+            # Only torch's flash kernel supports grouped-query heads. The others would fall back to the math kernel,
+            # which materializes the whole score matrix.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             grouped = False
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=span.mask, is_causal=span.causal, scale=params.scale, enable_gqa=grouped
+            q, k, v, attn_mask=keys.mask, is_causal=keys.causal, scale=params.scale, enable_gqa=grouped
         )
 
 
-def group(query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> list[Group]:
-    """Neighbours go together when all decode, or bring the same number of tokens to contexts of the same length."""
-    groups: list[Group] = []
+def group_sequences(query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> list[SequenceGroup]:
+    """Group adjacent sequences that all decode, or that have equal numbers of new tokens and equal context lengths."""
+    groups: list[SequenceGroup] = []
     row = first = 0
     while first < len(query_lens):
         queries, end = query_lens[first], first + 1
@@ -106,53 +110,58 @@ def group(query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> list[Gr
             and (queries == 1 or context_lens[end] == context_lens[first])
         ):
             end += 1
-        groups.append(Group(first, end - first, row, queries, context_lens[first:end]))
+        groups.append(SequenceGroup(first, end - first, row, queries, context_lens[first:end]))
         row += queries * (end - first)
         first = end
     return groups
 
 
-def find_span(
-    part: Group, batch: ForwardBatch, window: int | None, block_size: int, dtype: torch.dtype, triangle: bool
-) -> Span:
-    """Slots and mask of the last L positions of each context, L being what the earliest query of the group can reach.
+def make_key_range(
+    group: SequenceGroup,
+    batch: ForwardBatch,
+    window: int | None,
+    block_size: int,
+    dtype: torch.dtype,
+    allow_causal: bool,
+) -> KeyRange:
+    """Return slots and mask of the last L positions of each context, where L reaches back to the group's first key.
 
-    With `triangle`, a mask that is the plain one is only named, for kernels that know it.
+    With `allow_causal`, a plain causal mask is not built but requested from the kernel.
     """
-    longest = max(part.contexts)
-    length = longest if window is None else min(longest, window + part.queries - 1)
-    windowed = window is not None and window < longest
-    causal = triangle and part.queries == longest and part.queries > 1 and not windowed
+    max_context = max(group.contexts)
+    length = max_context if window is None else min(max_context, window + group.queries - 1)
+    windowed = window is not None and window < max_context
+    causal = allow_causal and group.queries == max_context and group.queries > 1 and not windowed
     mask: Tensor | None = None
-    tables = batch.block_tables[part.first : part.first + part.size]
-    run = find_run(tables, part, length, block_size)
+    tables = batch.block_tables[group.first : group.first + group.size]
+    slot_range = find_contiguous_slots(tables, group, length, block_size)
     slots: Tensor | None = None
     device = tables.device
-    reach = torch.arange(length, device=device)
-    positions = batch.context_len[part.first : part.first + part.size, None] + (reach - length)
-    if run is None:
-        # A place before a sequence's start reads its first token, and is masked below.
-        slots = slots_of(tables, positions.clamp(min=0), block_size).flatten()
-    if part.queries == 1:
-        if min(part.contexts) < length:
-            mask = additive(positions >= 0, dtype)[:, None, None, :]
+    columns = torch.arange(length, device=device)
+    positions = batch.context_len[group.first : group.first + group.size, None] + (columns - length)
+    if slot_range is None:
+        # Positions before the start of a sequence read its first token, and are masked below.
+        slots = slots_at_positions(tables, positions.clamp(min=0), block_size).flatten()
+    if group.queries == 1:
+        if min(group.contexts) < length:
+            mask = additive_mask(positions >= 0, dtype)[:, None, None, :]
     elif not causal:
-        query = torch.arange(part.queries, device=device)[:, None] + (length - part.queries)
-        seen = reach <= query
+        query = torch.arange(group.queries, device=device)[:, None] + (length - group.queries)
+        allowed = columns <= query
         if window is not None:
-            seen &= reach > query - window
-        mask = additive(seen, dtype)[None, None]
-    return Span(length, run, slots, mask, causal)
+            allowed &= columns > query - window
+        mask = additive_mask(allowed, dtype)[None, None]
+    return KeyRange(length, slot_range, slots, mask, causal)
 
 
-def find_run(tables: Tensor, part: Group, length: int, block_size: int) -> slice | None:
-    """The slots of a lone sequence whose blocks lie in a row: its keys are then a view.
+def find_contiguous_slots(tables: Tensor, group: SequenceGroup, length: int, block_size: int) -> slice | None:
+    """Return the slots as a slice if the group is one sequence with contiguous blocks, whose keys are then a view.
 
-    Only where reading the tables does not wait for a device.
+    Returns None on a GPU, where reading the block table would synchronize with the device.
     """
-    if part.size > 1 or tables.device.type != "cpu":
+    if group.size > 1 or tables.device.type != "cpu":
         return None
-    context = part.contexts[0]
+    context = group.contexts[0]
     blocks = tables[0].tolist()[(context - length) // block_size : (context - 1) // block_size + 1]
     if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
         return None
@@ -160,21 +169,21 @@ def find_run(tables: Tensor, part: Group, length: int, block_size: int) -> slice
     return slice(start, start + length)
 
 
-def gather(cached: Tensor, size: int, span: Span) -> Tensor:
-    """[S, K, L, D] of one layer's keys or values, [N, B, K, D]."""
+def gather_kv(cached: Tensor, size: int, keys: KeyRange) -> Tensor:
+    """Return [S, K, L, D] of one layer's keys or values, cached [N, B, K, D]."""
     _, _, heads, dim = cached.shape
     flat = cached.view(-1, heads * dim)
-    rows = flat[span.run] if span.slots is None else flat.index_select(0, span.slots)
-    return rows.view(size, span.length, heads, dim).transpose(1, 2)
+    rows = flat[keys.slot_range] if keys.slots is None else flat.index_select(0, keys.slots)
+    return rows.view(size, keys.length, heads, dim).transpose(1, 2)
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where seen, -inf elsewhere: torch's CPU kernel converts a boolean mask in every call."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where allowed and -inf elsewhere. torch's CPU kernel would convert a boolean mask in every call."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
 
 
-def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attention whose scores pass through cap * tanh(score / cap), in float32.
+def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Return attention with scores softcap * tanh(scale * q k^T / softcap), computed in float32.
 
     q is [S, heads, Q, D], k and v are [S, K, L, D].
     """

@@ -1,7 +1,7 @@
-"""Our own Triton kernels, which read the paged cache in place (yalis/kernels/paged_attention.py).
+"""Attention with our Triton kernels, which read the paged cache in place (kernels/paged_attention.py).
 
-On a GPU launches depend on the number of sequences alone, and on the most tokens a prompt may have: a CUDA graph may
-hold them.
+On a GPU, launch sizes depend only on the number of sequences and the maximum prompt length, so steps can be captured
+in CUDA graphs.
 """
 
 from __future__ import annotations

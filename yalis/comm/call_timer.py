@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from yalis.comm.base import Communicator
-from yalis.kernels.native import Listener, now
+from yalis.kernels.native import CallListener, now
 
 autograd: Any = torch.autograd  # whose stubs lack the switch below
 
@@ -17,7 +17,7 @@ CALLS = ("all_reduce", "all_gather", "broadcast", "send", "recv", "barrier")
 
 
 @contextmanager
-def time_calls(groups: Iterable[Communicator], listener: Listener) -> Iterator[None]:
+def time_calls(groups: Iterable[Communicator], listener: CallListener) -> Iterator[None]:
     """Within, `listener` hears of every call on these groups. Outside, nothing stands before them."""
     several = [group for group in dict.fromkeys(groups) if group.size > 1]
     for group in several:
@@ -31,7 +31,7 @@ def time_calls(groups: Iterable[Communicator], listener: Listener) -> Iterator[N
                 delattr(group, name)
 
 
-def _timing(name: str, function: Callable[..., Any], listener: Listener) -> Callable[..., Any]:
+def _timing(name: str, function: Callable[..., Any], listener: CallListener) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         begin = now()
         # torch's profiler must not follow gloo's sends: one that ends after the watch has crashed it.

@@ -1,4 +1,8 @@
-"""What the kernels compute, in plain torch: slow, readable, and what they are tested against."""
+"""Reference implementations of the kernels in plain torch: slow and readable; tests compare the kernels with them.
+
+Shapes: T tokens of a step, packed · S sequences · H query heads · K KV heads · D head_dim · N blocks of the cache ·
+B tokens per block. Matrix products are [M, K] by [N, K] transposed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ def paged_attention(
     v_cache: Tensor,  # [N, B, K, D]
     query_start: Tensor,  # [S + 1]
     context_len: Tensor,  # [S]
-    block_tables: Tensor,  # [S, most blocks]
+    block_tables: Tensor,  # [S, max blocks]
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens over its own blocks, in the dtype of q."""
+    """Return the causal attention [T, H, D] of each sequence's new tokens over its own blocks, in the dtype of q."""
     out = torch.empty_like(q)
     group = q.shape[1] // k_cache.shape[2]
     starts = query_start.tolist()
@@ -32,32 +36,32 @@ def paged_attention(
             scores = softcap * torch.tanh(scores / softcap)
         key = torch.arange(context, device=q.device)
         query = key[context - (starts[i + 1] - starts[i]) :, None]
-        hidden = key > query
+        masked = key > query
         if window is not None:
-            hidden |= key <= query - window
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            masked |= key <= query - window
+        weights = scores.masked_fill(masked, -math.inf).softmax(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, rounded once to the dtype of x."""
+    """Return x / rms(x) * weight over the last dimension, computed in float64 and rounded to the dtype of x."""
     wide = x.double()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the norm of x + branch, x + branch)."""
-    summed = x if branch is None else x + branch
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (RMSNorm of x + residual, x + residual)."""
+    summed = x if residual is None else x + residual
     return rms_norm(summed, weight, eps), summed
 
 
 def linear(
-    x: Tensor,  # [R, K]
+    x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x times weight transposed, plus bias."""
+    """Return x weight^T + bias, [M, N]."""
     y = x.double() @ weight.double().T
     if bias is not None:
         y = y + bias.double()
@@ -65,44 +69,44 @@ def linear(
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, for the two halves of gate_up's last dimension; silu, gelu or gelu_tanh."""
+    """Return activation(gate) * up for the two halves of the last dimension; activation: silu, gelu or gelu_tanh."""
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.double()
     if activation == "silu":
-        turned = wide.sigmoid() * wide
+        activated = wide.sigmoid() * wide
     else:
-        turned = torch.nn.functional.gelu(wide, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return turned.to(gate.dtype) * up
+        activated = torch.nn.functional.gelu(wide, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return activated.to(gate.dtype) * up
 
 
 def gated_linear(
-    x: Tensor,  # [R, K]
-    weight: Tensor,  # [2W, K]
+    x: Tensor,  # [M, K]
+    weight: Tensor,  # [2N, K], the rows of gate before those of up
     activation: str,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """activation(gate) * up, both products of x with their half of weight."""
+    """Return activation(gate) * up, [M, N], where gate and up are the products of x with their half of weight."""
     return gated(linear(x, weight, bias), activation)
 
 
 def rope_write(
     qkv: Tensor,  # [T, H + 2K, D]
-    cos: Tensor,  # [T, 1, dim]
-    sin: Tensor,  # [T, 1, dim], with the sign of the first half
+    cos: Tensor,  # [T, 1, rotary_dim]
+    sin: Tensor,  # [T, 1, rotary_dim], the first half negated
     k_cache: Tensor,  # [N, B, K, D]
     v_cache: Tensor,  # [N, B, K, D]
-    slots: Tensor,  # [T], negative: nowhere
+    kv_slots: Tensor,  # [T] cache slot of each token; negative: do not write
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Norm and rotate queries and keys, write keys and values to the cache; the queries [T, H, D]."""
+    """Norm and rotate queries and keys, and write keys and values to the cache. Returns the queries, [T, H, D]."""
     block_size, kv_heads = k_cache.shape[1:3]
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    for token, slot in enumerate(slots.tolist()):
+    for token, slot in enumerate(kv_slots.tolist()):
         if slot >= 0:
             k_cache[slot // block_size, slot % block_size] = k[token]
             v_cache[slot // block_size, slot % block_size] = v[token]
@@ -111,8 +115,8 @@ def rope_write(
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dim = cos.shape[-1]
-    turned, rest = x[..., :dim], x[..., dim:]
-    first, second = turned.chunk(2, dim=-1)
+    rotated, rest = x[..., :dim], x[..., dim:]
+    first, second = rotated.chunk(2, dim=-1)
     partner = torch.cat((second, first), dim=-1)
-    out = ((turned * cos).double() + partner.double() * sin.double()).to(x.dtype)
+    out = ((rotated * cos).double() + partner.double() * sin.double()).to(x.dtype)
     return torch.cat((out, rest), dim=-1)
