@@ -17,6 +17,7 @@ from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import plots, results
 from yalis.study.allreduce.benchmark import AllReducePlan, check_sums, make_row, save_table
+from yalis.study.allreduce.cost_model import CostModel
 from yalis.study.allreduce.in_lab import LabPlan
 from yalis.study.allreduce.rank import Sum, enter
 from yalis.study.results import Row
@@ -161,10 +162,13 @@ def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
     ]
     slow, quick = {"latency": 1e-3, "seconds_per_byte": 1e-9}, {"latency": 1e-5, "seconds_per_byte": 1e-9}
     result = make_result(rows, links=[{"delay_us": 1e3, "inside": quick, "between": slow}])
-    expected = allreduce.expected_us(result, 1e3, 8192)
+    model = CostModel.of(result, 1e3)
+    assert model is not None
+    assert not list(model.nvrar_crossovers())  # only on GPUs
+    expected = model.expected_us(8192)
     assert expected["hierarchical"] == pytest.approx(1000 + 2 * 10 + 12.288)  # one exchange of half, two phases inside
     assert expected["ring"] == pytest.approx(6 * (1000 + 8192 / 4 / 2 / 1e3))
-    assert allreduce.expected_us(result, 0.0, 8192) == {}
+    assert CostModel.of(result, 0.0) is None  # its links were not measured
     assert results.read(results.write(result, tmp_path)) == result
     written = plots.write_plot(result, tmp_path / "plot")
     assert [path.name for path in written] == ["plot.png", "plot.svg"]
@@ -191,11 +195,18 @@ def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
     assert [(one["backend"], one["median_us"]) for one in allreduce.fastest(result.rows) if one["bytes"] == 8192] == [
         ("nvrar", pytest.approx(30)), ("ring", pytest.approx(90)), ("torch", pytest.approx(400)),
     ]  # fmt: skip
-    expected = allreduce.expected_us(result, None, 8192)
-    wire = 2 * 8192 / 2 * 1e-5  # us for a half, as words
+    model = CostModel.of(result, None)
+    assert model is not None
+    expected = model.expected_us(8192)
+    wire = 2 * 8192 / 2 * 1e-5  # us for a half, with the LL protocol
     assert expected["nvrar"] == pytest.approx(3 + 2 * (1 + wire) + 2 + wire)
     assert expected["ring"] == pytest.approx(3 + 6 * (2 + wire / 2))
     assert expected["oneshot"] == pytest.approx(3 + (1 + 2 * wire) + (2 + 4 * wire))
+    # The tree has 2 us more latency and 2 bytes less on the wire per byte; the ring sends as many bytes as nvrar.
+    assert dict(model.nvrar_crossovers()) == {"ring": None, "double tree": pytest.approx(2e-6 / (2 * 1e-11))}
+    text = "\n".join(results.kind_of(result).text(result))
+    assert "Cost model: nvrar is faster than a double tree up to 0.095 MB." in text
+    assert "Cost model: nvrar is faster than a ring at every size." in text
     assert results.read(results.write(result, tmp_path)) == result
     drawn = plots.write_plot(result, tmp_path / "plot")[1].read_text()
     assert "cost model, oneshot" in drawn

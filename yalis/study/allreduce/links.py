@@ -16,7 +16,7 @@ from yalis.comm.topology import Topology
 from yalis.launch.world import World
 from yalis.perfmodel.collectives import Link, Load, fit
 from yalis.study import bandwidth
-from yalis.study.results.kinds.allreduce import LL_FACTOR
+from yalis.study.allreduce.cost_model import LL_FACTOR
 
 if TYPE_CHECKING:
     from yalis.study.allreduce.rank import Start

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yalis.errors import YalisError
-from yalis.perfmodel.collectives import BETWEEN, Link, Shape, hierarchical, one_shot, ring
+from yalis.study.allreduce.cost_model import CostModel
 from yalis.study.results import drawing
 from yalis.study.results.card import Section, Table, TableColumn, fixed, spread_text, status_text
 from yalis.study.results.column import Column
@@ -21,8 +21,6 @@ PLAIN_GLOO = "gloo"
 NVRAR_PEERS = ("ring", "oneshot", "nvshmem")
 #: What our backends are compared with.
 _RIVALS = {"hierarchical": (PLAIN_GLOO, "mpi"), "nvrar": (*NVRAR_PEERS, "torch")}
-#: Bytes sent per byte of data by the LL protocol, which sends 4 bytes of data with a 4-byte flag.
-LL_FACTOR = 2.0
 _LINK = {"latency": float, "seconds_per_byte": float, "*": float}
 
 
@@ -134,30 +132,6 @@ def added_by_delay(rows: Sequence[Row]) -> list[tuple[Row, float]]:
     ]
 
 
-def expected_us(result: Result, delay_us: float | None, size: int) -> dict[str, float]:
-    """Return the microseconds the cost model predicts for each algorithm on the measured links; empty if unknown.
-
-    On GPUs every algorithm uses the LL protocol, and kernel launch and completion are a fixed cost."""
-    facts = result.parameters
-    counts = {len(ranks) for ranks in facts["nodes"]}
-    found = [link for link in facts["links"] if link["delay_us"] == delay_us]
-    if not found or len(counts) > 1:
-        return {}
-    intra, inter = (Link(**found[0].get(kind, {"latency": 0, "seconds_per_byte": 0})) for kind in ("inside", "between"))
-    shared = bool(facts.get("lab", {}).get("rate"))
-    shape = Shape(len(facts["nodes"]), counts.pop(), shared_link=shared)
-    if (fixed_seconds := found[0].get("fixed")) is not None:
-        flat = Shape(shape.size, 1) if shape.nodes > 1 else shape  # one ring over all ranks, regardless of nodes
-        costs = {
-            "nvrar": hierarchical(shape, size, word_factor=LL_FACTOR),
-            "ring": ring(flat, LL_FACTOR * size),
-            "oneshot": one_shot(shape, LL_FACTOR * size),
-        }
-        return {name: 1e6 * (fixed_seconds + cost.seconds(intra, inter)) for name, cost in costs.items()}
-    best = min(hierarchical(shape, size, algorithm).seconds(intra, inter) for algorithm in BETWEEN)
-    return {"hierarchical": 1e6 * best, "ring": 1e6 * ring(shape, size).seconds(intra, inter)}
-
-
 class AllReduce(ResultKind):
     name = "allreduce"
     columns = (
@@ -244,6 +218,9 @@ class AllReduce(ResultKind):
             )
         return notes
 
+    def remarks(self, result: Result) -> list[str]:
+        return [*_crossover_remarks(result)]
+
     def has_plot(self, result: Result) -> bool:
         return any(row["median_us"] is not None for row in result.rows)
 
@@ -260,10 +237,11 @@ class AllReduce(ResultKind):
             latency, speedup = axes[0][column], axes[1][column]
             lines = _lines(result, [row for row in shown if row["delay_us"] == delay])
             handles.update(_draw_lines(latency, speedup, lines, styles))
-            expected = [expected_us(result, delay, size) for size in sizes]
-            for name, style in zip(expected[0], ("--", ":", "-."), strict=False):
-                times = [one[name] for one in expected]
-                (handles[f"cost model, {name}"],) = latency.plot(sizes, times, style, **drawing.REFERENCE)
+            if model := CostModel.of(result, delay):
+                expected = [model.expected_us(size) for size in sizes]
+                for name, style in zip(expected[0], ("--", ":", "-."), strict=False):
+                    times = [one[name] for one in expected]
+                    (handles[f"cost model, {name}"],) = latency.plot(sizes, times, style, **drawing.REFERENCE)
             _format_axes(latency, speedup, sizes)
             latency.set_title("" if len(delays) == 1 else f"{delay / 1e3:g} ms between hosts, one way")
         axes[0][0].set_ylabel("microseconds\nmedian, p10..p90")
@@ -296,7 +274,7 @@ class AllReduce(ResultKind):
                     yield f"{label(row):<{wide}}{_text_cells(row)}"
         for title, cells in _summaries(result).items():
             yield f"\n{title}\n  {' · '.join(cells)}"
-        for note in result.notes:
+        for note in [*result.notes, *_crossover_remarks(result)]:
             yield f"\n{note}"
 
 
@@ -360,6 +338,14 @@ def _summaries(result: Result) -> dict[str, list[str]]:
         cells = found.setdefault(f"time added by the delay to {label(row)}{_describe_setting(row)}", [])
         cells.append(f"{short_size(row['bytes'])} {_time(extra_us)}")
     return found
+
+
+def _crossover_remarks(result: Result) -> Iterator[str]:
+    """Describe up to which size the cost model expects nvrar to be the fastest, on GPUs whose links were measured."""
+    if model := CostModel.of(result, None):
+        for name, size in model.nvrar_crossovers():
+            sizes = "at every size" if size is None else f"up to {size / 2**20:.2g} MB" if size else "at no size"
+            yield f"Cost model: nvrar is faster than a {name} {sizes}."
 
 
 def _describe_setting(row: Row) -> str:
