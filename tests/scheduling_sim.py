@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from yalis.scheduling.plan import FED, Emitted, StepOutput, StepPlan
+from yalis.scheduling.plan import LAST_SAMPLED, Emitted, StepOutput, StepPlan
 from yalis.scheduling.request import Request
 from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
 from yalis.types import SamplingParams
@@ -97,7 +97,7 @@ class Sim:
         if plan is not None:
             self.plans.append(plan)
             self.launched.append((plan, self.run(plan)))
-            assert len(self.launched) <= self.config.max_outstanding
+            assert len(self.launched) <= self.config.max_in_flight
         elif not self.launched:
             assert not self.scheduler.has_work, "work is left, nothing is in flight, and nothing is scheduled"
         return plan
@@ -136,7 +136,7 @@ class Sim:
 
     def run(self, plan: StepPlan) -> StepOutput:
         config, size = self.config, self.config.block_size
-        assert plan.number == len(self.plans) - 1
+        assert plan.step_id == len(self.plans) - 1
         assert plan.sequences
         assert plan.num_tokens <= config.max_batch_tokens
         assert len(plan.sequences) <= config.max_num_seqs
@@ -153,7 +153,7 @@ class Sim:
             assert not any(s.request_slot == step.request_slot and s.request_id != step.request_id for s in flying), (
                 "slot still in use"
             )
-            tokens = tuple(self.fed[step.request_slot] if token == FED else token for token in step.tokens)
+            tokens = tuple(self.fed[step.request_slot] if token == LAST_SAMPLED else token for token in step.tokens)
             assert tokens == tuple(truth[step.start : end]), "other tokens than its own"
             assert step.count >= 1
             assert end <= len(truth)
@@ -185,7 +185,7 @@ class Sim:
                 token = sample(states[step.request_id][-1], step.params.seed)
                 self.fed[step.request_slot] = tokens_out[step.request_id] = token
                 self.truth[step.request_id].append(token)
-        return StepOutput(plan.number, tokens_out)
+        return StepOutput(plan.step_id, tokens_out)
 
     def read(self, request_id: int, blocks: Sequence[int], states: list[int], long_rope: bool) -> None:
         size = self.config.block_size
@@ -211,5 +211,5 @@ class Sim:
             # First come, first served: while it is the oldest, each of its steps comes within a few commits, even
             # where it is computed twice (past recompute_at) or waits for others' blocks to land.
             length = len(request.prompt) + len(tokens)
-            lag = 2 * self.config.max_outstanding + 1
+            lag = 2 * self.config.max_in_flight + 1
             assert self.steps_as_oldest.get(request.id, 0) <= 2 * (length + 1) * lag

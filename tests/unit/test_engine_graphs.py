@@ -21,7 +21,7 @@ from yalis.engine import engine, graphs, oom
 from yalis.engine.graphs import PROMPTS, CudaGraphs, prompts_for, sizes_for
 from yalis.engine.packing import COLUMNS, PROMPT_COLUMNS, Packer, prompt_room, split_prompt
 from yalis.errors import YalisError, YalisFailure
-from yalis.scheduling.plan import FED, SequenceStep
+from yalis.scheduling.plan import LAST_SAMPLED, SequenceStep
 from yalis.scheduling.scheduler import SchedulerConfig
 
 pytest.importorskip("triton")
@@ -59,7 +59,7 @@ def open_llm(ref, monkeypatch, **fields) -> LLM:
     """As on a GPU: plans overlap, sampled tokens are fed on the device, decode steps are replayed."""
 
     def ahead(**settings):
-        return SchedulerConfig(**{**settings, "max_outstanding": 2, "feed_on_device": True})
+        return SchedulerConfig(**{**settings, "max_in_flight": 2, "feed_on_device": True})
 
     monkeypatch.setattr(engine, "SchedulerConfig", ahead)
     llm = LLM(
@@ -188,7 +188,7 @@ def test_what_is_replayed(ref, monkeypatch):
         assert size_for(0, 17) is None
         assert size_for(0, 1) == (1, 1)
         assert size_for(0, 4, samples=False) is None  # one of several pieces
-        assert size_for(4, 4, first=FED) is None  # the host does not know them
+        assert size_for(4, 4, first=LAST_SAMPLED) is None  # the host does not know them
         two = packer.pack([make_sequence(0, 0, (1, 2), (1,)), make_sequence(1, 0, (1,), (2,))])
         assert recorded._size_for(two) is None
 
@@ -274,7 +274,7 @@ def make_sequence(slot: int, start: int, tokens: tuple[int, ...], blocks: tuple[
 
 def test_a_packed_step_is_filled_up():
     packer = Packer(max_num_seqs=4, most_blocks=5, block_size=4, rope_length=100)
-    steps = [make_sequence(2, 9, (FED,), (7, 3, 5)), make_sequence(0, 2, (40,), (1,))]
+    steps = [make_sequence(2, 9, (LAST_SAMPLED,), (7, 3, 5)), make_sequence(0, 2, (40,), (1,))]
     packed = packer.pack(steps)
     assert packed.decode_only
     out = np.full(100, 99)
@@ -283,7 +283,7 @@ def test_a_packed_step_is_filled_up():
     lines = out[:used].reshape(-1, 4)[:, :3]
     columns = dict(zip(COLUMNS, lines[:6].tolist(), strict=True))
     assert columns == {
-        "token": [FED, 40, 0],
+        "token": [LAST_SAMPLED, 40, 0],
         "position": [9, 2, 0],
         "rope row": [9, 2, 0],
         "slot": [5 * 4 + 1, 1 * 4 + 2, -1],
@@ -316,7 +316,7 @@ def test_a_packed_prompt_is_filled_up():
 def test_tables_follow_a_slots_next_holder():
     packer = Packer(max_num_seqs=2, most_blocks=5, block_size=4, rope_length=100)
     packer.pack([make_sequence(1, 9, (3,), (7, 3, 5))])
-    packed = packer.pack([make_sequence(1, 0, (3, 4), (6,)), make_sequence(0, 8, (FED,), (1, 2, 4))])
+    packed = packer.pack([make_sequence(1, 0, (3, 4), (6,)), make_sequence(0, 8, (LAST_SAMPLED,), (1, 2, 4))])
     assert packed.tables.tolist() == [[6, 0, 0], [1, 2, 4]]
     assert packed.slots.tolist() == [24, 25, 16]
     assert packed.positions.tolist() == [0, 1, 8]

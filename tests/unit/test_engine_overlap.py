@@ -15,7 +15,7 @@ STEPS = 12
 @pytest.fixture(autouse=True)
 def overlapped(monkeypatch):
     def ahead(**fields):
-        return SchedulerConfig(**{**fields, "max_outstanding": 2, "feed_on_device": True})
+        return SchedulerConfig(**{**fields, "max_in_flight": 2, "feed_on_device": True})
 
     monkeypatch.setattr(engine, "SchedulerConfig", ahead)
 

@@ -62,7 +62,7 @@ class FormulaRanks:
         sampled = {
             step.request_id: formula(step.params.seed or 0, step.output_len) for step in plan.sequences if step.samples
         }
-        return SimpleNamespace(result=lambda: StepOutput(plan.number, sampled))
+        return SimpleNamespace(result=lambda: StepOutput(plan.step_id, sampled))
 
     def close(self) -> None:
         self.closed = True

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduling_sim import VOCAB, Sim
-from yalis.scheduling import portion
+from yalis.scheduling import budget
 from yalis.scheduling.scheduler import SchedulerConfig
 
 SHARED = [3, 1, 4, 1, 5, 2, 2, 3, 5, 3, 1, 4, 4, 2, 1, 5, 1, 1, 2, 3]
@@ -27,7 +27,7 @@ def setups(draw: st.DrawFn) -> tuple[SchedulerConfig, int]:
         max_batch_tokens=draw(st.integers(1, 20)),
         max_model_len=draw(st.integers(2, num_blocks * block_size)),
         block_size=block_size,
-        max_outstanding=draw(st.integers(1, 4)),
+        max_in_flight=draw(st.integers(1, 4)),
         feed_on_device=draw(st.booleans()),
         recompute_at=draw(st.one_of(st.none(), st.integers(1, 24))),
         prefix_reuse=draw(st.booleans()),
@@ -39,7 +39,7 @@ def setups(draw: st.DrawFn) -> tuple[SchedulerConfig, int]:
 def pipelines(draw: st.DrawFn) -> tuple[SchedulerConfig, int]:
     """As setups, with the work cut into a step for each stage; a sequence waits for its token to come back."""
     config, num_blocks = draw(setups())
-    return replace(config, spread=True, feed_on_device=False, max_outstanding=draw(st.integers(2, 4))), num_blocks
+    return replace(config, pipelined=True, feed_on_device=False, max_in_flight=draw(st.integers(2, 4))), num_blocks
 
 
 #: What happens between steps: (kind, a number that says which request, prompt or length).
@@ -89,7 +89,7 @@ def test_any_traffic_in_a_pipeline(
     setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]], smallest: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portion, "SMALLEST_PORTION", smallest)  # of the size of these prompts
+        patch.setattr(budget, "MIN_MICRO_BATCH_TOKENS", smallest)  # of the size of these prompts
         sim = Sim(*setup)
         go_through(sim, actions)
     assert sim.scheduler.counters.fed_tokens == 0
@@ -102,7 +102,7 @@ def go_through(sim: Sim, actions: list[tuple[str, int]]) -> None:
     sim.drain()
 
 
-def heavy(seed: int, max_outstanding: int, feed_on_device: bool, requests: int, spread: bool = False) -> Sim:
+def heavy(seed: int, max_in_flight: int, feed_on_device: bool, requests: int, pipelined: bool = False) -> Sim:
     """Many requests in a small pool, arriving while others run, some cancelled."""
     rng = random.Random(seed)
     num_blocks, block_size = rng.randint(6, 16), rng.choice([2, 4])
@@ -111,10 +111,10 @@ def heavy(seed: int, max_outstanding: int, feed_on_device: bool, requests: int, 
         max_batch_tokens=rng.randint(4, 24),
         max_model_len=rng.randint(num_blocks * block_size // 2, num_blocks * block_size),
         block_size=block_size,
-        max_outstanding=max_outstanding,
+        max_in_flight=max_in_flight,
         feed_on_device=feed_on_device,
         recompute_at=[None, 8, 12][seed % 3],
-        spread=spread,
+        pipelined=pipelined,
     )
     sim = Sim(config, num_blocks)
     while len(sim.requests) < requests:
@@ -131,16 +131,16 @@ def heavy(seed: int, max_outstanding: int, feed_on_device: bool, requests: int, 
 
 
 @pytest.mark.parametrize("feed_on_device", [False, True])
-@pytest.mark.parametrize("max_outstanding", [1, 2, 3, 4])
-def test_heavy_traffic_goes_through_everything(max_outstanding: int, feed_on_device: bool) -> None:
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3, 4])
+def test_heavy_traffic_goes_through_everything(max_in_flight: int, feed_on_device: bool) -> None:
     totals: Counter[str] = Counter()
     for seed in range(6):
-        sim = heavy(seed * 8 + max_outstanding * 2 + feed_on_device, max_outstanding, feed_on_device, requests=60)
+        sim = heavy(seed * 8 + max_in_flight * 2 + feed_on_device, max_in_flight, feed_on_device, requests=60)
         totals.update(asdict(sim.scheduler.counters))
         totals.update(asdict(sim.scheduler.blocks.counters))
         totals["cancelled"] += sum(r.finish_reason == "cancelled" for r in sim.requests.values())
     expected = ["preemptions", "rope_switches", "prefix_hit_tokens", "chunked_prefills", "evictions", "cancelled"]
-    if max_outstanding > 1 and feed_on_device:
+    if max_in_flight > 1 and feed_on_device:
         expected += ["fed_tokens", "dropped_tokens"]
     else:
         assert totals["fed_tokens"] == 0
@@ -149,10 +149,10 @@ def test_heavy_traffic_goes_through_everything(max_outstanding: int, feed_on_dev
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_heavy_traffic_in_a_pipeline(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portion, "SMALLEST_PORTION", 3)
+    monkeypatch.setattr(budget, "MIN_MICRO_BATCH_TOKENS", 3)
     totals: Counter[str] = Counter()
     for seed in range(6):
-        sim = heavy(seed * 8 + stages, stages, False, requests=60, spread=True)
+        sim = heavy(seed * 8 + stages, stages, False, requests=60, pipelined=True)
         totals.update(asdict(sim.scheduler.counters))
         totals["cancelled"] += sum(r.finish_reason == "cancelled" for r in sim.requests.values())
     expected = ["preemptions", "rope_switches", "prefix_hit_tokens", "chunked_prefills", "cancelled"]
@@ -168,5 +168,5 @@ def test_heavy_traffic_at_length(seed: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(400, 700))
 def test_heavy_traffic_in_a_pipeline_at_length(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portion, "SMALLEST_PORTION", [1, 3, 8, 64][seed % 4])
-    heavy(seed, 2 + seed % 3, False, requests=100, spread=True)
+    monkeypatch.setattr(budget, "MIN_MICRO_BATCH_TOKENS", [1, 3, 8, 64][seed % 4])
+    heavy(seed, 2 + seed % 3, False, requests=100, pipelined=True)

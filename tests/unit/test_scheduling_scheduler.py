@@ -6,8 +6,8 @@ import pytest
 
 from tests.scheduling_sim import EOS, Sim, alone
 from yalis.errors import YalisError
-from yalis.scheduling.plan import FED, Emitted, SequenceStep, StepOutput, StepPlan
-from yalis.scheduling.portion import SMALLEST_PORTION
+from yalis.scheduling.budget import MIN_MICRO_BATCH_TOKENS
+from yalis.scheduling.plan import LAST_SAMPLED, Emitted, SequenceStep, StepOutput, StepPlan
 from yalis.scheduling.request import Request
 from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
 from yalis.types import SamplingParams, TokenLogprobs
@@ -32,7 +32,7 @@ def answer(scheduler: Scheduler, plan: StepPlan | None, **tokens: int) -> list[E
     """Commit a plan with the tokens given by request (r0=..., r1=...); 9 for the others."""
     assert plan is not None
     chosen = {s.request_id: tokens.get(f"r{s.request_id}", 9) for s in plan.sequences if s.samples}
-    return scheduler.commit(StepOutput(plan.number, chosen))
+    return scheduler.commit(StepOutput(plan.step_id, chosen))
 
 
 def request(id: int, size: int = 5, prompt: list[int] | None = None, **params: object) -> Request:
@@ -113,7 +113,7 @@ def test_no_more_sequences_than_slots_and_slots_come_back() -> None:
 @pytest.mark.parametrize(("outstanding", "fed"), [(1, False), (2, True), (4, True)])
 def test_how_a_request_ends(params: dict, expected: list[int], reason: str, outstanding: int, fed: bool) -> None:
     item = request(0, 3, **params)
-    scheduler = scheduler_with(item, max_model_len=8, max_outstanding=outstanding, feed_on_device=fed)
+    scheduler = scheduler_with(item, max_model_len=8, max_in_flight=outstanding, feed_on_device=fed)
     stream = iter([7, 8, EOS, 6, 5, 4, 3, 2, 1])
     plans: list[StepPlan] = []
     words: list[Emitted] = []
@@ -123,7 +123,7 @@ def test_how_a_request_ends(params: dict, expected: list[int], reason: str, outs
             plans.append(plan)
         plan = plans.pop(0)
         sampled += 1
-        words += scheduler.commit(StepOutput(plan.number, {0: next(stream)}))
+        words += scheduler.commit(StepOutput(plan.step_id, {0: next(stream)}))
     assert [word.token for word in words] == expected == item.output
     assert [word.finish_reason for word in words] == [None] * (len(expected) - 1) + [reason]
     assert item.finish_reason == reason
@@ -137,7 +137,7 @@ def test_logprobs_travel_with_their_token() -> None:
     scheduler = scheduler_with(request(0))
     plan = scheduler.schedule()
     logprobs = TokenLogprobs(3, -0.5)
-    [word] = scheduler.commit(StepOutput(plan.number, {0: 3}, {0: logprobs}))  # type: ignore[union-attr]
+    [word] = scheduler.commit(StepOutput(plan.step_id, {0: 3}, {0: logprobs}))  # type: ignore[union-attr]
     assert word == Emitted(0, 3, logprobs, None)
 
 
@@ -153,9 +153,9 @@ def test_one_outstanding_plan_means_strict_turns() -> None:
 
 
 def test_a_sampled_token_is_fed_on_the_device() -> None:
-    scheduler = scheduler_with(request(0, 5), max_outstanding=3, feed_on_device=True)
+    scheduler = scheduler_with(request(0, 5), max_in_flight=3, feed_on_device=True)
     first, second, third = (scheduler.schedule() for _ in range(3))
-    assert [s.tokens for p in (second, third) for s in p.sequences] == [(FED,), (FED,)]  # type: ignore[union-attr]
+    assert [s.tokens for p in (second, third) for s in p.sequences] == [(LAST_SAMPLED,), (LAST_SAMPLED,)]  # type: ignore[union-attr]
     assert [s.start for p in (first, second, third) for s in p.sequences] == [0, 5, 6]  # type: ignore[union-attr]
     assert [s.output_len for p in (first, second, third) for s in p.sequences] == [0, 1, 2]  # type: ignore[union-attr]
     assert scheduler.schedule() is None
@@ -169,7 +169,7 @@ def test_a_sampled_token_is_fed_on_the_device() -> None:
 
 def test_penalties_wait_for_their_history() -> None:
     item = request(0, 5, presence_penalty=0.5)
-    scheduler = scheduler_with(item, request(1, 5), max_outstanding=2, feed_on_device=True)
+    scheduler = scheduler_with(item, request(1, 5), max_in_flight=2, feed_on_device=True)
     first = scheduler.schedule()
     second = scheduler.schedule()
     assert counts(first) == {0: 5, 1: 5}
@@ -181,7 +181,7 @@ def test_penalties_wait_for_their_history() -> None:
 
 
 def test_without_feeding_others_fill_the_next_plan() -> None:
-    scheduler = scheduler_with(request(0, 4), request(1, 4), max_batch_tokens=4, max_outstanding=3)
+    scheduler = scheduler_with(request(0, 4), request(1, 4), max_batch_tokens=4, max_in_flight=3)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert counts(first) == {0: 4}
     assert counts(second) == {1: 4}
@@ -191,13 +191,13 @@ def test_without_feeding_others_fill_the_next_plan() -> None:
 
 
 def test_chunks_of_a_prompt_need_no_commit_between() -> None:
-    scheduler = scheduler_with(request(0, 10), max_batch_tokens=4, max_outstanding=3)
+    scheduler = scheduler_with(request(0, 10), max_batch_tokens=4, max_in_flight=3)
     assert [counts(scheduler.schedule()) for _ in range(3)] == [{0: 4}, {0: 4}, {0: 2}]
 
 
 def test_blocks_and_slot_stay_until_the_last_plan_lands() -> None:
     item = request(0, 5)
-    scheduler = scheduler_with(item, max_num_seqs=1, max_outstanding=2, feed_on_device=True)
+    scheduler = scheduler_with(item, max_num_seqs=1, max_in_flight=2, feed_on_device=True)
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.add(request(1, 5))
     [word] = answer(scheduler, first, r0=EOS)
@@ -212,7 +212,7 @@ def test_blocks_and_slot_stay_until_the_last_plan_lands() -> None:
 
 
 def test_commits_come_in_order() -> None:
-    scheduler = scheduler_with(request(0), max_outstanding=2, feed_on_device=True)
+    scheduler = scheduler_with(request(0), max_in_flight=2, feed_on_device=True)
     scheduler.schedule()
     scheduler.schedule()
     with pytest.raises(ValueError, match="expected: 0"):
@@ -227,7 +227,7 @@ class Pipeline(Sim):
 
     def __init__(self, stages: int, num_blocks: int = 512, **changes: object) -> None:
         values = {"max_num_seqs": 64, "max_batch_tokens": 512, "max_model_len": 1024, **changes}
-        super().__init__(config(max_outstanding=stages, spread=True, **values), num_blocks)
+        super().__init__(config(max_in_flight=stages, pipelined=True, **values), num_blocks)
 
     def fill(self) -> list[dict[int, int]]:
         """What can be launched now."""
@@ -298,8 +298,8 @@ def test_newcomers_join_the_smallest_steps() -> None:
         (1000, [250, 250, 250, 250]),
         (257, [65, 65, 65, 62]),
         (200, [67, 67, 66]),
-        (2 * SMALLEST_PORTION, [SMALLEST_PORTION] * 2),
-        (2 * SMALLEST_PORTION - 1, [2 * SMALLEST_PORTION - 1]),
+        (2 * MIN_MICRO_BATCH_TOKENS, [MIN_MICRO_BATCH_TOKENS] * 2),
+        (2 * MIN_MICRO_BATCH_TOKENS - 1, [2 * MIN_MICRO_BATCH_TOKENS - 1]),
         (5, [5]),
     ],
 )
@@ -392,7 +392,7 @@ def test_cancel_while_waiting_running_and_in_flight() -> None:
 
 def test_finish_for_a_stop_string() -> None:
     item = request(0)
-    scheduler = scheduler_with(item, max_outstanding=2, feed_on_device=True)
+    scheduler = scheduler_with(item, max_in_flight=2, feed_on_device=True)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert len(answer(scheduler, first)) == 1
     assert scheduler.finish(0, "stop")
@@ -431,7 +431,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_cached() -> None:
 
 
 def test_samples_of_one_prompt_compute_it_once() -> None:
-    sim = Sim(config(max_batch_tokens=8, max_outstanding=2), 64)
+    sim = Sim(config(max_batch_tokens=8, max_in_flight=2), 64)
     prompt = list(range(1, 18))
     for seed in range(3):
         sim.add(prompt, max_tokens=3, seed=seed, ignore_eos=True)
@@ -475,7 +475,7 @@ def test_reuse_can_be_switched_off() -> None:
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize(("outstanding", "fed"), [(1, False), (2, True), (4, True), (3, False)])
 def test_out_of_blocks_the_youngest_makes_room(reuse: bool, outstanding: int, fed: bool) -> None:
-    settings = config(max_model_len=24, prefix_reuse=reuse, max_outstanding=outstanding, feed_on_device=fed)
+    settings = config(max_model_len=24, prefix_reuse=reuse, max_in_flight=outstanding, feed_on_device=fed)
     sim = Sim(settings, 8)
     for index in range(3):
         sim.add([index + 1] * 4, max_tokens=20, ignore_eos=True)
@@ -485,13 +485,13 @@ def test_out_of_blocks_the_youngest_makes_room(reuse: bool, outstanding: int, fe
     sim.check_end()
     assert sim.scheduler.counters.preemptions > 0
     assert order == [0, 1, 2]
-    assert sim.requests[0].admissions == 1  # the oldest is never thrown out
-    assert sim.requests[2].admissions > 1
+    assert sim.requests[0].num_admissions == 1  # the oldest is never thrown out
+    assert sim.requests[2].num_admissions > 1
 
 
 def test_the_oldest_moves_on_although_the_other_is_always_in_flight() -> None:
     """The younger has a part of its long prompt in every plan; it is left out until its blocks can be taken."""
-    sim = Sim(config(max_model_len=40, max_batch_tokens=3, max_outstanding=2, feed_on_device=True), 10)
+    sim = Sim(config(max_model_len=40, max_batch_tokens=3, max_in_flight=2, feed_on_device=True), 10)
     sim.add([1] * 3, max_tokens=12, ignore_eos=True)
     sim.launch()
     sim.add([2] * 30, max_tokens=2, ignore_eos=True)
@@ -500,7 +500,7 @@ def test_the_oldest_moves_on_although_the_other_is_always_in_flight() -> None:
         plan = sim.launch()
         if plan is None:
             sim.commit()
-        elif sim.requests[0].length < 15:
+        elif sim.requests[0].num_tokens < 15:
             gap = 0 if 0 in counts(plan) else gap + 1
             worst = max(worst, gap)
     assert worst <= 1
@@ -535,8 +535,8 @@ def test_a_small_request_does_not_pass_a_big_one_that_waits_for_blocks() -> None
     big = sim.add([2] * 12, max_tokens=2, ignore_eos=True)
     small = sim.add([3], max_tokens=2, ignore_eos=True)
     assert counts(sim.launch()) == {0: 8}
-    while not big.admissions:
-        assert not small.admissions
+    while not big.num_admissions:
+        assert not small.num_admissions
         sim.commit()
         sim.launch()
     sim.drain()
@@ -555,7 +555,7 @@ def test_a_long_prompt_is_long_in_every_chunk() -> None:
 
 @pytest.mark.parametrize(("outstanding", "fed"), [(1, False), (3, True)])
 def test_crossing_the_length_recomputes_once(outstanding: int, fed: bool) -> None:
-    sim = Sim(config(recompute_at=8, max_outstanding=outstanding, feed_on_device=fed), 64)
+    sim = Sim(config(recompute_at=8, max_in_flight=outstanding, feed_on_device=fed), 64)
     item = sim.add([1] * 6, max_tokens=6, ignore_eos=True)
     sim.drain()
     steps = [step for plan in sim.plans for step in plan.sequences]
@@ -576,7 +576,7 @@ def test_crossing_the_length_recomputes_once(outstanding: int, fed: bool) -> Non
 
 def test_what_can_never_run_is_refused() -> None:
     scheduler = scheduler_with(max_model_len=8)
-    with pytest.raises(YalisError, match="has 8 tokens and there is room for 8"):
+    with pytest.raises(YalisError, match="has 8 tokens and max_model_len, prompt and output, is 8"):
         scheduler.add(request(0, 8))
     with pytest.raises(YalisError, match="empty"):
         scheduler.add(request(0, prompt=[]))

@@ -62,16 +62,16 @@ def test_every_plan_arrives(setup: tuple[SchedulerConfig, int], actions: list[tu
     sim.drain()
 
 
-@pytest.mark.parametrize(("outstanding", "fed", "spread"), [(1, False, False), (2, True, False), (3, False, True)])
-def test_heavy_traffic_arrives(outstanding: int, fed: bool, spread: bool) -> None:
+@pytest.mark.parametrize(("outstanding", "fed", "pipelined"), [(1, False, False), (2, True, False), (3, False, True)])
+def test_heavy_traffic_arrives(outstanding: int, fed: bool, pipelined: bool) -> None:
     """Few slots and few blocks: slots change hands, blocks are taken away, prompts come in parts, factors switch."""
     totals: Counter[str] = Counter()
     for seed in range(4):
         rng = random.Random(seed)
         sim = Wired(
             SchedulerConfig(
-                max_num_seqs=3, max_batch_tokens=7, max_model_len=30, block_size=2, max_outstanding=outstanding,
-                feed_on_device=fed, recompute_at=12, spread=spread,
+                max_num_seqs=3, max_batch_tokens=7, max_model_len=30, block_size=2, max_in_flight=outstanding,
+                feed_on_device=fed, recompute_at=12, pipelined=pipelined,
             ),
             16,
         )  # fmt: skip

@@ -54,11 +54,11 @@ class Engine:
                 max_batch_tokens=config.max_batch_tokens,
                 max_model_len=self.runner.max_model_len,
                 block_size=self.runner.block_size,
-                max_outstanding=config.micro_batches or config.pp if pipelined else 2 if on_gpu else 1,
+                max_in_flight=config.micro_batches or config.pp if pipelined else 2 if on_gpu else 1,
                 feed_on_device=on_gpu and not pipelined,
                 recompute_at=spec.rope.switch_at,
                 prefix_reuse=config.prefix_reuse,
-                spread=pipelined,
+                pipelined=pipelined,
             ),
             self.runner.num_blocks,
         )
@@ -150,7 +150,7 @@ class Engine:
 
     def set_micro_batches(self, count: int) -> None:
         """Set how many steps may be in flight at once from now on."""
-        self.scheduler.config = replace(self.scheduler.config, max_outstanding=count)
+        self.scheduler.config = replace(self.scheduler.config, max_in_flight=count)
 
     def reports(self) -> list[RankReport]:
         """Return memory and timing of each rank; only while no request is running."""

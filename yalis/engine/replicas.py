@@ -56,7 +56,7 @@ class LocalReplica:
         for item in emitted:
             if item.finish_reason is not None:
                 del self._requests[item.request_id]
-        unstarted = [id for id, request in self._requests.items() if not request.admissions]
+        unstarted = [id for id, request in self._requests.items() if not request.num_admissions]
         return ReplicaReport(emitted, cached_tokens, unstarted, self.engine.stats)
 
 

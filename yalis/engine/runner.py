@@ -55,12 +55,12 @@ class PendingStep:
 
     def result(self) -> StepOutput:
         if self._sampled is None:
-            return StepOutput(self._plan.number, {})
+            return StepOutput(self._plan.step_id, {})
         tokens, logprobs = self._sampled.to_host()
         self._check()
         ids = [step.request_id for step in self._plan.sequences if step.samples]
         return StepOutput(
-            self._plan.number,
+            self._plan.step_id,
             dict(zip(ids, tokens, strict=True)),
             {id: found for id, found in zip(ids, logprobs, strict=True) if found is not None},
         )

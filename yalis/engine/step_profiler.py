@@ -100,7 +100,7 @@ class StepProfiler:
         if not self._on_gpu:
             yield
             return
-        torch.cuda.nvtx.range_push(f"{phase_of(plan)} {plan.number}")
+        torch.cuda.nvtx.range_push(f"{phase_of(plan)} {plan.step_id}")
         try:
             yield
         finally:
@@ -163,7 +163,7 @@ class _Session:
 
     def begin_step(self, plan: StepPlan) -> None:
         prompt_tokens = sum(step.count for step in plan.sequences if not step.output_len)
-        self.steps.append(StepInfo(phase_of(plan), plan.number, len(plan.sequences), prompt_tokens))
+        self.steps.append(StepInfo(phase_of(plan), plan.step_id, len(plan.sequences), prompt_tokens))
         self._begins.append(native.now())
 
     def close(self) -> RankProfile:

@@ -1,4 +1,4 @@
-"""What the scheduler says and hears: a StepPlan goes out, a StepOutput comes back, Emitted tokens result."""
+"""The scheduler's input and output: it issues a StepPlan, receives a StepOutput, and returns Emitted tokens."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from dataclasses import dataclass, field
 
 from yalis.types import FinishReason, SamplingParams, TokenLogprobs
 
+#: In SequenceStep.tokens: the request's last sampled token, whose id is only on the device so far.
+LAST_SAMPLED = -1
+
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """One request's part in a step: `count` tokens from position `start` on, whatever phase it is in."""
+    """One request's share of a step, in prefill and decode alike: compute `tokens`, from position `start` on."""
 
     request_id: int
-    request_slot: int  # a small number this request alone holds while it runs: rows of per-sequence device buffers
+    request_slot: int  # index below max_num_seqs, unique among running requests: a row of per-request device buffers
     start: int
-    tokens: tuple[int, ...]  # ids to compute; FED where the id is the one last sampled, known only on the device
-    blocks: tuple[int, ...]  # KV blocks covering positions 0 .. start + count - 1
-    samples: bool  # whether the last position's logits give a new token
+    tokens: tuple[int, ...]  # token ids, or LAST_SAMPLED
+    blocks: tuple[int, ...]  # block table: KV blocks of positions 0 .. start + count - 1
+    samples: bool  # whether a token is sampled from the last position's logits
     output_len: int  # tokens this request has sampled before this step
-    long_rope: bool  # whether the sequence is past the length where a model's rotary factors switch
+    long_rope: bool  # whether the sequence is longer than RopeSpec.switch_at
     params: SamplingParams
-    history: tuple[tuple[int, ...], tuple[int, ...]] | None  # (prompt, output) ids, only where params.needs_history
+    history: tuple[tuple[int, ...], tuple[int, ...]] | None  # (prompt, output) ids; None unless params.needs_history
 
     @property
     def count(self) -> int:
         return len(self.tokens)
 
 
-#: Stands in SequenceStep.tokens for a token sampled by an earlier plan that is not committed yet.
-FED = -1
-
-
 @dataclass(frozen=True)
 class StepPlan:
-    """One forward step. Plans are numbered from 0 and run, and are committed, in that order."""
+    """The batch of one forward step. Step ids count from 0; plans run and are committed in that order."""
 
-    number: int
+    step_id: int
     sequences: tuple[SequenceStep, ...]
 
     @property
@@ -46,16 +45,16 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step sampled, by request id: one token for each sequence whose `samples` was set."""
+    """The tokens a step sampled, by request id: one for each sequence with `samples` set."""
 
-    number: int
+    step_id: int
     tokens: Mapping[int, int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """One token that is now sure, or the end of a request (a cancelled one ends without a token)."""
+    """A new output token of a request, or its end. A cancelled request ends without a token."""
 
     request_id: int
     token: int | None

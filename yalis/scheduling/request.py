@@ -1,4 +1,4 @@
-"""One sequence to be generated, and where it stands."""
+"""One sequence to be generated, and its state in the scheduler."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from yalis.types import FinishReason, SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """Made by the engine, which may read it at any time; changed by the scheduler alone."""
+    """Created by the engine, which may read it at any time. Only the scheduler changes it."""
 
     id: int
     prompt: Sequence[int]
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
 
-    output: list[int] = field(default_factory=list, init=False)  # tokens that are sure
+    output: list[int] = field(default_factory=list, init=False)  # committed output tokens
     finish_reason: FinishReason | None = field(default=None, init=False)
-    cached_tokens: int = field(default=0, init=False)  # prompt tokens found in the cache when first admitted
+    cached_tokens: int = field(default=0, init=False)  # prompt tokens found in the prefix cache at first admission
 
-    tokens: list[int] = field(init=False, repr=False)  # prompt and output: every token known on the host
+    tokens: list[int] = field(init=False, repr=False)  # prompt and output
     stop_ids: frozenset[int] = field(init=False, repr=False)
-    arrival: int = field(default=-1, init=False)
-    limit: int = field(default=0, init=False)  # the length at which it ends
-    admissions: int = field(default=0, init=False)
-    request_slot: int | None = field(default=None, init=False)  # None while it waits
-    planned: int = field(default=0, init=False)  # positions computed by the plans made so far
-    pending: int = field(default=0, init=False)  # tokens sampled by plans that are not committed
-    outstanding: int = field(default=0, init=False)  # plans not committed that mention this request
-    blocks: tuple[int, ...] = field(default=(), init=False, repr=False)
-    registered: int = field(default=0, init=False)  # leading blocks whose content has a name
+    arrival: int = field(default=-1, init=False)  # order of arrival
+    max_len: int = field(default=0, init=False)  # prompt and output tokens at which it ends
+    num_admissions: int = field(default=0, init=False)
+    request_slot: int | None = field(default=None, init=False)  # None while the request waits
+    num_computed_tokens: int = field(default=0, init=False)  # including those that plans in flight compute
+    num_pending_tokens: int = field(default=0, init=False)  # sampled by plans in flight, not committed
+    num_plans_in_flight: int = field(default=0, init=False)  # plans in flight that contain this request
+    blocks: tuple[int, ...] = field(default=(), init=False, repr=False)  # block table
+    num_registered_blocks: int = field(default=0, init=False)  # leading blocks whose hash is in the prefix cache
     long_rope: bool = field(default=False, init=False)
     hashes: list[bytes] = field(default_factory=list, init=False, repr=False)
 
@@ -44,28 +44,28 @@ class Request:
             self.stop_ids |= self.eos_token_ids
 
     @property
-    def length(self) -> int:
-        """Tokens of the sequence, with those sampled but not committed."""
-        return len(self.tokens) + self.pending
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, including sampled ones that are not committed."""
+        return len(self.tokens) + self.num_pending_tokens
 
     def use_rope(self, long_rope: bool) -> None:
-        """Keys rotated otherwise are other contents, so the names of its blocks begin anew."""
+        """Choose the set of RoPE frequencies. Cached keys depend on it, so a change discards the block hashes."""
         if long_rope != self.long_rope:
             self.long_rope = long_rope
             self.hashes.clear()
 
     def block_hashes(self, block_size: int, count: int) -> list[bytes]:
-        """The names of at least its first `count` blocks, all of known tokens; each is computed once."""
+        """Return the hashes of at least the first `count` blocks, which must be full. Each is computed once."""
         while len(self.hashes) < count:
             parent = self.hashes[-1] if self.hashes else root_hash("long_rope" if self.long_rope else "")
             start = len(self.hashes) * block_size
             self.hashes.append(hash_block(parent, self.tokens[start : start + block_size]))
         return self.hashes
 
-    def accept(self, token: int) -> FinishReason | None:
-        """Append a sampled token, and say whether it ends the request."""
+    def append(self, token: int) -> FinishReason | None:
+        """Append a sampled token; returns the finish reason if it ends the request."""
         self.output.append(token)
         self.tokens.append(token)
         if token in self.stop_ids and len(self.output) >= self.params.min_tokens:
             return "stop"
-        return "length" if len(self.tokens) >= self.limit else None
+        return "length" if len(self.tokens) >= self.max_len else None

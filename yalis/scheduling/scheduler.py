@@ -1,7 +1,8 @@
-"""Decides which tokens of which requests make up each step. Knows no device and no model.
+"""Decides which tokens of which requests each step computes. Independent of device and model.
 
-One rule orders everything: first come, first served. At each step the requests take their turns in order of arrival; an
-older request may take blocks from a younger one, never the other way round, so the oldest always moves on.
+Continuous batching with chunked prefill, prefix caching, and preemption by recomputation. The policy is first come,
+first served: a step is filled in order of arrival, and a request may preempt only requests that arrived after it, so
+the oldest request always makes progress.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from itertools import islice
 
 from yalis.cache.blocks import BlockAllocator
 from yalis.errors import YalisError
-from yalis.scheduling.plan import FED, Emitted, SequenceStep, StepOutput, StepPlan
-from yalis.scheduling.portion import Portion, even_portion
+from yalis.scheduling.budget import StepBudget, micro_batch_budget
+from yalis.scheduling.plan import LAST_SAMPLED, Emitted, SequenceStep, StepOutput, StepPlan
 from yalis.scheduling.request import Request
 from yalis.types import FinishReason
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    max_num_seqs: int  # sequences that run at a time
-    max_batch_tokens: int  # tokens in one step
-    max_model_len: int  # tokens of prompt and output together
+    max_num_seqs: int  # running requests
+    max_batch_tokens: int  # token budget of a step
+    max_model_len: int  # prompt and output tokens of a request
     block_size: int
-    max_outstanding: int = 1  # plans handed out before the first of them is committed
-    feed_on_device: bool = False  # a sampled token reaches the next step without passing the host
-    recompute_at: int | None = None  # past this length keys are rotated otherwise: a sequence is computed anew there
+    max_in_flight: int = 1  # plans issued and not yet committed
+    feed_on_device: bool = False  # the next step reads a sampled token on the device, before the host has it
+    recompute_at: int | None = None  # RopeSpec.switch_at: above this length the KV cache of a sequence is recomputed
     prefix_reuse: bool = True
-    spread: bool = False  # cut the work into max_outstanding like portions, so that every stage of a pipeline has one
+    pipelined: bool = False  # divide the work evenly over max_in_flight micro-batches, to keep all stages busy
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_batch_tokens", "max_model_len", "block_size", "max_outstanding"):
+        for name in ("max_num_seqs", "max_batch_tokens", "max_model_len", "block_size", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
 
@@ -42,48 +43,50 @@ class SchedulerConfig:
 @dataclass
 class SchedulerCounters:
     plans: int = 0
-    chunked_prefills: int = 0  # parts of a prompt that did not reach its end
+    chunked_prefills: int = 0  # prompt chunks that end before their prompt does
     preemptions: int = 0
-    rope_switches: int = 0
+    rope_switches: int = 0  # sequences recomputed because they crossed recompute_at
     prefix_hit_tokens: int = 0  # over all admissions
-    deferrals: int = 0  # turns let pass because another request was computing the same prefix
-    fed_tokens: int = 0  # tokens that reached a step on the device
-    dropped_tokens: int = 0  # sampled after the request's end
+    deferrals: int = 0  # admissions put off because a plan in flight computes a block of the same prefix
+    fed_tokens: int = 0  # sampled tokens that the next step read on the device
+    dropped_tokens: int = 0  # sampled after the request had ended
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A plan handed out and not committed."""
+    """A plan that was issued and is not committed."""
 
     plan: StepPlan
     requests: list[Request]  # one per sequence of the plan
-    filling: list[bytes]  # names of the blocks it completes
+    hashes: list[bytes]  # of the blocks it fills
 
 
 class Scheduler:
-    """Requests in, plans out. The caller alternates schedule() and commit(), up to max_outstanding plans apart."""
+    """Turns requests into step plans. The caller alternates schedule() and commit(), with up to max_in_flight plans
+    between the two."""
 
     def __init__(self, config: SchedulerConfig, num_blocks: int) -> None:
-        room = num_blocks * config.block_size
-        if config.max_model_len > room:
+        capacity = num_blocks * config.block_size
+        if config.max_model_len > capacity:
             raise YalisError(
                 f"the KV cache is too small for one sequence: max_model_len is {config.max_model_len} and {num_blocks} "
-                f"blocks of {config.block_size} hold {room} tokens; give max_model_len={room}, or more kv_memory"
+                f"blocks of {config.block_size} hold {capacity} tokens; give max_model_len={capacity}, or more "
+                "kv_memory"
             )
         self.config = config
         self.counters = SchedulerCounters()
         self.blocks = BlockAllocator(num_blocks, config.block_size, config.prefix_reuse)
-        self._requests: dict[int, Request] = {}  # everything that holds or will hold something
-        self._waiting: deque[Request] = deque()  # by arrival, as is _running
+        self._requests: dict[int, Request] = {}  # waiting, running, or in a plan in flight
+        self._waiting: deque[Request] = deque()  # in order of arrival, as is _running
         self._running: list[Request] = []
-        self._free_request_slots = list(
-            range(config.max_num_seqs)
-        )  # a heap: low slots first, so that few rows are in use
+        self._free_request_slots = list(range(config.max_num_seqs))  # a heap, so that low rows are used first
         self._in_flight: deque[_InFlight] = deque()
-        self._filling: Counter[bytes] = Counter()  # names of blocks that plans in flight will complete
+        self._hashes_in_flight: Counter[bytes] = Counter()  # of the blocks that plans in flight fill
         self._arrivals = 0
-        self._admitting = True  # within schedule(): whether waiting requests may still start
-        self._held: set[Request] = set()  # within schedule(): left out so that their blocks can be taken soon
+        self._can_admit = True  # within schedule(): whether waiting requests may still start
+        self._paused: set[Request] = (
+            set()
+        )  # within schedule(): left out of the plan, so that they can be preempted soon
 
     @property
     def num_running(self) -> int:
@@ -95,264 +98,268 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to schedule or to commit."""
+        """Whether there is a request to schedule or a plan to commit."""
         return bool(self._running or self._waiting or self._in_flight)
 
     def add(self, request: Request) -> None:
-        """Queue a request behind those that came before it."""
+        """Append a request to the waiting queue."""
         if request.id in self._requests:
-            raise ValueError(f"request {request.id} is already here")
+            raise ValueError(f"request {request.id} was already added")
         size = len(request.tokens)
         if size == 0:
             raise YalisError("the prompt is empty; give at least one token")
         if size + 1 > self.config.max_model_len:
             raise YalisError(
-                f"the prompt has {size} tokens and there is room for {self.config.max_model_len} with the answer; "
+                f"the prompt has {size} tokens and max_model_len, prompt and output, is {self.config.max_model_len}; "
                 f"give a prompt of at most {self.config.max_model_len - 1} tokens, or a larger max_model_len"
             )
-        request.limit = min(size + request.params.max_tokens, self.config.max_model_len)
+        request.max_len = min(size + request.params.max_tokens, self.config.max_model_len)
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.id] = request
         self._waiting.append(request)
 
     def cancel(self, request_id: int) -> list[Emitted]:
-        """End a request now; its last word is returned here, and no commit mentions it again. Empty if it had ended.
+        """End a request now and return its last event; empty if it had already ended. No commit mentions it again.
 
-        Plans in flight may still compute for it: its blocks and slot come back when the last of them is committed.
+        Plans in flight may still compute for it. Its blocks and slot are freed when the last of them is committed.
         """
         return [Emitted(request_id, None, None, "cancelled")] if self.finish(request_id, "cancelled") else []
 
     def finish(self, request_id: int, reason: FinishReason = "stop") -> bool:
-        """End a request for a reason only the caller sees, such as a stop string; nothing more is emitted for it.
+        """End a request for a reason that only the caller can see, such as a stop string; nothing more is emitted.
 
-        False if it has already ended.
+        Returns False if it had already ended.
         """
         request = self._requests.get(request_id)
         if request is None or request.finish_reason is not None:
             return False
-        self._end(request, reason)
+        self._finish(request, reason)
         return True
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None when nothing can be computed before a commit (or an add)."""
-        if len(self._in_flight) >= self.config.max_outstanding:
+        """Return the next step, or None if nothing can be computed before the next commit() or add()."""
+        if len(self._in_flight) >= self.config.max_in_flight:
             return None
-        self._admitting = True
-        self._held.clear()
-        turns = self._turns()
-        portion = self._portion(turns)
+        self._can_admit = True
+        self._paused.clear()
+        candidates = self._candidates()
+        budget = self._budget(candidates)
         steps: list[SequenceStep] = []
         requests: list[Request] = []
-        filling: list[bytes] = []
-        for request in turns:
-            if portion.full:
+        hashes: list[bytes] = []
+        for request in candidates:
+            if budget.exhausted:
                 break
-            if not portion.admits(self._left(request)):
-                self._admitting &= request.request_slot is not None  # nobody starts before those that came earlier
-            elif self._ready(request):
-                step = self._step(request, portion.room, filling)
-                portion.take(step.count, step.samples)
+            if not budget.allows(self._remaining(request)):
+                self._can_admit &= request.request_slot is not None  # later requests must not start before this one
+            elif self._allocate(request):
+                step = self._plan_tokens(request, budget.max_chunk, hashes)
+                budget.consume(step.count, step.samples)
                 steps.append(step)
                 requests.append(request)
         if not steps:
             return None
         plan = StepPlan(self.counters.plans, tuple(steps))
         self.counters.plans += 1
-        self._in_flight.append(_InFlight(plan, requests, filling))
+        self._in_flight.append(_InFlight(plan, requests, hashes))
         return plan
 
     def commit(self, output: StepOutput) -> list[Emitted]:
-        """Take in what the oldest plan in flight sampled; returns the tokens that are now sure."""
-        if not self._in_flight or self._in_flight[0].plan.number != output.number:
-            expected = self._in_flight[0].plan.number if self._in_flight else "none"
-            raise ValueError(f"step {output.number} was committed out of order; expected: {expected}")
-        flown = self._in_flight.popleft()
-        self._filling.subtract(flown.filling)
-        for name in flown.filling:
-            if not self._filling[name]:
-                del self._filling[name]
+        """Apply the output of the oldest plan in flight; returns the new tokens and the requests that ended."""
+        if not self._in_flight or self._in_flight[0].plan.step_id != output.step_id:
+            expected = self._in_flight[0].plan.step_id if self._in_flight else "none"
+            raise ValueError(f"step {output.step_id} was committed out of order; expected: {expected}")
+        done = self._in_flight.popleft()
+        self._hashes_in_flight.subtract(done.hashes)
+        for block_hash in done.hashes:
+            if not self._hashes_in_flight[block_hash]:
+                del self._hashes_in_flight[block_hash]
         emitted: list[Emitted] = []
-        for step, request in zip(flown.plan.sequences, flown.requests, strict=True):
-            request.outstanding -= 1
-            self._register(request, step.start + step.count)
-            request.pending -= step.samples
+        for step, request in zip(done.plan.sequences, done.requests, strict=True):
+            request.num_plans_in_flight -= 1
+            self._register_blocks(request, step.start + step.count)
+            request.num_pending_tokens -= step.samples
             if request.finish_reason is not None:  # it ended while this plan was in flight
                 self.counters.dropped_tokens += step.samples
-                if request.outstanding == 0:
-                    self._retire(request)
+                if request.num_plans_in_flight == 0:
+                    self._remove(request)
             elif step.samples:
                 token = output.tokens[request.id]
-                reason = request.accept(token)
+                reason = request.append(token)
                 emitted.append(Emitted(request.id, token, output.logprobs.get(request.id), reason))
                 if reason is not None:
-                    self._end(request, reason)
+                    self._finish(request, reason)
         return emitted
 
     def check(self) -> None:
-        """Raise where blocks or slots and their holders disagree; cheap enough for whenever the engine is idle."""
+        """Raise if the bookkeeping of blocks, slots and queues is inconsistent. Cheap enough to run when idle."""
         self.blocks.check()
         if Counter(b for request in self._requests.values() for b in request.blocks) != self.blocks.references():
             raise RuntimeError("the blocks in use are not those that requests hold")
         slots = [request.request_slot for request in self._requests.values() if request.request_slot is not None]
         if sorted(slots + self._free_request_slots) != list(range(self.config.max_num_seqs)):
-            raise RuntimeError("a slot is held twice, or lost")
+            raise RuntimeError("a request slot is used twice, or lost")
         for queue in (list(self._waiting), self._running):
             if queue != sorted(queue, key=_by_arrival):
-                raise RuntimeError("requests are not in order of arrival")
-        if not self._in_flight and (self._filling or len(self._requests) != len(self._running) + len(self._waiting)):
-            raise RuntimeError("something is left of a plan or a request that is over")
+                raise RuntimeError("a queue is not in order of arrival")
+        leftover = self._hashes_in_flight or len(self._requests) != len(self._running) + len(self._waiting)
+        if not self._in_flight and leftover:
+            raise RuntimeError("the state of a finished plan or request was not removed")
 
-    def _turns(self) -> list[Request]:
-        """Who may move, by arrival: all that run, and as many that wait as there are slots for."""
-        turns = list(self._running)
+    def _candidates(self) -> list[Request]:
+        """Return the candidates for the next step, by arrival: running requests, and waiting ones for free slots."""
+        candidates = list(self._running)
         if self._free_request_slots and self._waiting:
-            turns.extend(islice(self._waiting, len(self._free_request_slots)))
-            turns.sort(key=_by_arrival)
-        return turns
+            candidates.extend(islice(self._waiting, len(self._free_request_slots)))
+            candidates.sort(key=_by_arrival)
+        return candidates
 
-    def _portion(self, turns: list[Request]) -> Portion:
+    def _budget(self, candidates: list[Request]) -> StepBudget:
         config = self.config
-        if not config.spread:
-            return Portion(config.max_batch_tokens, len(turns))
-        ready = [self._left(request) for request in self._running if not request.pending]
-        ready += self._startable(request for request in turns if request.request_slot is None)
-        flying = []
-        for flown in self._in_flight:
-            steps = zip(flown.plan.sequences, flown.requests, strict=True)
+        if not config.pipelined:
+            return StepBudget(config.max_batch_tokens, len(candidates))
+        ready = [self._remaining(request) for request in self._running if not request.num_pending_tokens]
+        ready += self._estimate_admissions(request for request in candidates if request.request_slot is None)
+        in_flight = []
+        for issued in self._in_flight:
+            steps = zip(issued.plan.sequences, issued.requests, strict=True)
             alive = [step for step, request in steps if request.finish_reason is None]
-            flying.append((sum(step.count for step in alive), sum(step.samples for step in alive)))
-        return even_portion(config.max_outstanding, config.max_batch_tokens, ready, flying)
+            in_flight.append((sum(step.count for step in alive), sum(step.samples for step in alive)))
+        return micro_batch_budget(config.max_in_flight, config.max_batch_tokens, ready, in_flight)
 
-    def _startable(self, waiting: Iterable[Request]) -> list[int]:
-        """The tokens to compute of each of these that could start now, as far as one can tell without starting them."""
-        found: list[int] = []
-        names, fresh = set(self._filling), len(self._running)
+    def _estimate_admissions(self, waiting: Iterable[Request]) -> list[int]:
+        """Return the tokens to compute of each waiting request that could start now, without starting any."""
+        remaining: list[int] = []
+        hashes, new_blocks = set(self._hashes_in_flight), len(self._running)
         for request in waiting:
-            shared, coming = self._prefix(request)
-            if coming is not None:
-                if coming in names:  # it will wait for that block
+            shared, next_hash = self._match_prefix(request)
+            if next_hash is not None:
+                if next_hash in hashes:  # it will wait for that block
                     continue
-                names.add(coming)
+                hashes.add(next_hash)
             size = len(request.tokens)
-            fresh += -(-size // self.config.block_size) - len(shared)
-            if self.blocks.shortage(shared, fresh) > 0:
+            new_blocks += -(-size // self.config.block_size) - len(shared)
+            if self.blocks.shortage(shared, new_blocks) > 0:
                 break
-            fresh += 1  # room to grow for the next one's elder
-            found.append(size - len(shared) * self.config.block_size)
-        return found
+            new_blocks += 1  # _admit() keeps one in reserve for each earlier request
+            remaining.append(size - len(shared) * self.config.block_size)
+        return remaining
 
-    def _left(self, request: Request) -> int:
-        """Tokens the request has yet to compute; all of them while it waits."""
-        return request.length - (0 if request.request_slot is None else request.planned)
+    def _remaining(self, request: Request) -> int:
+        """Return the tokens the request has yet to compute: all of them while it waits."""
+        return request.num_tokens - (0 if request.request_slot is None else request.num_computed_tokens)
 
-    def _ready(self, request: Request) -> bool:
-        """Whether the request, whose turn it is, has tokens to compute and the blocks to hold them."""
+    def _allocate(self, request: Request) -> bool:
+        """Admit a waiting request, or give a running one the block its next token needs.
+
+        Returns False if it cannot be in this step.
+        """
         if request.request_slot is None:
             return self._admit(request)
-        length = request.length
-        if length >= request.limit or request in self._held:
+        length = request.num_tokens
+        if length >= request.max_len or request in self._paused:
             return False
-        if request.pending and (not self.config.feed_on_device or request.params.needs_history):
+        if request.num_pending_tokens and (not self.config.feed_on_device or request.params.needs_history):
             return False
-        if self._is_long(length) and not request.long_rope:
-            if request.outstanding:
+        if self._uses_long_rope(length) and not request.long_rope:
+            if request.num_plans_in_flight:
                 return False
-            self._vacate(request)
+            self._preempt(request)
             self.counters.rope_switches += 1
             return self._admit(request)
         if length > len(request.blocks) * self.config.block_size:
-            if not self._make_room(request, [], 1):
+            if not self._ensure_free_blocks(request, [], 1):
                 return False
             request.blocks += tuple(self.blocks.allocate(1))
         return True
 
-    def _is_long(self, length: int) -> bool:
+    def _uses_long_rope(self, length: int) -> bool:
         return self.config.recompute_at is not None and length > self.config.recompute_at
 
     def _admit(self, request: Request) -> bool:
-        """Start a waiting request with a slot and the blocks of all its tokens, cached ones where there are any."""
-        if not self._admitting:
+        """Start a waiting request: give it a slot and the blocks of all its tokens, cached ones where they exist."""
+        if not self._can_admit:
             return False
         size, block_size = len(request.tokens), self.config.block_size
-        shared, coming = self._prefix(request)
-        if coming in self._filling:
-            # Certain to end: the block is in a plan that will be committed. Those behind may go ahead meanwhile.
+        shared, next_hash = self._match_prefix(request)
+        if next_hash in self._hashes_in_flight:
+            # A plan in flight fills this block, so the request waits to share it. Later requests may start meanwhile.
             self.counters.deferrals += 1
             return False
-        fresh = -(-size // block_size) - len(shared)
-        # Older requests keep room to grow by a block each, or they would soon throw this one out again.
-        spare = sum(1 for other in self._running if other.arrival < request.arrival)
-        if not self._make_room(request, shared, fresh + spare):
-            self._admitting = False
+        new_blocks = -(-size // block_size) - len(shared)
+        # Each earlier request keeps one block to grow. Without it, this request would soon be preempted again.
+        reserve = sum(1 for other in self._running if other.arrival < request.arrival)
+        if not self._ensure_free_blocks(request, shared, new_blocks + reserve):
+            self._can_admit = False
             return False
         self.blocks.share(shared)
-        request.blocks = (*shared, *self.blocks.allocate(fresh))
+        request.blocks = (*shared, *self.blocks.allocate(new_blocks))
         request.request_slot = heapq.heappop(self._free_request_slots)
-        request.planned = len(shared) * block_size
-        request.registered = len(shared)
-        if request.admissions == 0:
-            request.cached_tokens = request.planned
-        request.admissions += 1
-        self.counters.prefix_hit_tokens += request.planned
+        request.num_computed_tokens = len(shared) * block_size
+        request.num_registered_blocks = len(shared)
+        if request.num_admissions == 0:
+            request.cached_tokens = request.num_computed_tokens
+        request.num_admissions += 1
+        self.counters.prefix_hit_tokens += request.num_computed_tokens
         self._waiting.remove(request)
         insort(self._running, request, key=_by_arrival)
         return True
 
-    def _prefix(self, request: Request) -> tuple[list[int], bytes | None]:
-        """The cached blocks a waiting request can begin with, and the name of the next one it could share."""
+    def _match_prefix(self, request: Request) -> tuple[list[int], bytes | None]:
+        """Return the cached blocks a waiting request can start from, and the hash of the first one it lacks."""
         size, block_size = len(request.tokens), self.config.block_size
-        request.use_rope(self._is_long(size))
+        request.use_rope(self._uses_long_rope(size))
         if not self.config.prefix_reuse:
             return [], None
-        usable = (size - 1) // block_size  # the last token is computed in any case: its logits are wanted
-        names = request.block_hashes(block_size, usable)[:usable]
-        shared = self.blocks.match(names)
-        return shared, names[len(shared)] if len(shared) < usable else None
+        usable = (size - 1) // block_size  # the last token is always computed, for its logits
+        hashes = request.block_hashes(block_size, usable)[:usable]
+        shared = self.blocks.match(hashes)
+        return shared, hashes[len(shared)] if len(shared) < usable else None
 
-    def _make_room(self, request: Request, shared: list[int], fresh: int) -> bool:
-        """See that the blocks can be had, if need be from younger requests, the youngest first."""
-        missing = self.blocks.shortage(shared, fresh)
+    def _ensure_free_blocks(self, request: Request, shared: list[int], new_blocks: int) -> bool:
+        """Preempt later requests, the latest first, until the blocks are available; False if that is impossible now."""
+        missing = self.blocks.shortage(shared, new_blocks)
         if missing <= 0:
             return True
-        younger = [other for other in reversed(self._running) if other.arrival > request.arrival]
-        if missing > sum(len(other.blocks) for other in younger):
+        later = [other for other in reversed(self._running) if other.arrival > request.arrival]
+        if missing > sum(len(other.blocks) for other in later):
             return False
-        idle = [other for other in younger if other.outstanding == 0]
+        idle = [other for other in later if other.num_plans_in_flight == 0]
         if missing <= sum(len(other.blocks) for other in idle):
             for other in idle:
-                self._vacate(other)
+                self._preempt(other)
                 self.counters.preemptions += 1
-                self._admitting = False  # what is given up now is not taken back in the same step
-                missing = self.blocks.shortage(shared, fresh)
+                self._can_admit = False  # or the preempted request would start again in this step
+                missing = self.blocks.shortage(shared, new_blocks)
                 if missing <= 0:
                     return True
-        # Plans in flight still use the blocks: leave out as many of the youngest as are needed, until they land.
-        for other in younger:
+        # Plans in flight still use the blocks. Pause the latest requests until those plans are committed.
+        for other in later:
             if missing > 0 and other.request_slot is not None:
-                self._held.add(other)
+                self._paused.add(other)
                 missing -= len(other.blocks)
         return False
 
-    def _step(self, request: Request, budget: int, filling: list[bytes]) -> SequenceStep:
-        """As many of the request's next tokens as the budget allows."""
-        known, length, block_size = len(request.tokens), request.length, self.config.block_size
-        start = request.planned
-        end = min(length, start + budget)
+    def _plan_tokens(self, request: Request, max_chunk: int, hashes: list[bytes]) -> SequenceStep:
+        """Plan the request's next tokens, up to max_chunk; adds the hashes of the blocks they fill to `hashes`."""
+        known, length, block_size = len(request.tokens), request.num_tokens, self.config.block_size
+        start = request.num_computed_tokens
+        end = min(length, start + max_chunk)
         samples = end == length
         if end <= known:
             tokens = tuple(request.tokens[start:end])
             if self.config.prefix_reuse and end // block_size > start // block_size:
                 full = end // block_size
-                names = request.block_hashes(block_size, full)[start // block_size : full]
-                filling.extend(names)
-                self._filling.update(names)
+                filled = request.block_hashes(block_size, full)[start // block_size : full]
+                hashes.extend(filled)
+                self._hashes_in_flight.update(filled)
         else:
-            tokens = (FED,)  # a token is fed only after all before it are computed
+            tokens = (LAST_SAMPLED,)  # the only one left: all tokens before it are computed
             self.counters.fed_tokens += 1
         if not samples:
             self.counters.chunked_prefills += 1
-        covering = -(-end // block_size)
+        num_blocks = -(-end // block_size)
         assert request.request_slot is not None
         params = request.params
         step = SequenceStep(
@@ -360,55 +367,58 @@ class Scheduler:
             request_slot=request.request_slot,
             start=start,
             tokens=tokens,
-            blocks=request.blocks if covering == len(request.blocks) else request.blocks[:covering],
+            blocks=request.blocks if num_blocks == len(request.blocks) else request.blocks[:num_blocks],
             samples=samples,
-            output_len=len(request.output) + request.pending,
+            output_len=len(request.output) + request.num_pending_tokens,
             long_rope=request.long_rope,
             params=params,
             history=(tuple(request.prompt), tuple(request.output)) if params.needs_history else None,
         )
-        request.planned = end
-        request.pending += samples
-        request.outstanding += 1
+        request.num_computed_tokens = end
+        request.num_pending_tokens += samples
+        request.num_plans_in_flight += 1
         return step
 
-    def _register(self, request: Request, computed: int) -> None:
-        """Name the blocks that are now full of computed, known tokens."""
+    def _register_blocks(self, request: Request, computed: int) -> None:
+        """Add the blocks that are now full of computed tokens to the prefix cache."""
         if not self.config.prefix_reuse:
             return
         full = min(computed, len(request.tokens)) // self.config.block_size
-        if full > request.registered:
-            names = request.block_hashes(self.config.block_size, full)
-            for index in range(request.registered, full):
-                self.blocks.register(request.blocks[index], names[index])
-            request.registered = full
+        if full > request.num_registered_blocks:
+            hashes = request.block_hashes(self.config.block_size, full)
+            for index in range(request.num_registered_blocks, full):
+                self.blocks.register(request.blocks[index], hashes[index])
+            request.num_registered_blocks = full
 
-    def _vacate(self, request: Request) -> None:
-        """Back to the queue, at its place by arrival, to be computed anew; what the cache keeps of it is a gift."""
+    def _preempt(self, request: Request) -> None:
+        """Free a running request's blocks and move it back to the waiting queue, in order of arrival.
+
+        It is recomputed later, apart from the blocks that are still in the prefix cache.
+        """
         self._running.remove(request)
-        self._release(request)
-        place = 0
+        self._free(request)
+        position = 0
         for other in self._waiting:
             if other.arrival > request.arrival:
                 break
-            place += 1
-        self._waiting.insert(place, request)
+            position += 1
+        self._waiting.insert(position, request)
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         if request.request_slot is None:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
-        if request.outstanding == 0:
-            self._retire(request)
+        if request.num_plans_in_flight == 0:
+            self._remove(request)
 
-    def _retire(self, request: Request) -> None:
-        """Nothing in flight mentions it any more."""
+    def _remove(self, request: Request) -> None:
+        """Delete a finished request that no plan in flight contains."""
         del self._requests[request.id]
-        self._release(request)
+        self._free(request)
 
-    def _release(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         if request.request_slot is not None:
             self.blocks.free(request.blocks)
             request.blocks = ()

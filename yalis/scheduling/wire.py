@@ -33,7 +33,7 @@ class PlanEncoder:
         self._known: dict[int, _Known] = {}
 
     def encode(self, plan: StepPlan) -> Any:
-        return [plan.number, [self._encode(step) for step in plan.sequences]]
+        return [plan.step_id, [self._encode(step) for step in plan.sequences]]
 
     def _encode(self, step: SequenceStep) -> Any:
         known = self._known.get(step.request_slot)
@@ -93,7 +93,7 @@ def decode_params(value: dict[str, Any]) -> SamplingParams:
 
 def encode_output(output: StepOutput) -> Any:
     logprobs = [[id, *_encode_logprobs(found)] for id, found in output.logprobs.items()]
-    return [output.number, list(output.tokens.items()), logprobs]
+    return [output.step_id, list(output.tokens.items()), logprobs]
 
 
 def decode_output(value: Any) -> StepOutput:
