@@ -1,43 +1,51 @@
-// NVRAR: an all-reduce over nodes of several ranks, in one kernel.
+// NVRAR: a hierarchical all-reduce in one kernel.
 //
-// Inside each node the message is cut into pieces, and an owner sums each (intra_node.h). Between nodes, owners of the same
-// piece sum theirs by recursive doubling (inter_node.h). Then each owner gives its piece to its node. Nodes that have more
-// ranks than the smallest have ranks that own nothing; they contribute and receive.
+// 1. Intra-node reduce-scatter (intra_node.h): every rank writes its input to the owner of each shard of its node. The
+//    owner adds the inputs in rank order.
+// 2. Inter-node recursive doubling (inter_node.h): the owners of the same shard on all nodes exchange partial sums with
+//    partners at distance 1, 2, 4, ... and add them.
+// 3. Intra-node all-gather (intra_node.h): every owner writes its finished shard to the other ranks of its node.
 //
-// Nothing is acknowledged. A rank that has finished operation k - 1 has the contribution of every rank to it, so every
-// rank has left operation k - 2, and its buffers are free for operation k: two parities are enough. The first piece is
-// never empty, so this holds for any message of at least one element.
+// There are as many shards as the smallest node has ranks. On larger nodes, the other ranks own no shard: they only
+// contribute inputs and receive results.
+//
+// Receivers do not acknowledge buffers. A rank that has finished operation k - 1 has used an input of every rank to it,
+// so every rank has entered k - 1 and finished k - 2. The buffers of k - 2 are therefore free for operation k, and two
+// sets, selected by the parity of the sequence number, are enough. This requires that the result of every operation
+// depends on every rank. It does for any message of at least one element, because its first shard is not empty.
 #pragma once
-#include "inter_node.h"
 #include "epilogue.h"
+#include "inter_node.h"
 #include "intra_node.h"
 
 namespace nvrar {
 
-template <class Value, class Protocol, class Wire>
-NVRAR_DEVICE void all_reduce(Wire& wire, const Group& group, const Call& call) {
-  Operation<Wire, Value> op(wire, call, group.state, group.status, group.timeout, group.id);
-  contribute<Protocol>(op, group);
-  if (group.local < group.owners) {
-    Span piece = piece_of(call.units, group.owners, group.local);
-    auto give = [&](Batch batch, const Unit(&units)[kBatch]) { spread<Protocol>(op, group, piece, batch, units); };
-    auto done = [&](Chunk chunk) { announce_spread<Protocol>(op, group, chunk); };
-    if (group.moves == 0) {
-      reduce<Protocol>(op, group, piece, give, done);
+template <class Value, class Protocol, class Transport>
+NVRAR_DEVICE void all_reduce(Transport& transport, const Group& group, const KernelArgs& args) {
+  Operation<Transport, Value> op(transport, args, group.state, group.status, group.timeout, group.id);
+  scatter_inputs<Protocol>(op, group);
+  if (group.local_rank < group.shards) {
+    Span shard = shard_span(args.packs, group.shards, group.local_rank);
+    auto publish = [&](Batch batch, const Pack(&packs)[kBatch]) {
+      store_result<Protocol>(op, group, shard, batch, packs);
+    };
+    auto signal = [&](Chunk chunk) { signal_result<Protocol>(op, group, chunk); };
+    if (group.inter_steps == 0) {
+      reduce_shard<Protocol>(op, group, shard, publish, signal);
     } else {
       const Region& region = Protocol::region(group);
-      const Move& first = group.move[0];
-      char* stage = group.self + region.data(op.parity, region.stage(first.exchange));
-      reduce<Protocol>(
-          op, group, piece,
-          [&](Batch batch, const Unit(&units)[kBatch]) { Protocol::write(op, stage, batch, units); },
-          [&](Chunk chunk) { send<Protocol>(op, group, first, chunk); });
-      exchange<Protocol>(op, group, piece, give, done);
+      const InterStep& first = group.inter_step[0];
+      char* stage = group.own_memory + region.data_offset(op.parity, region.stage_slot(first.slot));
+      reduce_shard<Protocol>(
+          op, group, shard,
+          [&](Batch batch, const Pack(&packs)[kBatch]) { Protocol::write(op, stage, batch, packs); },
+          [&](Chunk chunk) { send_chunk<Protocol>(op, group, first, chunk); });
+      exchange_shard<Protocol>(op, group, shard, publish, signal);
     }
   }
-  gather<Protocol>(op, group);
-  if (call.rows) {
-    meet(op);
+  gather_shards<Protocol>(op, group);
+  if (args.rows) {
+    grid_barrier(op);
     add_and_norm(op);
   }
   op.finish();

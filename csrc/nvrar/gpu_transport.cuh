@@ -1,4 +1,4 @@
-// What operation.h asks of a machine, on a GPU: volatile and ordered loads and stores, and NVSHMEM's puts.
+// The Transport of operation.h on a GPU: volatile, acquire and release memory operations, and NVSHMEM puts.
 #pragma once
 #include <nvshmem.h>
 #include <nvshmemx.h>
@@ -9,15 +9,15 @@ namespace nvrar {
 
 constexpr int kMaxThreads = 512;
 
-struct GpuWire {
+struct GpuTransport {
   __device__ __forceinline__ int thread() const { return threadIdx.x; }
   __device__ __forceinline__ int threads() const { return blockDim.x; }
   __device__ __forceinline__ int block() const { return blockIdx.x; }
   __device__ __forceinline__ int blocks() const { return gridDim.x; }
   __device__ __forceinline__ void sync() { __syncthreads(); }
 
-  // With -DNVRAR_JITTER, for tests: one thread of so many stands still for up to 16 us, where others might overtake it.
-  __device__ __forceinline__ void linger(uint32_t one_of) {
+  // With -DNVRAR_JITTER, for tests: one of `one_of` threads spins for up to 16 us, to provoke races.
+  __device__ __forceinline__ void jitter(uint32_t one_of) {
 #ifdef NVRAR_JITTER
     uint32_t draw = (uint32_t(clock64()) ^ (threadIdx.x << 16) ^ (blockIdx.x << 8)) * 2654435761u;
     draw ^= draw >> 15;
@@ -27,32 +27,32 @@ struct GpuWire {
 #endif
   }
 
-  __device__ __forceinline__ Line load_line(const Line* from) {
-    Line line;
+  __device__ __forceinline__ LLLine load_line(const LLLine* from) {
+    LLLine line;
     asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(line.data0), "=r"(line.flag0), "=r"(line.data1), "=r"(line.flag1)
                  : "l"(from)
                  : "memory");
     return line;
   }
-  __device__ __forceinline__ void store_line(Line* to, Line line) {
-    linger(8192);
+  __device__ __forceinline__ void store_line(LLLine* to, LLLine line) {
+    jitter(8192);
     asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(line.data0), "r"(line.flag0),
                  "r"(line.data1), "r"(line.flag1)
                  : "memory");
   }
-  __device__ __forceinline__ Unit load_data(const Unit* from) {
-    Unit unit;
+  __device__ __forceinline__ Pack load_data(const Pack* from) {
+    Pack pack;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(unit.word[0]), "=r"(unit.word[1]), "=r"(unit.word[2]), "=r"(unit.word[3])
+                 : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
                  : "l"(from)
                  : "memory");
-    return unit;
+    return pack;
   }
-  __device__ __forceinline__ void store_data(Unit* to, Unit unit) {
-    linger(8192);
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(unit.word[0]), "r"(unit.word[1]),
-                 "r"(unit.word[2]), "r"(unit.word[3])
+  __device__ __forceinline__ void store_data(Pack* to, Pack pack) {
+    jitter(8192);
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(pack.word[0]), "r"(pack.word[1]),
+                 "r"(pack.word[2]), "r"(pack.word[3])
                  : "memory");
   }
   __device__ __forceinline__ uint64_t load_signal(const uint64_t* from) {
@@ -60,49 +60,49 @@ struct GpuWire {
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
   }
-  // The barrier before it orders the other threads' stores; the fence makes them, too, seen by whoever sees the signal.
+  // The sync() before orders the stores of the block's other threads. The fence makes them visible before the signal.
   __device__ __forceinline__ void store_signal(uint64_t* to, uint64_t value) {
-    linger(8);
+    jitter(8);
     __threadfence_system();
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
   }
 
-  __device__ __forceinline__ void put(char* to, const char* from, uint64_t bytes, int rank) {
-    linger(1024);
-    nvshmemx_putmem_nbi_block(to, from, bytes, rank);
+  __device__ __forceinline__ void put(char* to, const char* from, uint64_t bytes, int pe) {
+    jitter(1024);
+    nvshmemx_putmem_nbi_block(to, from, bytes, pe);
   }
   __device__ __forceinline__ void put_signal(char* to, const char* from, uint64_t bytes, uint64_t* signal,
-                                             uint64_t value, int rank) {
-    linger(1024);
-    nvshmemx_putmem_signal_nbi_block(to, from, bytes, signal, value, NVSHMEM_SIGNAL_SET, rank);
+                                             uint64_t value, int pe) {
+    jitter(1024);
+    nvshmemx_putmem_signal_nbi_block(to, from, bytes, signal, value, NVSHMEM_SIGNAL_SET, pe);
   }
 
-  // Some networks deliver a signal before the GPU sees the data it follows; NVSHMEM's test knows what to do there.
-  __device__ __forceinline__ void settle(uint64_t* signal, uint64_t value) {
+  // On some networks a signal becomes visible to the GPU before the data it follows. nvshmem_test handles that.
+  __device__ __forceinline__ void acquire_put(uint64_t* signal, uint64_t value) {
     nvshmem_uint64_test(signal, NVSHMEM_CMP_GE, value);
   }
 
-  __device__ __forceinline__ uint32_t count(uint32_t* counter) {
-    linger(8);
+  __device__ __forceinline__ uint32_t fetch_increment(uint32_t* counter) {
+    jitter(8);
     __threadfence();
     uint32_t before = atomicAdd(counter, 1);
     __threadfence();
     return before;
   }
-  __device__ __forceinline__ void wake(uint32_t* generation) {
+  __device__ __forceinline__ void advance_generation(uint32_t* generation) {
     __threadfence();
     atomicAdd(generation, 1);
   }
-  __device__ __forceinline__ uint32_t generation(const uint32_t* at) {
+  __device__ __forceinline__ uint32_t load_generation(const uint32_t* from) {
     uint32_t value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
     return value;
   }
 
   __device__ __forceinline__ float rsqrt(float value) { return rsqrtf(value); }
-  __device__ __forceinline__ float sum(float value) {
+  __device__ __forceinline__ float block_sum(float value) {
     __shared__ float parts[kMaxThreads / 32];
-    for (int apart = 16; apart; apart /= 2) value += __shfl_xor_sync(~0u, value, apart);
+    for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(~0u, value, mask);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
     __syncthreads();
     float total = 0;
@@ -117,20 +117,20 @@ struct GpuWire {
     return ns;
   }
   __device__ __forceinline__ void pause() {}
-  static __device__ __noinline__ bool stopped(State* state, const volatile Status* status) {
+  static __device__ __noinline__ bool should_stop(GroupState* state, const volatile Status* status) {
     if (*static_cast<volatile uint32_t*>(&state->aborted)) return true;
     if (!status->stop) return false;
     state->aborted = 1;
     return true;
   }
-  static __device__ __noinline__ void report(State* state, volatile Status* status, int group, uint64_t number,
-                                             Site site) {
-    if (atomicExch(&state->aborted, 1) || status->reported) return; // another wait was first
+  static __device__ __noinline__ void report_timeout(GroupState* state, volatile Status* status, int group,
+                                                     uint64_t sequence, WaitSite site) {
+    if (atomicExch(&state->aborted, 1) || status->reported) return; // another wait was reported first
     status->group = group;
     status->phase = site.phase;
     status->step = site.step;
     status->peer = site.peer;
-    status->number = number;
+    status->sequence = sequence;
     __threadfence_system();
     status->reported = 1;
   }

@@ -1,4 +1,4 @@
-// From who shares a node with whom to a rank's part in the algorithm. Host code.
+// Host code that fills in a Group: memory layout and inter-node steps, from the node of each member.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace nvrar {
 
-// The members of a group, by node: nodes in order of their first member, members in order of rank.
+// Groups the members by node. Nodes are ordered by their first member, members by rank.
 inline std::vector<std::vector<int>> by_node(const int32_t* node_of, int size) {
   std::vector<int32_t> names;
   std::vector<std::vector<int>> nodes;
@@ -22,66 +22,71 @@ inline std::vector<std::vector<int>> by_node(const int32_t* node_of, int size) {
   return nodes;
 }
 
-inline uint64_t slot_bytes(uint64_t capacity, int owners, int wire_unit) {
-  uint64_t units = (capacity + kUnit - 1) / kUnit;
-  return (units + owners - 1) / owners * wire_unit;
+// The bytes of a slot for one shard of a message of `capacity` bytes, where a pack occupies `slot_pack_bytes`.
+inline uint64_t compute_slot_bytes(uint64_t capacity, int shards, int slot_pack_bytes) {
+  uint64_t packs = (capacity + kPackBytes - 1) / kPackBytes;
+  return (packs + shards - 1) / shards * slot_pack_bytes;
 }
 
-// Fills in the shape of `group` as `rank` sees it, and the regions that hold messages of these many bytes. Returns the
-// size of the group's memory, or 0 where a node has more ranks than fit.
-inline uint64_t shape(Group& group, const int32_t* node_of, int size, int rank, uint64_t words, uint64_t signals) {
+// Fills in the ranks, shards and regions of `group` for `rank`, for operations of up to `ll_capacity` and
+// `signal_capacity` bytes. Returns the bytes of the group's memory, or 0 if a node has more than kMaxLocalRanks ranks.
+inline uint64_t init_layout(Group& group, const int32_t* node_of, int size, int rank, uint64_t ll_capacity,
+                            uint64_t signal_capacity) {
   std::vector<std::vector<int>> nodes = by_node(node_of, size);
-  size_t widest = 0, owners = kMaxLocals;
+  size_t largest = 0, smallest = kMaxLocalRanks;
   for (auto& node : nodes) {
-    widest = std::max(widest, node.size());
-    owners = std::min(owners, node.size());
+    largest = std::max(largest, node.size());
+    smallest = std::min(smallest, node.size());
   }
-  if (widest > kMaxLocals) return 0;
-  int doubling = 0, count = int(nodes.size());
-  while (2 << doubling <= count) ++doubling;
-  bool folds = 1 << doubling < count;
+  if (largest > kMaxLocalRanks) return 0;
+  int rounds = 0, count = int(nodes.size());
+  while (2 << rounds <= count) ++rounds;
+  bool folds = 1 << rounds < count;
   for (auto& node : nodes) {
     auto found = std::find(node.begin(), node.end(), rank);
     if (found == node.end()) continue;
-    group.local = int(found - node.begin());
-    group.locals = int(node.size());
+    group.local_rank = int(found - node.begin());
+    group.local_size = int(node.size());
   }
-  group.owners = int(owners);
-  int exchanges = doubling + (folds ? 2 : 0);
-  int32_t sources = widest > 1 ? int32_t(widest) : 0, pieces = widest > 1 ? group.owners : 0;
-  group.words = Region{0, slot_bytes(words, group.owners, 2 * kUnit), sources, pieces, exchanges};
-  group.signals = Region{group.words.bytes(), slot_bytes(signals, group.owners, kUnit), sources, pieces, exchanges};
-  return group.words.bytes() + group.signals.bytes();
+  group.shards = int(smallest);
+  int inter_slots = rounds + (folds ? 2 : 0);
+  int32_t reduce_slots = largest > 1 ? int32_t(largest) : 0, gather_slots = largest > 1 ? group.shards : 0;
+  uint64_t ll_slot = compute_slot_bytes(ll_capacity, group.shards, 2 * kPackBytes);
+  uint64_t signal_slot = compute_slot_bytes(signal_capacity, group.shards, kPackBytes);
+  group.ll_region = Region{0, ll_slot, reduce_slots, gather_slots, inter_slots};
+  group.signal_region = Region{group.ll_region.bytes(), signal_slot, reduce_slots, gather_slots, inter_slots};
+  return group.ll_region.bytes() + group.signal_region.bytes();
 }
 
-// Fills in the moves between nodes. `world` has each member's rank in the world, `offset` where its group memory lies
-// in its arena, and `arena` is this rank's, which makes symmetric addresses of them.
+// Fills in the inter-node steps of `rank`. `pe` and `offset` have each member's PE and the offset of its group memory
+// in its arena. `arena` is this rank's arena: adding a remote offset to it gives a symmetric address.
 //
-// With n nodes and 2^d <= n, the nodes beyond 2^d first give their sums to a partner below, and last get the result.
-inline void plan_moves(Group& group, const int32_t* node_of, int size, int rank, const int32_t* world,
-                       const uint64_t* offset, char* arena) {
+// With n nodes and 2^d <= n < 2^(d+1), each node beyond 2^d sends its sum to a partner below 2^d first (fold in) and
+// receives the result from it last (fold out).
+inline void init_inter_steps(Group& group, const int32_t* node_of, int size, int rank, const int32_t* pe,
+                             const uint64_t* offset, char* arena) {
   std::vector<std::vector<int>> nodes = by_node(node_of, size);
-  int count = int(nodes.size()), node = 0, doubling = 0;
+  int count = int(nodes.size()), node = 0, rounds = 0;
   while (std::find(nodes[node].begin(), nodes[node].end(), rank) == nodes[node].end()) ++node;
-  while (2 << doubling <= count) ++doubling;
-  int even = 1 << doubling;
-  bool folds = even < count;
-  group.moves = 0;
-  if (group.local >= group.owners) return;
-  auto move = [&](int exchange, int partner, bool sends, bool receives, bool replaces) {
-    int member = nodes[partner][group.local];
-    group.move[group.moves++] = Move{exchange, sends ? world[member] : -1, receives ? world[member] : -1, replaces,
-                                     arena + offset[member]};
+  while (2 << rounds <= count) ++rounds;
+  int power = 1 << rounds;
+  bool folds = power < count;
+  group.inter_steps = 0;
+  if (group.local_rank >= group.shards) return;
+  auto add_step = [&](int slot, int partner, bool sends, bool receives, bool overwrites) {
+    int member = nodes[partner][group.local_rank];
+    group.inter_step[group.inter_steps++] = InterStep{slot, sends ? pe[member] : -1, receives ? pe[member] : -1,
+                                                      overwrites, arena + offset[member]};
   };
-  if (node >= even) {
-    move(0, node - even, true, false, false);
-    move(doubling + 1, node - even, false, true, true);
+  if (node >= power) {
+    add_step(0, node - power, true, false, false);
+    add_step(rounds + 1, node - power, false, true, true);
     return;
   }
-  bool helps = node + even < count;
-  if (helps) move(0, node + even, false, true, false);
-  for (int step = 0; step < doubling; ++step) move(step + folds, node ^ (1 << step), true, true, false);
-  if (helps) move(doubling + 1, node + even, true, false, false);
+  bool has_folded = node + power < count;
+  if (has_folded) add_step(0, node + power, false, true, false);
+  for (int round = 0; round < rounds; ++round) add_step(round + folds, node ^ (1 << round), true, true, false);
+  if (has_folded) add_step(rounds + 1, node + power, true, false, false);
 }
 
 } // namespace nvrar

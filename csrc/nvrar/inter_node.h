@@ -1,64 +1,70 @@
-// The phase between nodes: recursive doubling among the owners of the same piece, with puts and signals alone.
-// No pointer into another rank's memory is used here: on one GPU it would work, on a network there is none.
+// Inter-node phase: recursive doubling among the owners of the same shard, with puts and signals only.
+// Never load from or store to another rank's memory here. It works on one GPU, but not over a network.
 #pragma once
 #include "protocol.h"
 
 namespace nvrar {
 
-// Sends a chunk that this block has staged. Chunks leave one by one, so the next is added while this one travels.
-template <class Protocol, class Op> NVRAR_DEVICE void send(Op& op, const Group& group, const Move& move, Chunk chunk) {
-  if (move.to < 0) return;
+// Sends a chunk from the stage slot. Each chunk is its own put, so the next one is added while this one is in flight.
+template <class Protocol, class Op>
+NVRAR_DEVICE void send_chunk(Op& op, const Group& group, const InterStep& step, Chunk chunk) {
+  if (step.send_to < 0) return;
   const Region& region = Protocol::region(group);
-  uint64_t there = region.data(op.parity, region.receive(move.exchange));
-  uint64_t here = region.data(op.parity, region.stage(move.exchange));
-  uint64_t signal = region.signal(op.parity, region.receive(move.exchange), chunk.index);
-  Protocol::put(op, move.remote + there, group.self + here, chunk, reinterpret_cast<uint64_t*>(move.remote + signal),
-                move.to);
+  uint64_t receive = region.data_offset(op.parity, region.receive_slot(step.slot));
+  uint64_t stage = region.data_offset(op.parity, region.stage_slot(step.slot));
+  uint64_t signal = region.signal_offset(op.parity, region.receive_slot(step.slot), chunk.index);
+  Protocol::put(op, step.remote_memory + receive, group.own_memory + stage, chunk,
+                reinterpret_cast<uint64_t*>(step.remote_memory + signal), step.send_to);
 }
 
-// Runs all moves on a piece whose chunks are staged and sent for the first of them; gives finished batches to `give`,
-// and finished chunks to `done`. What is added is the rounded sum that went over the wire, so both sides of an
-// exchange add the same two numbers.
-template <class Protocol, class Op, class Give, class Done>
-NVRAR_DEVICE void exchange(Op& op, const Group& group, Span piece, Give give, Done done) {
+// Runs all inter-node steps of a shard whose chunks are already staged and sent for the first step. Calls `on_batch`
+// with each finished batch and `on_chunk` after each finished chunk.
+//
+// The term added for this rank is read back from the stage slot, that is, rounded to the dtype that was sent. So both
+// partners of an exchange add the same two numbers and get the same bits.
+template <class Protocol, class Op, class OnBatch, class OnChunk>
+NVRAR_DEVICE void exchange_shard(Op& op, const Group& group, Span shard, OnBatch on_batch, OnChunk on_chunk) {
   const Region& region = Protocol::region(group);
-  for (int m = 0; m < group.moves; ++m) {
-    const Move& move = group.move[m];
-    bool last = m + 1 == group.moves;
-    Site site{kBetween, m, move.from};
-    const char* mine = group.self + region.data(op.parity, region.stage(move.exchange));
-    const char* theirs = group.self + region.data(op.parity, region.receive(move.exchange));
-    char* next = last ? nullptr : group.self + region.data(op.parity, region.stage(group.move[m + 1].exchange));
-    op.each_chunk(piece, [&](Chunk chunk) {
-      if (move.from >= 0) {
-        Protocol::arrive(op, 1, [&](int) {
-          char* at = group.self + region.signal(op.parity, region.receive(move.exchange), chunk.index);
-          return Awaited{reinterpret_cast<uint64_t*>(at), site, true};
+  for (int i = 0; i < group.inter_steps; ++i) {
+    const InterStep& step = group.inter_step[i];
+    bool last = i + 1 == group.inter_steps;
+    WaitSite site{kInterNode, i, step.receive_from};
+    const char* stage = group.own_memory + region.data_offset(op.parity, region.stage_slot(step.slot));
+    const char* receive = group.own_memory + region.data_offset(op.parity, region.receive_slot(step.slot));
+    char* next_stage =
+        last ? nullptr
+             : group.own_memory + region.data_offset(op.parity, region.stage_slot(group.inter_step[i + 1].slot));
+    op.for_each_chunk(shard, [&](Chunk chunk) {
+      if (step.receive_from >= 0) {
+        Protocol::wait_signals(op, 1, [&](int) {
+          char* signal =
+              group.own_memory + region.signal_offset(op.parity, region.receive_slot(step.slot), chunk.index);
+          return SignalWait{reinterpret_cast<uint64_t*>(signal), site, true};
         });
       }
-      op.each_batch(chunk, [&](Batch batch) {
-        Unit units[kBatch] = {};
-        Protocol::read(op, mine, batch, units, site);
-        if (move.from >= 0) {
-          Unit received[kBatch] = {};
-          Protocol::read(op, theirs, batch, received, site);
+      op.for_each_batch(chunk, [&](Batch batch) {
+        Pack packs[kBatch] = {};
+        Protocol::read(op, stage, batch, packs, site);
+        if (step.receive_from >= 0) {
+          Pack received[kBatch] = {};
+          Protocol::read(op, receive, batch, received, site);
 #pragma unroll
           for (int k = 0; k < kBatch; ++k) {
-            Wide<typename Op::Value> sum(units[k]);
+            Accumulator<typename Op::Value> sum(packs[k]);
             sum.add(received[k]);
-            units[k] = move.replaces ? received[k] : sum.narrow();
+            packs[k] = step.overwrites ? received[k] : sum.round();
           }
         }
         if (last) {
-          give(batch, units);
+          on_batch(batch, packs);
         } else {
-          Protocol::write(op, next, batch, units);
+          Protocol::write(op, next_stage, batch, packs);
         }
       });
       if (last) {
-        done(chunk);
+        on_chunk(chunk);
       } else {
-        send<Protocol>(op, group, group.move[m + 1], chunk);
+        send_chunk<Protocol>(op, group, group.inter_step[i + 1], chunk);
       }
     });
   }

@@ -1,106 +1,110 @@
-// The phases inside a node, through pointers into each other's memory: contributions to the owners of the pieces
-// before, finished pieces from them after.
+// Intra-node phases, with direct loads and stores to the memory of the other ranks of the node: the reduce-scatter
+// (scatter_inputs, reduce_shard) and the all-gather (store_result, signal_result, gather_shards).
 #pragma once
 #include "protocol.h"
 
 namespace nvrar {
 
-// Every rank gives each owner its part of that owner's piece.
-template <class Protocol, class Op> NVRAR_DEVICE void contribute(Op& op, const Group& group) {
+// Writes this rank's input to the owner of each shard.
+template <class Protocol, class Op> NVRAR_DEVICE void scatter_inputs(Op& op, const Group& group) {
   const Region& region = Protocol::region(group);
-  int slot = region.reduce(group.local);
-  for (int turn = 0; turn < group.owners; ++turn) {
-    int owner = (group.local + turn) % group.owners; // not everybody the same one first
-    if (owner == group.local) continue;
-    Span piece = piece_of(op.call.units, group.owners, owner);
-    op.each_chunk(piece, [&](Chunk chunk) {
-      op.each_batch(chunk, [&](Batch batch) {
-        Unit units[kBatch];
-        op.load(piece, batch, units);
-        Protocol::write(op, group.peer[owner] + region.data(op.parity, slot), batch, units);
+  int slot = region.reduce_slot(group.local_rank);
+  for (int turn = 0; turn < group.shards; ++turn) {
+    int owner = (group.local_rank + turn) % group.shards; // ranks start with different owners
+    if (owner == group.local_rank) continue;
+    Span shard = shard_span(op.args.packs, group.shards, owner);
+    op.for_each_chunk(shard, [&](Chunk chunk) {
+      op.for_each_batch(chunk, [&](Batch batch) {
+        Pack packs[kBatch];
+        op.load(shard, batch, packs);
+        Protocol::write(op, group.peer_memory[owner] + region.data_offset(op.parity, slot), batch, packs);
       });
-      Protocol::announce(op, 1, [&](int) {
-        return reinterpret_cast<uint64_t*>(group.peer[owner] + region.signal(op.parity, slot, chunk.index));
+      Protocol::signal_peers(op, 1, [&](int) {
+        char* signal = group.peer_memory[owner] + region.signal_offset(op.parity, slot, chunk.index);
+        return reinterpret_cast<uint64_t*>(signal);
       });
     });
   }
 }
 
-// An owner sums its piece over the ranks of its node, in their order, and hands each chunk to `give` and then `done`.
-template <class Protocol, class Op, class Give, class Done>
-NVRAR_DEVICE void reduce(Op& op, const Group& group, Span piece, Give give, Done done) {
+// Owner: adds the inputs of the node's ranks to its shard, in rank order. Calls `on_batch` with each reduced batch and
+// `on_chunk` after each reduced chunk.
+template <class Protocol, class Op, class OnBatch, class OnChunk>
+NVRAR_DEVICE void reduce_shard(Op& op, const Group& group, Span shard, OnBatch on_batch, OnChunk on_chunk) {
   const Region& region = Protocol::region(group);
-  op.each_chunk(piece, [&](Chunk chunk) {
-    Protocol::arrive(op, group.locals, [&](int source) {
-      char* at = group.self + region.signal(op.parity, region.reduce(source), chunk.index);
-      return Awaited{source == group.local ? nullptr : reinterpret_cast<uint64_t*>(at),
-                     Site{kReduce, 0, group.rank_of[source]}, false};
+  op.for_each_chunk(shard, [&](Chunk chunk) {
+    Protocol::wait_signals(op, group.local_size, [&](int source) {
+      char* signal = group.own_memory + region.signal_offset(op.parity, region.reduce_slot(source), chunk.index);
+      return SignalWait{source == group.local_rank ? nullptr : reinterpret_cast<uint64_t*>(signal),
+                        WaitSite{kReduceScatter, 0, group.local_pe[source]}, false};
     });
-    op.each_batch(chunk, [&](Batch batch) {
-      Wide<typename Op::Value> sums[kBatch];
-      for (int source = 0; source < group.locals; ++source) {
-        Unit units[kBatch] = {};
-        if (source == group.local) {
-          op.load(piece, batch, units);
+    op.for_each_batch(chunk, [&](Batch batch) {
+      Accumulator<typename Op::Value> sums[kBatch];
+      for (int source = 0; source < group.local_size; ++source) {
+        Pack packs[kBatch] = {};
+        if (source == group.local_rank) {
+          op.load(shard, batch, packs);
         } else {
-          const char* slot = group.self + region.data(op.parity, region.reduce(source));
-          Protocol::read(op, slot, batch, units, Site{kReduce, 0, group.rank_of[source]});
+          const char* slot = group.own_memory + region.data_offset(op.parity, region.reduce_slot(source));
+          Protocol::read(op, slot, batch, packs, WaitSite{kReduceScatter, 0, group.local_pe[source]});
         }
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
           if (source == 0) {
-            sums[k] = Wide<typename Op::Value>(units[k]);
+            sums[k] = Accumulator<typename Op::Value>(packs[k]);
           } else {
-            sums[k].add(units[k]);
+            sums[k].add(packs[k]);
           }
         }
       }
-      Unit rounded[kBatch];
+      Pack rounded[kBatch];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) rounded[k] = sums[k].narrow();
-      give(batch, rounded);
+      for (int k = 0; k < kBatch; ++k) rounded[k] = sums[k].round();
+      on_batch(batch, rounded);
     });
-    done(chunk);
+    on_chunk(chunk);
   });
 }
 
-// An owner keeps a batch of its finished piece and gives it to the other ranks of its node.
+// Owner: stores a batch of its finished shard to its own output and to the other ranks of its node.
 template <class Protocol, class Op>
-NVRAR_DEVICE void spread(Op& op, const Group& group, Span piece, Batch batch, const Unit (&units)[kBatch]) {
+NVRAR_DEVICE void store_result(Op& op, const Group& group, Span shard, Batch batch, const Pack (&packs)[kBatch]) {
   const Region& region = Protocol::region(group);
-  op.store(piece, batch, units);
-  for (int turn = 1; turn < group.locals; ++turn) {
-    int peer = (group.local + turn) % group.locals;
-    Protocol::write(op, group.peer[peer] + region.data(op.parity, region.gather(group.local)), batch, units);
+  op.store(shard, batch, packs);
+  for (int turn = 1; turn < group.local_size; ++turn) {
+    int peer = (group.local_rank + turn) % group.local_size;
+    char* slot = group.peer_memory[peer] + region.data_offset(op.parity, region.gather_slot(group.local_rank));
+    Protocol::write(op, slot, batch, packs);
   }
 }
 
-template <class Protocol, class Op> NVRAR_DEVICE void announce_spread(Op& op, const Group& group, Chunk chunk) {
+// Owner: signals the other ranks of its node that a chunk of its finished shard is there.
+template <class Protocol, class Op> NVRAR_DEVICE void signal_result(Op& op, const Group& group, Chunk chunk) {
   const Region& region = Protocol::region(group);
-  Protocol::announce(op, group.locals, [&](int peer) {
-    uint64_t at = region.signal(op.parity, region.gather(group.local), chunk.index);
-    return peer == group.local ? nullptr : reinterpret_cast<uint64_t*>(group.peer[peer] + at);
+  Protocol::signal_peers(op, group.local_size, [&](int peer) {
+    uint64_t offset = region.signal_offset(op.parity, region.gather_slot(group.local_rank), chunk.index);
+    return peer == group.local_rank ? nullptr : reinterpret_cast<uint64_t*>(group.peer_memory[peer] + offset);
   });
 }
 
-// Everybody takes the other owners' finished pieces.
-template <class Protocol, class Op> NVRAR_DEVICE void gather(Op& op, const Group& group) {
+// Copies the finished shards of the other owners to the output.
+template <class Protocol, class Op> NVRAR_DEVICE void gather_shards(Op& op, const Group& group) {
   const Region& region = Protocol::region(group);
-  for (int turn = 0; turn < group.owners; ++turn) {
-    int owner = (group.local + turn) % group.owners;
-    if (owner == group.local) continue;
-    Span piece = piece_of(op.call.units, group.owners, owner);
-    int slot = region.gather(owner);
-    Site site{kGather, 0, group.rank_of[owner]};
-    op.each_chunk(piece, [&](Chunk chunk) {
-      Protocol::arrive(op, 1, [&](int) {
-        char* at = group.self + region.signal(op.parity, slot, chunk.index);
-        return Awaited{reinterpret_cast<uint64_t*>(at), site, false};
+  for (int turn = 0; turn < group.shards; ++turn) {
+    int owner = (group.local_rank + turn) % group.shards;
+    if (owner == group.local_rank) continue;
+    Span shard = shard_span(op.args.packs, group.shards, owner);
+    int slot = region.gather_slot(owner);
+    WaitSite site{kAllGather, 0, group.local_pe[owner]};
+    op.for_each_chunk(shard, [&](Chunk chunk) {
+      Protocol::wait_signals(op, 1, [&](int) {
+        char* signal = group.own_memory + region.signal_offset(op.parity, slot, chunk.index);
+        return SignalWait{reinterpret_cast<uint64_t*>(signal), site, false};
       });
-      op.each_batch(chunk, [&](Batch batch) {
-        Unit units[kBatch];
-        Protocol::read(op, group.self + region.data(op.parity, slot), batch, units, site);
-        op.store(piece, batch, units);
+      op.for_each_batch(chunk, [&](Batch batch) {
+        Pack packs[kBatch];
+        Protocol::read(op, group.own_memory + region.data_offset(op.parity, slot), batch, packs, site);
+        op.store(shard, batch, packs);
       });
     });
   }

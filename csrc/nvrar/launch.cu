@@ -1,5 +1,8 @@
-// The host's side: NVSHMEM's start and end, the arena, groups and launches, as a flat C interface.
-// What can fail returns a negative value where it does, and nvrar_error() says why.
+// Host side, as a flat C interface (bound by yalis/comm/nvrar/library.py): NVSHMEM initialization, the arena, groups
+// and kernel launches. Functions that can fail return a negative value, and nvrar_error() returns the reason.
+//
+// The arena is one allocation of the symmetric heap with the same size on every rank. Groups reserve ranges of it,
+// whose offsets may differ between ranks. dtype: 0 float32, 1 float16, 2 bfloat16. protocol: 0 LL, 1 put-with-signal.
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -15,31 +18,33 @@ using namespace nvrar;
 namespace {
 
 template <class Value, class Protocol>
-__global__ void __launch_bounds__(kMaxThreads) all_reduce_kernel(const __grid_constant__ Group group, const Call call) {
-  GpuWire wire;
-  all_reduce<Value, Protocol>(wire, group, call);
-}
-
-template <class Value>
-__global__ void __launch_bounds__(kMaxThreads) ring_kernel(const __grid_constant__ FlatGroup group, const Call call) {
-  GpuWire wire;
-  ring<Value>(wire, group, call);
+__global__ void __launch_bounds__(kMaxThreads)
+    all_reduce_kernel(const __grid_constant__ Group group, const KernelArgs args) {
+  GpuTransport transport;
+  all_reduce<Value, Protocol>(transport, group, args);
 }
 
 template <class Value>
 __global__ void __launch_bounds__(kMaxThreads)
-    one_shot_kernel(const __grid_constant__ FlatGroup group, const Call call) {
-  GpuWire wire;
-  one_shot<Value>(wire, group, call);
+    ring_kernel(const __grid_constant__ FlatGroup group, const KernelArgs args) {
+  GpuTransport transport;
+  ring<Value>(transport, group, args);
 }
 
-std::string problem;
-int failed(const std::string& why) {
-  problem = why;
+template <class Value>
+__global__ void __launch_bounds__(kMaxThreads)
+    one_shot_kernel(const __grid_constant__ FlatGroup group, const KernelArgs args) {
+  GpuTransport transport;
+  one_shot<Value>(transport, group, args);
+}
+
+std::string last_error;
+int fail(const std::string& why) {
+  last_error = why;
   return -1;
 }
-int failed(const char* what, cudaError_t error) {
-  return failed(std::string(what) + ": " + cudaGetErrorString(error));
+int fail(const char* what, cudaError_t error) {
+  return fail(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 char* arena = nullptr;
@@ -48,53 +53,54 @@ Status *status = nullptr, *status_on_device = nullptr;
 std::vector<std::unique_ptr<Group>> groups;
 std::vector<std::unique_ptr<FlatGroup>> flat_groups;
 
-State* new_state() {
-  State* state = nullptr;
-  if (cudaMalloc(&state, sizeof(State)) != cudaSuccess) return nullptr;
-  if (cudaMemset(state, 0, sizeof(State)) != cudaSuccess) return nullptr;
+GroupState* allocate_state() {
+  GroupState* state = nullptr;
+  if (cudaMalloc(&state, sizeof(GroupState)) != cudaSuccess) return nullptr;
+  if (cudaMemset(state, 0, sizeof(GroupState)) != cudaSuccess) return nullptr;
   return state;
 }
 
-int value_bytes(int value) { return value == 0 ? 4 : 2; }
+int dtype_bytes(int dtype) { return dtype == 0 ? 4 : 2; }
 
-Call make_call(const void* x, void* out, uint64_t count, int value, int owners, uint64_t chunk) {
-  Call call{};
-  call.x = x;
-  call.out = out;
-  call.count = count;
-  call.units = uint32_t((count * value_bytes(value) + kUnit - 1) / kUnit);
-  // Whole cache lines, so that no two blocks write into one; and no more chunks than there are signals.
-  uint64_t piece = (call.units + owners - 1) / owners, line = 128 / kUnit;
-  uint64_t units = std::max({chunk / kUnit, (piece + kMaxChunks - 1) / kMaxChunks, line});
-  call.chunk = uint32_t((units + line - 1) / line * line);
-  call.aligned = (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out)) % kUnit == 0;
-  return call;
+KernelArgs make_args(const void* x, void* out, uint64_t count, int dtype, int shards, uint64_t chunk) {
+  KernelArgs args{};
+  args.x = x;
+  args.out = out;
+  args.count = count;
+  args.packs = uint32_t((count * dtype_bytes(dtype) + kPackBytes - 1) / kPackBytes);
+  // Chunks are whole cache lines, so that no two blocks write to the same one, and there are at most kMaxChunks.
+  uint64_t shard = (args.packs + shards - 1) / shards, line = 128 / kPackBytes;
+  uint64_t packs = std::max({chunk / kPackBytes, (shard + kMaxChunks - 1) / kMaxChunks, line});
+  args.chunk_packs = uint32_t((packs + line - 1) / line * line);
+  args.aligned = (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out)) % kPackBytes == 0;
+  return args;
 }
 
 template <class Value>
-void launch_nvrar(int protocol, int blocks, int threads, cudaStream_t stream, const Group& group, const Call& call) {
+void launch_nvrar(int protocol, int blocks, int threads, cudaStream_t stream, const Group& group,
+                  const KernelArgs& args) {
   if (protocol == 0) {
-    all_reduce_kernel<Value, Words><<<blocks, threads, 0, stream>>>(group, call);
+    all_reduce_kernel<Value, LLProtocol><<<blocks, threads, 0, stream>>>(group, args);
   } else {
-    all_reduce_kernel<Value, Signals><<<blocks, threads, 0, stream>>>(group, call);
+    all_reduce_kernel<Value, SignalProtocol><<<blocks, threads, 0, stream>>>(group, args);
   }
 }
 
 template <class Value>
 void launch_flat(int algorithm, int blocks, int threads, cudaStream_t stream, const FlatGroup& group,
-                 const Call& call) {
+                 const KernelArgs& args) {
   if (algorithm == kRing) {
-    ring_kernel<Value><<<blocks, threads, 0, stream>>>(group, call);
+    ring_kernel<Value><<<blocks, threads, 0, stream>>>(group, args);
   } else {
-    one_shot_kernel<Value><<<blocks, threads, 0, stream>>>(group, call);
+    one_shot_kernel<Value><<<blocks, threads, 0, stream>>>(group, args);
   }
 }
 
-// Kernels are otherwise loaded by their first launch, which may be inside a graph capture.
+// Loads the kernels now. Otherwise their first launch does, which may be inside a CUDA graph capture.
 template <class Value> cudaError_t load_kernels() {
   cudaFuncAttributes found;
-  for (const void* kernel : {reinterpret_cast<const void*>(all_reduce_kernel<Value, Words>),
-                             reinterpret_cast<const void*>(all_reduce_kernel<Value, Signals>),
+  for (const void* kernel : {reinterpret_cast<const void*>(all_reduce_kernel<Value, LLProtocol>),
+                             reinterpret_cast<const void*>(all_reduce_kernel<Value, SignalProtocol>),
                              reinterpret_cast<const void*>(ring_kernel<Value>),
                              reinterpret_cast<const void*>(one_shot_kernel<Value>)}) {
     cudaError_t error = cudaFuncGetAttributes(&found, kernel);
@@ -103,56 +109,56 @@ template <class Value> cudaError_t load_kernels() {
   return cudaSuccess;
 }
 
-int launched(const char* what) {
+int check_launch(const char* what) {
   cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? 0 : failed(what, error);
+  return error == cudaSuccess ? 0 : fail(what, error);
 }
 
-bool bad_launch(int value, int blocks, int threads) {
-  return value < 0 || value > 2 || blocks < 1 || threads < 32 || threads > kMaxThreads || threads % 32;
+bool invalid_launch(int dtype, int blocks, int threads) {
+  return dtype < 0 || dtype > 2 || blocks < 1 || threads < 32 || threads > kMaxThreads || threads % 32;
 }
 
 } // namespace
 
 extern "C" {
 
-const char* nvrar_error() { return problem.c_str(); }
+const char* nvrar_error() { return last_error.c_str(); }
 
-int nvrar_id_bytes() { return int(sizeof(nvshmemx_uniqueid_t)); }
+int nvrar_unique_id_bytes() { return int(sizeof(nvshmemx_uniqueid_t)); }
 
-// What rank 0 makes and everybody starts with.
-int nvrar_make_id(void* id) {
-  nvshmemx_uniqueid_t made = NVSHMEMX_UNIQUEID_INITIALIZER;
-  if (nvshmemx_get_uniqueid(&made)) return failed("NVSHMEM makes no unique id");
-  std::memcpy(id, &made, sizeof made);
+// Rank 0 calls this. All ranks pass its result to nvrar_init.
+int nvrar_get_unique_id(void* id) {
+  nvshmemx_uniqueid_t unique_id = NVSHMEMX_UNIQUEID_INITIALIZER;
+  if (nvshmemx_get_uniqueid(&unique_id)) return fail("nvshmemx_get_uniqueid failed");
+  std::memcpy(id, &unique_id, sizeof unique_id);
   return 0;
 }
 
-// Every rank of the world calls this; the arena is as large on each.
-int nvrar_start(int device, int rank, int size, const void* id, uint64_t bytes) {
+// Collective: every rank of the world calls this, with the same size of the arena.
+int nvrar_init(int device, int rank, int size, const void* id, uint64_t bytes) {
   cudaError_t error = cudaSetDevice(device);
-  if (error != cudaSuccess) return failed("choosing the device", error);
-  nvshmemx_uniqueid_t given;
-  std::memcpy(&given, id, sizeof given);
+  if (error != cudaSuccess) return fail("cudaSetDevice", error);
+  nvshmemx_uniqueid_t unique_id;
+  std::memcpy(&unique_id, id, sizeof unique_id);
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
-  nvshmemx_set_attr_uniqueid_args(rank, size, &given, &attributes);
-  if (nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes)) return failed("NVSHMEM does not start");
+  nvshmemx_set_attr_uniqueid_args(rank, size, &unique_id, &attributes);
+  if (nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes)) return fail("NVSHMEM initialization failed");
   arena = static_cast<char*>(nvshmem_align(256, bytes));
-  if (!arena) return failed("NVSHMEM has no memory for the arena");
+  if (!arena) return fail("out of memory for the arena in NVSHMEM's symmetric heap");
   arena_size = bytes;
   arena_used = 0;
   error = cudaMemset(arena, 0, bytes);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
-  if (error != cudaSuccess) return failed("clearing the arena", error);
+  if (error != cudaSuccess) return fail("clearing the arena", error);
   error = cudaHostAlloc(reinterpret_cast<void**>(&status), sizeof(Status), cudaHostAllocMapped);
-  if (error != cudaSuccess) return failed("memory for the status", error);
+  if (error != cudaSuccess) return fail("allocating the status", error);
   std::memset(status, 0, sizeof(Status));
   error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&status_on_device), status, 0);
-  if (error != cudaSuccess) return failed("memory for the status", error);
+  if (error != cudaSuccess) return fail("allocating the status", error);
   if (error == cudaSuccess) error = load_kernels<Float32>();
   if (error == cudaSuccess) error = load_kernels<Float16>();
   if (error == cudaSuccess) error = load_kernels<Bfloat16>();
-  if (error != cudaSuccess) return failed("loading the kernels", error);
+  if (error != cudaSuccess) return fail("loading the kernels", error);
   nvshmem_barrier_all();
   return 0;
 }
@@ -160,157 +166,161 @@ int nvrar_start(int device, int rank, int size, const void* id, uint64_t bytes) 
 Status* nvrar_status() { return status; }
 char* nvrar_arena() { return arena; }
 
-// A range of this rank's arena: where it starts, or -1 where it is full.
+// Reserves a range of this rank's arena. Returns its offset, or -1 if the arena is full.
 int64_t nvrar_reserve(uint64_t bytes) {
   uint64_t rounded = (bytes + 255) / 256 * 256;
-  if (arena_used + rounded > arena_size) return failed("the arena is full");
+  if (arena_used + rounded > arena_size) return fail("the arena is full");
   arena_used += rounded;
   return int64_t(arena_used - rounded);
 }
 
-// How much memory a group takes whose operations move up to these many bytes with words, and with signals.
-uint64_t nvrar_group_bytes(const int32_t* node_of, int size, int rank, uint64_t words, uint64_t signals) {
+// The bytes that a group needs for operations of up to these capacities, in bytes, of the two protocols. Returns 0 if a
+// node has too many ranks.
+uint64_t nvrar_group_bytes(const int32_t* node_of, int size, int rank, uint64_t ll_capacity,
+                           uint64_t signal_capacity) {
   Group group{};
-  return shape(group, node_of, size, rank, words, signals);
+  return init_layout(group, node_of, size, rank, ll_capacity, signal_capacity);
 }
 
-// Makes a group. `world` and `offset` have each member's rank in the world and what nvrar_reserve gave it.
-int nvrar_group(const int32_t* node_of, int size, int rank, uint64_t words, uint64_t signals, const int32_t* world,
-                const uint64_t* offset, uint64_t timeout) {
+// Creates a group and returns its handle. `pe` and `offset` have each member's PE and its result of nvrar_reserve.
+int nvrar_create_group(const int32_t* node_of, int size, int rank, uint64_t ll_capacity, uint64_t signal_capacity,
+                       const int32_t* pe, const uint64_t* offset, uint64_t timeout) {
   auto group = std::make_unique<Group>();
-  if (!shape(*group, node_of, size, rank, words, signals)) return failed("a node has more ranks than fit");
-  plan_moves(*group, node_of, size, rank, world, offset, arena);
+  if (!init_layout(*group, node_of, size, rank, ll_capacity, signal_capacity)) {
+    return fail("too many ranks on one node");
+  }
+  init_inter_steps(*group, node_of, size, rank, pe, offset, arena);
   group->id = int(groups.size());
-  group->self = arena + offset[rank];
+  group->own_memory = arena + offset[rank];
   for (auto& node : by_node(node_of, size)) {
     if (std::find(node.begin(), node.end(), rank) == node.end()) continue;
     for (size_t i = 0; i < node.size(); ++i) {
       int member = node[i];
-      group->rank_of[i] = world[member];
-      group->peer[i] = static_cast<char*>(nvshmem_ptr(arena + offset[member], world[member]));
-      if (!group->peer[i]) {
-        return failed("the memory of rank " + std::to_string(world[member]) + ", on the same node, cannot be reached");
+      group->local_pe[i] = pe[member];
+      group->peer_memory[i] = static_cast<char*>(nvshmem_ptr(arena + offset[member], pe[member]));
+      if (!group->peer_memory[i]) {
+        return fail("no peer access to the memory of rank " + std::to_string(pe[member]) + " on the same node");
       }
     }
   }
-  group->state = new_state();
-  if (!group->state) return failed("no memory for a group's state");
+  group->state = allocate_state();
+  if (!group->state) return fail("out of memory for the state of a group");
   group->status = status_on_device;
   group->timeout = timeout;
   groups.push_back(std::move(group));
   return int(groups.size()) - 1;
 }
 
-// The most bytes of one operation; longer messages are several.
+// The maximum bytes of one operation. Longer messages are split into several operations.
 uint64_t nvrar_capacity(int handle, int protocol) {
   const Group& group = *groups[handle];
-  return (protocol == 0 ? group.words.slot / 2 : group.signals.slot) * group.owners;
+  return (protocol == 0 ? group.ll_region.slot_bytes / 2 : group.signal_region.slot_bytes) * group.shards;
 }
 
-int nvrar_all_reduce(int handle, const void* x, void* out, uint64_t count, int value, int protocol, int blocks,
+int nvrar_all_reduce(int handle, const void* x, void* out, uint64_t count, int dtype, int protocol, int blocks,
                      int threads, uint64_t chunk, cudaStream_t stream) {
   const Group& group = *groups[handle];
-  if (bad_launch(value, blocks, threads)) return failed("no such launch");
-  uint64_t most = nvrar_capacity(handle, protocol) / value_bytes(value);
-  for (uint64_t at = 0; at < count; at += most) {
-    const char* from = static_cast<const char*>(x) + at * value_bytes(value);
-    char* to = static_cast<char*>(out) + at * value_bytes(value);
-    Call call = make_call(from, to, std::min(most, count - at), value, group.owners, chunk);
-    if (value == 0) launch_nvrar<Float32>(protocol, blocks, threads, stream, group, call);
-    if (value == 1) launch_nvrar<Float16>(protocol, blocks, threads, stream, group, call);
-    if (value == 2) launch_nvrar<Bfloat16>(protocol, blocks, threads, stream, group, call);
+  if (invalid_launch(dtype, blocks, threads)) return fail("invalid dtype, blocks or threads");
+  uint64_t max_count = nvrar_capacity(handle, protocol) / dtype_bytes(dtype);
+  for (uint64_t begin = 0; begin < count; begin += max_count) {
+    const char* from = static_cast<const char*>(x) + begin * dtype_bytes(dtype);
+    char* to = static_cast<char*>(out) + begin * dtype_bytes(dtype);
+    KernelArgs args = make_args(from, to, std::min(max_count, count - begin), dtype, group.shards, chunk);
+    if (dtype == 0) launch_nvrar<Float32>(protocol, blocks, threads, stream, group, args);
+    if (dtype == 1) launch_nvrar<Float16>(protocol, blocks, threads, stream, group, args);
+    if (dtype == 2) launch_nvrar<Bfloat16>(protocol, blocks, threads, stream, group, args);
   }
-  return launched("launching the all-reduce");
+  return check_launch("launching the all-reduce");
 }
 
-// The sum of x in out; residual += out; normed = residual / rms(residual) * weight. In one operation.
-int nvrar_all_reduce_norm(int handle, const void* x, void* out, uint32_t rows, uint32_t width, int value, int protocol,
+// All-reduce of x into out, then residual += out and normed = residual / rms(residual) * weight, in one kernel.
+int nvrar_all_reduce_norm(int handle, const void* x, void* out, uint32_t rows, uint32_t width, int dtype, int protocol,
                           int blocks, int threads, uint64_t chunk, void* residual, void* normed, const void* weight,
-                          int wide_weight, float eps, cudaStream_t stream) {
+                          int fp32_weight, float eps, cudaStream_t stream) {
   const Group& group = *groups[handle];
   uint64_t count = uint64_t(rows) * width;
-  if (bad_launch(value, blocks, threads)) return failed("no such launch");
-  if (count * value_bytes(value) > nvrar_capacity(handle, protocol)) return failed("too long for one operation");
-  Call call = make_call(x, out, count, value, group.owners, chunk);
-  call.rows = rows;
-  call.width = width;
-  call.residual = residual;
-  call.normed = normed;
-  call.weight = weight;
-  call.wide_weight = wide_weight;
-  call.eps = eps;
-  auto place = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor); };
-  uintptr_t together = place(out) | place(residual) | place(normed) | place(weight);
-  call.packed = (together | uint64_t(width) * value_bytes(value)) % kUnit == 0;
-  if (value == 0) launch_nvrar<Float32>(protocol, blocks, threads, stream, group, call);
-  if (value == 1) launch_nvrar<Float16>(protocol, blocks, threads, stream, group, call);
-  if (value == 2) launch_nvrar<Bfloat16>(protocol, blocks, threads, stream, group, call);
-  return launched("launching the all-reduce with its norm");
+  if (invalid_launch(dtype, blocks, threads)) return fail("invalid dtype, blocks or threads");
+  if (count * dtype_bytes(dtype) > nvrar_capacity(handle, protocol)) return fail("message too long for one operation");
+  KernelArgs args = make_args(x, out, count, dtype, group.shards, chunk);
+  args.rows = rows;
+  args.width = width;
+  args.residual = residual;
+  args.normed = normed;
+  args.weight = weight;
+  args.fp32_weight = fp32_weight;
+  args.eps = eps;
+  auto address = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor); };
+  uintptr_t addresses = address(out) | address(residual) | address(normed) | address(weight);
+  args.rows_aligned = (addresses | uint64_t(width) * dtype_bytes(dtype)) % kPackBytes == 0;
+  if (dtype == 0) launch_nvrar<Float32>(protocol, blocks, threads, stream, group, args);
+  if (dtype == 1) launch_nvrar<Float16>(protocol, blocks, threads, stream, group, args);
+  if (dtype == 2) launch_nvrar<Bfloat16>(protocol, blocks, threads, stream, group, args);
+  return check_launch("launching the all-reduce with its norm");
 }
 
-// Baselines.
+// Baselines for benchmarks. algorithm: see enum Algorithm.
 
 uint64_t nvrar_flat_bytes(int algorithm, int size, uint64_t capacity) {
   FlatGroup group{};
-  shape_flat(group, algorithm, size, capacity);
+  init_flat_layout(group, algorithm, size, capacity);
   return group.bytes();
 }
 
-int nvrar_flat_group(int algorithm, int size, int rank, uint64_t capacity, const int32_t* world, const uint64_t* offset,
-                     uint64_t timeout) {
-  if (size > kMaxFlat) return failed("more ranks than the baselines take");
+int nvrar_create_flat_group(int algorithm, int size, int rank, uint64_t capacity, const int32_t* pe,
+                            const uint64_t* offset, uint64_t timeout) {
+  if (size > kMaxFlat) return fail("too many ranks for a baseline");
   auto group = std::make_unique<FlatGroup>();
   group->id = 1000 + int(flat_groups.size());
   group->rank = rank;
-  shape_flat(*group, algorithm, size, capacity);
+  init_flat_layout(*group, algorithm, size, capacity);
   for (int member = 0; member < size; ++member) {
-    group->pe[member] = world[member];
-    group->remote[member] = arena + offset[member];
+    group->pe[member] = pe[member];
+    group->remote_memory[member] = arena + offset[member];
   }
-  group->self = arena + offset[rank];
-  group->state = new_state();
-  if (!group->state) return failed("no memory for a group's state");
+  group->own_memory = arena + offset[rank];
+  group->state = allocate_state();
+  if (!group->state) return fail("out of memory for the state of a group");
   group->status = status_on_device;
   group->timeout = timeout;
   flat_groups.push_back(std::move(group));
   return int(flat_groups.size()) - 1;
 }
 
-int nvrar_flat_all_reduce(int handle, int algorithm, const void* x, void* out, uint64_t count, int value, int blocks,
+int nvrar_flat_all_reduce(int handle, int algorithm, const void* x, void* out, uint64_t count, int dtype, int blocks,
                           int threads, uint64_t chunk, cudaStream_t stream) {
   const FlatGroup& group = *flat_groups[handle];
-  if (bad_launch(value, blocks, threads)) return failed("no such launch");
-  int owners = flat_owners(algorithm, group.size);
-  uint64_t most = group.slot / 2 * owners / value_bytes(value);
-  for (uint64_t at = 0; at < count; at += most) {
-    const char* from = static_cast<const char*>(x) + at * value_bytes(value);
-    char* to = static_cast<char*>(out) + at * value_bytes(value);
-    Call call = make_call(from, to, std::min(most, count - at), value, owners, chunk);
-    if (value == 0) launch_flat<Float32>(algorithm, blocks, threads, stream, group, call);
-    if (value == 1) launch_flat<Float16>(algorithm, blocks, threads, stream, group, call);
-    if (value == 2) launch_flat<Bfloat16>(algorithm, blocks, threads, stream, group, call);
+  if (invalid_launch(dtype, blocks, threads)) return fail("invalid dtype, blocks or threads");
+  int shards = flat_shards(algorithm, group.size);
+  uint64_t max_count = group.slot_bytes / 2 * shards / dtype_bytes(dtype);
+  for (uint64_t begin = 0; begin < count; begin += max_count) {
+    const char* from = static_cast<const char*>(x) + begin * dtype_bytes(dtype);
+    char* to = static_cast<char*>(out) + begin * dtype_bytes(dtype);
+    KernelArgs args = make_args(from, to, std::min(max_count, count - begin), dtype, shards, chunk);
+    if (dtype == 0) launch_flat<Float32>(algorithm, blocks, threads, stream, group, args);
+    if (dtype == 1) launch_flat<Float16>(algorithm, blocks, threads, stream, group, args);
+    if (dtype == 2) launch_flat<Bfloat16>(algorithm, blocks, threads, stream, group, args);
   }
-  return launched("launching a baseline");
+  return check_launch("launching a baseline");
 }
 
-// NVSHMEM's own all-reduce over the world; x and out lie in the arena.
-int nvrar_library_all_reduce(const void* x, void* out, uint64_t count, int value, cudaStream_t stream) {
+// NVSHMEM's all-reduce over all ranks of the world. x and out must be in the arena.
+int nvrar_nvshmem_all_reduce(const void* x, void* out, uint64_t count, int dtype, cudaStream_t stream) {
   int error = -1;
-  if (value == 0) {
+  if (dtype == 0) {
     error = nvshmemx_float_sum_reduce_on_stream(NVSHMEM_TEAM_WORLD, static_cast<float*>(out),
                                                 static_cast<const float*>(x), count, stream);
-  } else if (value == 1) {
+  } else if (dtype == 1) {
     error = nvshmemx_half_sum_reduce_on_stream(NVSHMEM_TEAM_WORLD, static_cast<half*>(out),
                                                static_cast<const half*>(x), count, stream);
-  } else if (value == 2) {
+  } else if (dtype == 2) {
     error = nvshmemx_bfloat16_sum_reduce_on_stream(NVSHMEM_TEAM_WORLD, static_cast<__nv_bfloat16*>(out),
                                                    static_cast<const __nv_bfloat16*>(x), count, stream);
   }
-  return error ? failed("NVSHMEM's all-reduce") : 0;
+  return error ? fail("NVSHMEM's all-reduce failed") : 0;
 }
 
-// Lets go of everything; every rank calls this, and nothing may be running.
-void nvrar_end() {
+// Releases everything. Collective: every rank calls this, with no kernel running.
+void nvrar_finalize() {
   for (auto& group : groups) cudaFree(group->state);
   for (auto& group : flat_groups) cudaFree(group->state);
   groups.clear();

@@ -1,8 +1,11 @@
-// What host and device agree on: a group's shape, and where things lie in its memory.
+// Data structures shared by host and device: the description of a group and the layout of its memory.
 //
-// The memory of a group is one range of every member's symmetric arena. It holds a region for each protocol. A region
-// has, for each of two parities, slots for what ranks of the node contribute (reduce), what its owners finished
-// (gather), what other nodes sent (receive), and what this rank sends to other nodes (stage).
+// The memory of a group is one range of every member's symmetric arena. It holds one region per protocol. A region has
+// two copies of every slot, one for even and one for odd sequence numbers (double buffering). The slots are:
+//   reduce   inputs from each rank of the node, for the shard that this rank owns
+//   gather   finished shards from each owner of the node
+//   receive  partial sums from other nodes, one slot per inter-node step
+//   stage    partial sums to other nodes, one slot per inter-node step: the source of puts
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,95 +20,98 @@
 
 namespace nvrar {
 
-constexpr int kUnit = 16;         // bytes of data that one thread loads, adds and stores at a time
-constexpr int kMaxLocals = 64;    // ranks of one node
-constexpr int kMaxExchanges = 18; // between nodes: up to 2^16 of them, and folding in and out
-constexpr int kMaxChunks = 1024;  // of a piece: there is a signal for each
+constexpr int kPackBytes = 16;     // a pack: the data that one thread loads, adds and stores at once
+constexpr int kMaxLocalRanks = 64; // ranks per node
+constexpr int kMaxInterSteps = 18; // enough for 2^16 nodes: 16 rounds of recursive doubling, fold in and fold out
+constexpr int kMaxChunks = 1024;   // chunks per shard; each has its own signal
 
-enum Phase : uint32_t { kReduce = 1, kBetween = 2, kGather = 3, kEpilogue = 4, kFlat = 5 };
+enum Phase : uint32_t { kReduceScatter = 1, kInterNode = 2, kAllGather = 3, kEpilogue = 4, kBaseline = 5 };
 
-// One exchange between this rank's node and another, as this rank takes part in it.
-struct Move {
-  int32_t exchange; // its slot, the same on both sides
-  int32_t to;       // the rank (of NVSHMEM's world) that is sent this rank's sum, or -1
-  int32_t from;     // the one whose sum is received, or -1
-  int32_t replaces; // whether what is received is the sum of all, rather than another part of it
-  char* remote;     // the receiver's group memory, as a symmetric address
+// One inter-node step of this rank. Ranks are NVSHMEM PEs.
+struct InterStep {
+  int32_t slot;         // index of the receive and stage slots, the same on both sides
+  int32_t send_to;      // the PE that gets this rank's partial sum, or -1
+  int32_t receive_from; // the PE whose partial sum is received, or -1
+  int32_t overwrites;   // the received data is the final sum (fold out), not a term to add
+  char* remote_memory;  // the partner's group memory, as a symmetric address
 };
 
 struct Region {
-  uint64_t base, slot; // bytes: from the start of the group's memory; of one slot
-  int32_t widest, owners, exchanges; // ranks of the largest node and its owners, 0 where nodes have one rank
+  uint64_t base, slot_bytes; // offset in the group's memory; size of one slot
+  // Numbers of slots. The first two are the ranks of the largest node and the shards, or 0 if all nodes have one rank.
+  int32_t reduce_slots, gather_slots, inter_slots;
 
-  NVRAR_SHARED int slots() const { return widest + owners + 2 * exchanges; }
-  NVRAR_SHARED int reduce(int source) const { return source; }
-  NVRAR_SHARED int gather(int owner) const { return widest + owner; }
-  NVRAR_SHARED int receive(int exchange) const { return widest + owners + exchange; }
-  NVRAR_SHARED int stage(int exchange) const { return widest + owners + exchanges + exchange; }
-  NVRAR_SHARED uint64_t data(int parity, int index) const { return base + uint64_t(parity * slots() + index) * slot; }
-  NVRAR_SHARED uint64_t signal(int parity, int index, uint32_t chunk) const {
-    return base + 2 * uint64_t(slots()) * slot + (uint64_t(parity * slots() + index) * kMaxChunks + chunk) * 8;
+  NVRAR_SHARED int slots() const { return reduce_slots + gather_slots + 2 * inter_slots; }
+  NVRAR_SHARED int reduce_slot(int source) const { return source; }
+  NVRAR_SHARED int gather_slot(int owner) const { return reduce_slots + owner; }
+  NVRAR_SHARED int receive_slot(int step) const { return reduce_slots + gather_slots + step; }
+  NVRAR_SHARED int stage_slot(int step) const { return reduce_slots + gather_slots + inter_slots + step; }
+  NVRAR_SHARED uint64_t data_offset(int parity, int index) const {
+    return base + uint64_t(parity * slots() + index) * slot_bytes;
   }
-  NVRAR_SHARED uint64_t bytes() const { return 2 * uint64_t(slots()) * (slot + 8 * kMaxChunks); }
+  NVRAR_SHARED uint64_t signal_offset(int parity, int index, uint32_t chunk) const {
+    return base + 2 * uint64_t(slots()) * slot_bytes + (uint64_t(parity * slots() + index) * kMaxChunks + chunk) * 8;
+  }
+  NVRAR_SHARED uint64_t bytes() const { return 2 * uint64_t(slots()) * (slot_bytes + 8 * kMaxChunks); }
 };
 
-// In device memory, one for each group; written by its kernels only.
-struct State {
-  uint64_t number;  // of the next operation
-  uint32_t aborted; // a wait timed out or the host said stop: nobody waits any more
-  uint32_t ticket;  // blocks that have finished the operation
-  uint32_t arrived; // blocks that have reached the barrier before the epilogue
-  uint32_t generation;
+// In device memory, one per group, written only by its kernels.
+struct GroupState {
+  uint64_t sequence;          // sequence number of the next operation
+  uint32_t aborted;           // a wait timed out or the host requested a stop: no wait blocks any more
+  uint32_t blocks_done;       // blocks that have finished the current operation
+  uint32_t blocks_at_barrier; // blocks that have reached the barrier before the epilogue
+  uint32_t barrier_generation;
 };
 
-// In host memory that the device sees, one for each process: the first wait that timed out.
+// In mapped host memory, one per process: the first wait that timed out. Python reads it (Status in library.py).
 struct Status {
-  uint32_t stop;     // set by the host: nobody waits any more
-  uint32_t reported; // set by the device, after everything below
+  uint32_t stop;     // set by the host: end all waits
+  uint32_t reported; // set by the device, after all fields below
   uint32_t group, phase, step, peer;
-  uint64_t number;
+  uint64_t sequence;
 };
 
 struct Group {
-  int32_t id, local, locals, owners; // this rank's place in its node; how many there are; how many of them own a piece
-  int32_t moves;
-  Move move[kMaxExchanges];
-  char* self;                   // this rank's group memory
-  char* peer[kMaxLocals];       // that of each rank of the node, as pointers to load and store through
-  int32_t rank_of[kMaxLocals];  // their ranks in the world, for reports
-  Region words, signals;
-  State* state;
+  int32_t id, local_rank, local_size, shards; // local ranks below `shards` own the shard of that index
+  int32_t inter_steps;
+  InterStep inter_step[kMaxInterSteps];
+  char* own_memory;                  // this rank's group memory
+  char* peer_memory[kMaxLocalRanks]; // group memory of each rank of the node, accessible by loads and stores
+  int32_t local_pe[kMaxLocalRanks];  // PE of each rank of the node, for timeout reports
+  Region ll_region, signal_region;
+  GroupState* state;
   Status* status;
   uint64_t timeout; // ns
 };
 
-// One operation, as it is launched.
-struct Call {
+// The arguments of one operation.
+struct KernelArgs {
   const void* x;
   void* out;
-  uint64_t count;     // elements
-  uint32_t units;     // of kUnit bytes, the last perhaps not full
-  uint32_t chunk;     // units
-  int32_t aligned;    // whether x and out start at a multiple of kUnit
-  // The epilogue, unless rows is 0: residual += out; normed = residual / rms(residual) * weight.
+  uint64_t count;       // elements
+  uint32_t packs;       // the last one may be partial
+  uint32_t chunk_packs; // packs per chunk
+  int32_t aligned;      // x and out are aligned to kPackBytes
+  // The epilogue, skipped if rows is 0: residual += out; normed = residual / rms(residual) * weight.
   uint32_t rows, width;
-  int32_t packed;      // whether every row of these starts at a multiple of kUnit
-  int32_t wide_weight; // the weight is float32, whatever the other tensors are
+  int32_t rows_aligned; // every row of the epilogue's tensors is aligned to kPackBytes
+  int32_t fp32_weight;  // the weight is float32, whatever the dtype of the other tensors
   float eps;
   void *residual, *normed;
   const void* weight;
 };
 
-// A cut of the message or of a piece, in units.
+// A range of the message or of a shard, in packs.
 struct Span {
   uint32_t begin, end;
 };
 
-// The piece of the message that an owner sums.
-NVRAR_SHARED Span piece_of(uint32_t units, int owners, int owner) {
-  uint32_t each = (units + owners - 1) / owners;
-  uint32_t begin = owner * each < units ? owner * each : units;
-  return {begin, begin + each < units ? begin + each : units};
+// The packs of the message that belong to shard `index`.
+NVRAR_SHARED Span shard_span(uint32_t packs, int shards, int index) {
+  uint32_t each = (packs + shards - 1) / shards;
+  uint32_t begin = index * each < packs ? index * each : packs;
+  return {begin, begin + each < packs ? begin + each : packs};
 }
 
 } // namespace nvrar

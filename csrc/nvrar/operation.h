@@ -1,117 +1,127 @@
-// One operation in the making: its number, how its work is cut, and how it waits.
+// One operation (one all-reduce kernel launch): its sequence number, how its work is divided, and how it waits.
 //
-// Everything here and in the phases is written against a Wire: what a thread of a block can do. gpu_transport.cuh is the
-// real one; a test has another, whose puts arrive late and out of order. A Wire has
-//   thread() threads() block() blocks() sync()        its place, and the barrier of its block
-//   load_line(from), store_line(to, line)             two words, neither of them torn; own or a peer's memory
-//   load_data(from), store_data(to, unit)             sixteen bytes without flags, ordered by signals
-//   load_signal(from), store_signal(to, value)        acquire and release, of all stores before the last sync()
-//   put(to, from, bytes, rank), put_signal(...)       into another rank's memory; called by the whole block
-//   settle(signal, value)                             after a put's signal is seen: its data is seen too
-//   count(counter), wake(generation), generation(at)  for the blocks of this rank: who is last; a barrier's turns
-//   sum(value), rsqrt(value)                          a sum over the threads of the block
-//   now(), pause(), stopped(...), report(...)         for waits: the clock; whether to end; why it ended
+// A shard is divided into chunks, which blocks take in turn (chunk i belongs to block i mod blocks). A chunk is divided
+// into packs of 16 bytes, which the threads of the block take in turn.
+//
+// This file and the phases are written against a Transport: the operations of one thread. gpu_transport.cuh has it with
+// NVSHMEM; tests/unit/nvrar_twin.cpp simulates it on the CPU, with puts that arrive late and out of order.
+//   thread() threads() block() blocks() sync()    indices and sizes of the launch; barrier of the block
+//   load_line(from), store_line(to, line)         16 bytes of the LL protocol; each 8-byte half is never torn
+//   load_data(from), store_data(to, pack)         16 bytes without flags, ordered by signals
+//   load_signal(from), store_signal(to, value)    acquire; release of all stores before the last sync()
+//   put(to, from, bytes, pe)                      to the memory of another PE; called by the whole block
+//   put_signal(to, from, bytes, signal, value, pe)
+//   acquire_put(signal, value)                    call after the signal of a put was seen, before its data is read
+//   fetch_increment(counter)                      atomic, between the blocks of this rank
+//   load_generation(from), advance_generation(generation)  for the barrier of the blocks of this rank
+//   block_sum(value), rsqrt(value)                sum over the threads of the block
+//   now(), pause()                                clock in ns; called between polls
+//   should_stop(...), report_timeout(...)         whether a wait must end; records the first wait that timed out
 #pragma once
 #include "pack.h"
 
 namespace nvrar {
 
-constexpr int kBatch = 2;            // units that a thread has in flight
-constexpr uint32_t kPatience = 1024; // polls between two looks at the clock
+constexpr int kBatch = 2;                     // packs that a thread has in flight
+constexpr uint32_t kPollsPerClockRead = 1024; // a wait reads the clock and the stop flag this rarely
 
-// Two words: four bytes of data, and the operation's number as a flag, twice.
-struct alignas(16) Line {
+// Two 8-byte stores of the LL protocol, as in NCCL: 4 bytes of data and 4 bytes of flag each.
+struct alignas(16) LLLine {
   uint32_t data0, flag0, data1, flag1;
 };
 
 struct Chunk {
-  uint32_t index, begin, end; // its number within the piece; units, counted from the start of the piece
+  uint32_t index, begin, end; // index within the shard; range of packs, relative to the shard
 };
 
-// The units that one thread handles together: from `first`, every `stride`th.
+// The packs that one thread handles at once: `first`, `first + stride`, ... below `end`.
 struct Batch {
   uint32_t first, end, stride;
   NVRAR_DEVICE bool has(int k) const { return first + k * stride < end; }
-  NVRAR_DEVICE uint32_t unit(int k) const { return first + k * stride; }
+  NVRAR_DEVICE uint32_t pack(int k) const { return first + k * stride; }
 };
 
-// What a wait is for, to be reported if it never ends.
-struct Site {
+// What a wait is for, reported if it times out.
+struct WaitSite {
   Phase phase;
   int step, peer;
 };
 
-template <class WireT, class ValueT> struct Operation {
-  using Wire = WireT;
+template <class TransportT, class ValueT> struct Operation {
+  using Transport = TransportT;
   using Value = ValueT;
 
-  Wire& wire;
-  const Call& call;
-  State* state;
+  Transport& transport;
+  const KernelArgs& args;
+  GroupState* state;
   Status* status;
   uint64_t timeout;
   int group;
-  uint64_t number;
-  uint32_t flag;   // the number as words carry it; never 0, which is what memory starts with
-  int parity;
+  uint64_t sequence;
+  uint32_t flag; // the sequence number as a flag of the LL protocol; never 0, the initial content of memory
+  int parity;    // selects one of the two sets of buffers
   bool aborted;
 
-  NVRAR_DEVICE Operation(Wire& wire, const Call& call, State* state, Status* status, uint64_t timeout, int group)
-      : wire(wire), call(call), state(state), status(status), timeout(timeout), group(group) {
-    number = state->number;
+  NVRAR_DEVICE Operation(Transport& transport, const KernelArgs& args, GroupState* state, Status* status,
+                         uint64_t timeout, int group)
+      : transport(transport), args(args), state(state), status(status), timeout(timeout), group(group) {
+    sequence = state->sequence;
     aborted = state->aborted;
-    flag = uint32_t(number % 0xfffffffeu) + 2;
-    parity = int(number & 1);
+    flag = uint32_t(sequence % 0xfffffffeu) + 2;
+    parity = int(sequence & 1);
   }
 
-  // Polls until `ready()`; gives up where the time is over or somebody else has given up.
-  template <class Ready> NVRAR_DEVICE void await(Site site, Ready ready) {
-    uint64_t began = 0;
+  // Polls until `ready()`. Gives up after the timeout, or if another wait has given up or the host requests a stop.
+  template <class Ready> NVRAR_DEVICE void wait_until(WaitSite site, Ready ready) {
+    uint64_t start = 0;
     for (uint32_t polls = 1; !ready() && !aborted; ++polls) {
-      wire.pause();
-      if (polls % kPatience) continue;
-      uint64_t now = wire.now();
-      if (!began) began = now;
-      if (now - began > timeout) wire.report(state, status, group, number, site);
-      aborted = wire.stopped(state, status);
+      transport.pause();
+      if (polls % kPollsPerClockRead) continue;
+      uint64_t now = transport.now();
+      if (!start) start = now;
+      if (now - start > timeout) transport.report_timeout(state, status, group, sequence, site);
+      aborted = transport.should_stop(state, status);
     }
   }
 
-  template <class Use> NVRAR_DEVICE void each_chunk(Span piece, Use use) {
-    uint32_t units = piece.end - piece.begin;
-    for (uint32_t index = wire.block(); index * call.chunk < units; index += wire.blocks()) {
-      uint32_t begin = index * call.chunk;
-      use(Chunk{index, begin, begin + call.chunk < units ? begin + call.chunk : units});
+  // Calls `use` with each chunk of the shard that belongs to this block.
+  template <class Use> NVRAR_DEVICE void for_each_chunk(Span shard, Use use) {
+    uint32_t packs = shard.end - shard.begin;
+    for (uint32_t index = transport.block(); index * args.chunk_packs < packs; index += transport.blocks()) {
+      uint32_t begin = index * args.chunk_packs;
+      use(Chunk{index, begin, begin + args.chunk_packs < packs ? begin + args.chunk_packs : packs});
     }
   }
 
-  // A unit belongs to the same thread in every phase, so a thread may read what it wrote without a barrier.
-  template <class Use> NVRAR_DEVICE void each_batch(Chunk chunk, Use use) {
-    for (uint32_t unit = chunk.begin + wire.thread(); unit < chunk.end; unit += kBatch * wire.threads()) {
-      use(Batch{unit, chunk.end, uint32_t(wire.threads())});
+  // Calls `use` with each batch of the chunk that belongs to this thread. A pack belongs to the same thread in every
+  // phase, so a thread can read back what it wrote without a barrier.
+  template <class Use> NVRAR_DEVICE void for_each_batch(Chunk chunk, Use use) {
+    for (uint32_t pack = chunk.begin + transport.thread(); pack < chunk.end; pack += kBatch * transport.threads()) {
+      use(Batch{pack, chunk.end, uint32_t(transport.threads())});
     }
   }
 
-  NVRAR_DEVICE void load(Span piece, Batch batch, Unit (&units)[kBatch]) {
+  NVRAR_DEVICE void load(Span shard, Batch batch, Pack (&packs)[kBatch]) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      if (batch.has(k)) units[k] = load_unit<Value>(call.x, call.count, call.aligned, piece.begin + batch.unit(k));
+      if (batch.has(k)) packs[k] = load_pack<Value>(args.x, args.count, args.aligned, shard.begin + batch.pack(k));
     }
   }
 
-  NVRAR_DEVICE void store(Span piece, Batch batch, const Unit (&units)[kBatch]) {
+  NVRAR_DEVICE void store(Span shard, Batch batch, const Pack (&packs)[kBatch]) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      if (batch.has(k)) store_unit<Value>(call.out, call.count, call.aligned, piece.begin + batch.unit(k), units[k]);
+      if (batch.has(k)) store_pack<Value>(args.out, args.count, args.aligned, shard.begin + batch.pack(k), packs[k]);
     }
   }
 
-  // The last block to finish advances the number; the next kernel of the stream reads it.
+  // The last block to finish advances the sequence number, which the next kernel of the stream reads. It is in device
+  // memory because CUDA graph capture would freeze a kernel argument.
   NVRAR_DEVICE void finish() {
-    wire.sync();
-    if (wire.thread() == 0 && wire.count(&state->ticket) == uint32_t(wire.blocks()) - 1) {
-      state->ticket = 0;
-      state->number = number + 1;
+    transport.sync();
+    if (transport.thread() == 0 && transport.fetch_increment(&state->blocks_done) == uint32_t(transport.blocks()) - 1) {
+      state->blocks_done = 0;
+      state->sequence = sequence + 1;
     }
   }
 };

@@ -1,4 +1,4 @@
-// Sixteen bytes of elements, and their arithmetic: added in fp32, rounded to the nearest.
+// A pack: 16 bytes of elements. Elements are added in fp32 and rounded to nearest even.
 #pragma once
 #include "layout.h"
 #if defined(__CUDACC__)
@@ -10,7 +10,7 @@
 
 namespace nvrar {
 
-struct alignas(16) Unit {
+struct alignas(16) Pack {
   uint32_t word[4];
 };
 
@@ -50,77 +50,78 @@ inline uint16_t float_to_bfloat(float value) {
 
 struct Float32 {
   using Bits = uint32_t;
-  static NVRAR_DEVICE float widen(Bits bits) { return as_float(bits); }
-  static NVRAR_DEVICE Bits narrow(float value) { return as_bits(value); }
+  static NVRAR_DEVICE float to_float(Bits bits) { return as_float(bits); }
+  static NVRAR_DEVICE Bits from_float(float value) { return as_bits(value); }
 };
 struct Float16 {
   using Bits = uint16_t;
-  static NVRAR_DEVICE float widen(Bits bits) { return half_to_float(bits); }
-  static NVRAR_DEVICE Bits narrow(float value) { return float_to_half(value); }
+  static NVRAR_DEVICE float to_float(Bits bits) { return half_to_float(bits); }
+  static NVRAR_DEVICE Bits from_float(float value) { return float_to_half(value); }
 };
 struct Bfloat16 {
   using Bits = uint16_t;
-  static NVRAR_DEVICE float widen(Bits bits) { return as_float(uint32_t(bits) << 16); }
-  static NVRAR_DEVICE Bits narrow(float value) { return float_to_bfloat(value); }
+  static NVRAR_DEVICE float to_float(Bits bits) { return as_float(uint32_t(bits) << 16); }
+  static NVRAR_DEVICE Bits from_float(float value) { return float_to_bfloat(value); }
 };
 
-template <class Value> constexpr int kElements = kUnit / sizeof(typename Value::Bits);
+template <class Value> constexpr int kPackElements = kPackBytes / sizeof(typename Value::Bits);
 
-// A unit's elements in fp32.
-template <class Value> struct Wide {
+// The elements of a pack in fp32. Sums accumulate here and are rounded once, by round().
+template <class Value> struct Accumulator {
   static constexpr int kPerWord = 4 / sizeof(typename Value::Bits);
-  float element[kElements<Value>];
+  float element[kPackElements<Value>];
 
-  Wide() = default;
-  NVRAR_DEVICE explicit Wide(Unit unit) {
+  Accumulator() = default;
+  NVRAR_DEVICE explicit Accumulator(Pack pack) {
 #pragma unroll
-    for (int i = 0; i < kElements<Value>; ++i) {
-      element[i] = Value::widen(typename Value::Bits(unit.word[i / kPerWord] >> (i % kPerWord * 16)));
+    for (int i = 0; i < kPackElements<Value>; ++i) {
+      element[i] = Value::to_float(typename Value::Bits(pack.word[i / kPerWord] >> (i % kPerWord * 16)));
     }
   }
-  NVRAR_DEVICE void add(Unit unit) {
-    Wide other(unit);
+  NVRAR_DEVICE void add(Pack pack) {
+    Accumulator other(pack);
 #pragma unroll
-    for (int i = 0; i < kElements<Value>; ++i) element[i] += other.element[i];
+    for (int i = 0; i < kPackElements<Value>; ++i) element[i] += other.element[i];
   }
-  NVRAR_DEVICE Unit narrow() const {
-    Unit unit = {};
+  NVRAR_DEVICE Pack round() const {
+    Pack pack = {};
 #pragma unroll
-    for (int i = 0; i < kElements<Value>; ++i) {
-      unit.word[i / kPerWord] |= uint32_t(Value::narrow(element[i])) << (i % kPerWord * 16);
+    for (int i = 0; i < kPackElements<Value>; ++i) {
+      pack.word[i / kPerWord] |= uint32_t(Value::from_float(element[i])) << (i % kPerWord * 16);
     }
-    return unit;
+    return pack;
   }
 };
 
-// Unit `at` of a tensor of `count` elements; what lies behind its end is zero.
-template <class Value> NVRAR_DEVICE Unit load_unit(const void* tensor, uint64_t count, bool aligned, uint32_t at) {
+// Loads pack `index` of a tensor of `count` elements. Elements beyond its end are zero.
+template <class Value> NVRAR_DEVICE Pack load_pack(const void* tensor, uint64_t count, bool aligned, uint32_t index) {
   using Bits = typename Value::Bits;
-  constexpr int n = kElements<Value>;
-  uint64_t first = uint64_t(at) * n;
-  if (aligned && first + n <= count) return static_cast<const Unit*>(tensor)[at];
+  constexpr int n = kPackElements<Value>;
+  uint64_t first = uint64_t(index) * n;
+  if (aligned && first + n <= count) return static_cast<const Pack*>(tensor)[index];
   const Bits* elements = static_cast<const Bits*>(tensor) + first;
-  Unit unit = {};
+  Pack pack = {};
 #pragma unroll
   for (int i = 0; i < n; ++i) {
-    if (first + i < count) unit.word[i * sizeof(Bits) / 4] |= uint32_t(elements[i]) << (i * sizeof(Bits) % 4 * 8);
+    if (first + i < count) pack.word[i * sizeof(Bits) / 4] |= uint32_t(elements[i]) << (i * sizeof(Bits) % 4 * 8);
   }
-  return unit;
+  return pack;
 }
 
+// Stores pack `index` of a tensor of `count` elements, without elements beyond its end.
 template <class Value>
-NVRAR_DEVICE void store_unit(void* tensor, uint64_t count, bool aligned, uint32_t at, Unit unit) {
+NVRAR_DEVICE void store_pack(void* tensor, uint64_t count, bool aligned, uint32_t index, Pack pack) {
   using Bits = typename Value::Bits;
-  constexpr int n = kElements<Value>;
-  uint64_t first = uint64_t(at) * n;
+  constexpr int n = kPackElements<Value>;
+  uint64_t first = uint64_t(index) * n;
   if (aligned && first + n <= count) {
-    static_cast<Unit*>(tensor)[at] = unit;
+    static_cast<Pack*>(tensor)[index] = pack;
     return;
   }
   Bits* elements = static_cast<Bits*>(tensor) + first;
 #pragma unroll
   for (int i = 0; i < n; ++i) {
-    if (first + i < count) elements[i] = Bits(unit.word[i * sizeof(Bits) / 4] >> (i * sizeof(Bits) % 4 * 8));
+    if (first + i < count) elements[i] = Bits(pack.word[i * sizeof(Bits) / 4] >> (i * sizeof(Bits) % 4 * 8));
   }
 }
 

@@ -1,106 +1,110 @@
-// How data and the news of its arrival travel: as words that carry a flag each, or as data followed by a signal.
+// The two protocols for data and its arrival: LL (low latency, a flag in every 8 bytes) and put-with-signal.
 #pragma once
 #include "operation.h"
 
 namespace nvrar {
 
-// A signal in a group's memory, what waiting for it is waiting for, and whether a put brings it.
-struct Awaited {
-  uint64_t* signal;
-  Site site;
-  bool put;
+// A signal to wait for.
+struct SignalWait {
+  uint64_t* signal; // null: nothing to wait for
+  WaitSite site;
+  bool from_put; // set by a put, not by a store of a rank of the node
 };
 
-// Eight-byte words, half data and half flag. The receiver polls the data itself: lowest latency, twice the bytes.
-struct Words {
-  static constexpr int kWireUnit = 2 * kUnit;
-  static NVRAR_SHARED const Region& region(const Group& group) { return group.words; }
+// LL protocol, as in NCCL: every 8-byte store holds 4 bytes of data and a 4-byte flag derived from the sequence number.
+// The receiver polls the data itself, so there is no separate signal and no fence: lowest latency, twice the bytes. It
+// relies on aligned 8-byte stores and puts not being torn. Flags are never cleared: the next use of a slot has another
+// sequence number.
+struct LLProtocol {
+  static constexpr int kSlotPackBytes = 2 * kPackBytes;
+  static NVRAR_SHARED const Region& region(const Group& group) { return group.ll_region; }
 
   template <class Op>
-  static NVRAR_DEVICE void write(Op& op, char* slot, Batch batch, const Unit (&units)[kBatch]) {
+  static NVRAR_DEVICE void write(Op& op, char* slot, Batch batch, const Pack (&packs)[kBatch]) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       if (!batch.has(k)) continue;
-      Line* line = reinterpret_cast<Line*>(slot + uint64_t(batch.unit(k)) * kWireUnit);
-      op.wire.store_line(line, Line{units[k].word[0], op.flag, units[k].word[1], op.flag});
-      op.wire.store_line(line + 1, Line{units[k].word[2], op.flag, units[k].word[3], op.flag});
+      LLLine* line = reinterpret_cast<LLLine*>(slot + uint64_t(batch.pack(k)) * kSlotPackBytes);
+      op.transport.store_line(line, LLLine{packs[k].word[0], op.flag, packs[k].word[1], op.flag});
+      op.transport.store_line(line + 1, LLLine{packs[k].word[2], op.flag, packs[k].word[3], op.flag});
     }
   }
 
-  // Waits until the whole batch is there.
+  // Waits until the whole batch has arrived.
   template <class Op>
-  static NVRAR_DEVICE void read(Op& op, const char* slot, Batch batch, Unit (&units)[kBatch], Site site) {
-    op.await(site, [&] {
+  static NVRAR_DEVICE void read(Op& op, const char* slot, Batch batch, Pack (&packs)[kBatch], WaitSite site) {
+    op.wait_until(site, [&] {
       bool ready = true;
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         if (!batch.has(k)) continue;
-        const Line* line = reinterpret_cast<const Line*>(slot + uint64_t(batch.unit(k)) * kWireUnit);
-        Line a = op.wire.load_line(line), b = op.wire.load_line(line + 1);
+        const LLLine* line = reinterpret_cast<const LLLine*>(slot + uint64_t(batch.pack(k)) * kSlotPackBytes);
+        LLLine a = op.transport.load_line(line), b = op.transport.load_line(line + 1);
         ready = ready && a.flag0 == op.flag && a.flag1 == op.flag && b.flag0 == op.flag && b.flag1 == op.flag;
-        units[k] = Unit{{a.data0, a.data1, b.data0, b.data1}};
+        packs[k] = Pack{{a.data0, a.data1, b.data0, b.data1}};
       }
       return ready;
     });
   }
 
-  template <class Op, class From> static NVRAR_DEVICE void arrive(Op&, int, From) {}
-  template <class Op, class To> static NVRAR_DEVICE void announce(Op&, int, To) {}
+  template <class Op, class From> static NVRAR_DEVICE void wait_signals(Op&, int, From) {}
+  template <class Op, class To> static NVRAR_DEVICE void signal_peers(Op&, int, To) {}
 
   template <class Op>
-  static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t*, int rank) {
-    op.wire.sync();
-    uint64_t begin = uint64_t(chunk.begin) * kWireUnit;
-    op.wire.put(to + begin, from + begin, uint64_t(chunk.end - chunk.begin) * kWireUnit, rank);
+  static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t*, int pe) {
+    op.transport.sync();
+    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;
+    op.transport.put(to + begin, from + begin, uint64_t(chunk.end - chunk.begin) * kSlotPackBytes, pe);
   }
 };
 
-// Data as it is, and a signal for each chunk: half the bytes, and the receiver waits twice, for signal and data.
-struct Signals {
-  static constexpr int kWireUnit = kUnit;
-  static NVRAR_SHARED const Region& region(const Group& group) { return group.signals; }
+// Put-with-signal protocol: plain data, then one 64-bit signal per chunk that is ordered after the data. The signal's
+// value is the sequence number plus one. Half the bytes of LL, but the receiver waits for the signal and then loads.
+struct SignalProtocol {
+  static constexpr int kSlotPackBytes = kPackBytes;
+  static NVRAR_SHARED const Region& region(const Group& group) { return group.signal_region; }
 
   template <class Op>
-  static NVRAR_DEVICE void write(Op& op, char* slot, Batch batch, const Unit (&units)[kBatch]) {
+  static NVRAR_DEVICE void write(Op& op, char* slot, Batch batch, const Pack (&packs)[kBatch]) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      if (batch.has(k)) op.wire.store_data(reinterpret_cast<Unit*>(slot) + batch.unit(k), units[k]);
+      if (batch.has(k)) op.transport.store_data(reinterpret_cast<Pack*>(slot) + batch.pack(k), packs[k]);
     }
   }
 
   template <class Op>
-  static NVRAR_DEVICE void read(Op& op, const char* slot, Batch batch, Unit (&units)[kBatch], Site) {
+  static NVRAR_DEVICE void read(Op& op, const char* slot, Batch batch, Pack (&packs)[kBatch], WaitSite) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
-      if (batch.has(k)) units[k] = op.wire.load_data(reinterpret_cast<const Unit*>(slot) + batch.unit(k));
+      if (batch.has(k)) packs[k] = op.transport.load_data(reinterpret_cast<const Pack*>(slot) + batch.pack(k));
     }
   }
 
-  // Waits until a chunk is there from each of `count` senders; `from(i)` gives the i-th one's signal and site.
-  template <class Op, class From> static NVRAR_DEVICE void arrive(Op& op, int count, From from) {
-    for (int i = op.wire.thread(); i < count; i += op.wire.threads()) {
-      Awaited sender = from(i);
+  // Waits until a chunk has arrived from each of `count` senders. `from(i)` returns the SignalWait of sender i.
+  template <class Op, class From> static NVRAR_DEVICE void wait_signals(Op& op, int count, From from) {
+    for (int i = op.transport.thread(); i < count; i += op.transport.threads()) {
+      SignalWait sender = from(i);
       if (!sender.signal) continue;
-      op.await(sender.site, [&] { return op.wire.load_signal(sender.signal) >= op.number + 1; });
-      if (sender.put && !op.aborted) op.wire.settle(sender.signal, op.number + 1);
+      op.wait_until(sender.site, [&] { return op.transport.load_signal(sender.signal) >= op.sequence + 1; });
+      if (sender.from_put && !op.aborted) op.transport.acquire_put(sender.signal, op.sequence + 1);
     }
-    op.wire.sync();
+    op.transport.sync();
   }
 
-  // Tells each of `count` ranks of the node that what this block has written to it is there.
-  template <class Op, class To> static NVRAR_DEVICE void announce(Op& op, int count, To to) {
-    op.wire.sync();
-    for (int i = op.wire.thread(); i < count; i += op.wire.threads()) {
-      if (uint64_t* signal = to(i)) op.wire.store_signal(signal, op.number + 1);
+  // Signals `count` ranks of the node that a chunk has been written. `to(i)` returns the address of signal i, or null.
+  template <class Op, class To> static NVRAR_DEVICE void signal_peers(Op& op, int count, To to) {
+    op.transport.sync();
+    for (int i = op.transport.thread(); i < count; i += op.transport.threads()) {
+      if (uint64_t* signal = to(i)) op.transport.store_signal(signal, op.sequence + 1);
     }
   }
 
   template <class Op>
-  static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t* signal, int rank) {
-    op.wire.sync();
-    uint64_t begin = uint64_t(chunk.begin) * kWireUnit;
-    uint64_t bytes = uint64_t(chunk.end - chunk.begin) * kWireUnit;
-    op.wire.put_signal(to + begin, from + begin, bytes, signal, op.number + 1, rank);
+  static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t* signal, int pe) {
+    op.transport.sync();
+    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;
+    uint64_t bytes = uint64_t(chunk.end - chunk.begin) * kSlotPackBytes;
+    op.transport.put_signal(to + begin, from + begin, bytes, signal, op.sequence + 1, pe);
   }
 };
 

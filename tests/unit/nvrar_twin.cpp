@@ -1,8 +1,8 @@
-// Runs the kernels of csrc/nvrar without a GPU: every thread of every block of every rank is a fiber of one process,
-// and a seeded scheduler decides who runs next and which eight bytes of what was put or stored arrive next. So a run is
-// repeated exactly by its seed, and a run in which nobody can go on is noticed.
+// Runs the kernels of csrc/nvrar on the CPU. Every thread of every block of every rank is a fiber of one process. A
+// seeded scheduler picks the fiber that runs next, and the 8 bytes of a put or store that arrive next. So a seed
+// reproduces a run exactly, and a deadlock is detected.
 //
-// nvrar_twin nodes=2,2 ops=200 seed=1 ...; prints what went wrong and returns 1, or prints how much it did.
+// Usage: nvrar_twin nodes=2,2 ops=200 seed=1 ... On failure it prints the reason and returns 1.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -40,8 +40,8 @@ struct Random {
 };
 
 std::map<std::string, std::string> arguments;
-long option(const char* name, long otherwise) {
-  return arguments.count(name) ? std::stol(arguments[name]) : otherwise;
+long option(const char* name, long fallback) {
+  return arguments.count(name) ? std::stol(arguments[name]) : fallback;
 }
 
 [[noreturn]] void fail(const std::string& what) {
@@ -53,31 +53,31 @@ long option(const char* name, long otherwise) {
 
 struct Fiber {
   ucontext_t context;
-  jmp_buf at;
+  jmp_buf position;
   std::vector<char> stack;
   std::function<void()> body;
   int rank = 0;
-  bool started = false, over = false;
+  bool started = false, finished = false;
 };
 
 jmp_buf scheduler;
 Fiber* running = nullptr;
-Random chance{0};
+Random rng{0};
 
 void enter() {
   running->body();
-  running->over = true;
+  running->finished = true;
   _longjmp(scheduler, 1);
 }
 
 void yield() {
-  if (_setjmp(running->at) == 0) _longjmp(scheduler, 1);
+  if (_setjmp(running->position) == 0) _longjmp(scheduler, 1);
 }
 
 void resume(Fiber& fiber) {
   running = &fiber;
   if (_setjmp(scheduler)) return;
-  if (fiber.started) _longjmp(fiber.at, 1);
+  if (fiber.started) _longjmp(fiber.position, 1);
   fiber.started = true;
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -86,31 +86,31 @@ void resume(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
-// ---- the network: eight bytes at a time, in any order
+// ---- the network: delivers 8 bytes at a time, in any order
 
-struct Item {
+struct Message {
   char* to;
-  const char* from; // read when it arrives, as a put that is under way may; or nothing, and `value` arrives
+  const char* from; // source of a put, read at arrival; null for a store, which carries `value`
   uint64_t value;
-  std::shared_ptr<int> part; // of what must all have arrived before its signal
+  std::shared_ptr<int> pending; // items that must arrive before the signal that follows them
   bool signal;
 };
-std::vector<Item> under_way;
+std::vector<Message> in_flight;
 
 void deliver(size_t index) {
-  Item item = under_way[index];
-  if (item.signal && *item.part > 0) return;
-  under_way[index] = under_way.back();
-  under_way.pop_back();
-  if (item.from) std::memcpy(&item.value, item.from, 8);
-  std::memcpy(item.to, &item.value, 8);
-  if (!item.signal) --*item.part;
+  Message message = in_flight[index];
+  if (message.signal && *message.pending > 0) return;
+  in_flight[index] = in_flight.back();
+  in_flight.pop_back();
+  if (message.from) std::memcpy(&message.value, message.from, 8);
+  std::memcpy(message.to, &message.value, 8);
+  if (!message.signal) --*message.pending;
 }
 
-void post(Item item) {
-  if (!item.signal) ++*item.part;
-  under_way.push_back(item);
-  if (chance.below(4) == 0) deliver(under_way.size() - 1);
+void post(Message message) {
+  if (!message.signal) ++*message.pending;
+  in_flight.push_back(message);
+  if (rng.below(4) == 0) deliver(in_flight.size() - 1);
 }
 
 // ---- a rank
@@ -122,29 +122,29 @@ struct Arena {
 
 struct Barrier {
   int size = 0, waiting = 0;
-  uint64_t turn = 0;
+  uint64_t generation = 0;
   void wait() {
-    uint64_t mine = turn;
+    uint64_t entered = generation;
     if (++waiting == size) {
       waiting = 0;
-      ++turn;
+      ++generation;
       return;
     }
-    while (turn == mine) yield();
+    while (generation == entered) yield();
   }
 };
 
 struct Block {
   Barrier barrier;
-  std::shared_ptr<int> stores = std::make_shared<int>(0); // to peers, still under way
-  std::shared_ptr<int> putting;
+  std::shared_ptr<int> stores = std::make_shared<int>(0); // to peers, in flight
+  std::shared_ptr<int> put_pending;
   std::vector<float> parts;
 };
 
 std::vector<Arena> arenas;
 uint64_t ticks = 0;
 
-struct TwinWire {
+struct TwinTransport {
   int rank_, thread_, threads_, block_, blocks_;
   Block* shared;
 
@@ -154,60 +154,60 @@ struct TwinWire {
   int blocks() const { return blocks_; }
   void sync() { shared->barrier.wait(); }
 
-  bool own(const void* at) const {
-    const char* byte = static_cast<const char*>(at);
+  bool is_own(const void* address) const {
+    const char* byte = static_cast<const char*>(address);
     return byte >= arenas[rank_].base() && byte < arenas[rank_].base() + arenas[rank_].bytes.size() - 256;
   }
   void store8(char* to, uint64_t value) {
-    if (own(to)) {
+    if (is_own(to)) {
       std::memcpy(to, &value, 8);
     } else {
-      post(Item{to, nullptr, value, shared->stores, false});
+      post(Message{to, nullptr, value, shared->stores, false});
     }
   }
-  Line load_line(const Line* from) {
-    if (chance.below(16) == 0) yield();
+  LLLine load_line(const LLLine* from) {
+    if (rng.below(16) == 0) yield();
     return *from;
   }
-  void store_line(Line* to, Line line) {
+  void store_line(LLLine* to, LLLine line) {
     store8(reinterpret_cast<char*>(to), uint64_t(line.flag0) << 32 | line.data0);
     store8(reinterpret_cast<char*>(to) + 8, uint64_t(line.flag1) << 32 | line.data1);
-    if (chance.below(8) == 0) yield();
+    if (rng.below(8) == 0) yield();
   }
-  Unit load_data(const Unit* from) { return *from; }
-  void store_data(Unit* to, Unit unit) {
-    store8(reinterpret_cast<char*>(to), uint64_t(unit.word[1]) << 32 | unit.word[0]);
-    store8(reinterpret_cast<char*>(to) + 8, uint64_t(unit.word[3]) << 32 | unit.word[2]);
-    if (chance.below(8) == 0) yield();
+  Pack load_data(const Pack* from) { return *from; }
+  void store_data(Pack* to, Pack pack) {
+    store8(reinterpret_cast<char*>(to), uint64_t(pack.word[1]) << 32 | pack.word[0]);
+    store8(reinterpret_cast<char*>(to) + 8, uint64_t(pack.word[3]) << 32 | pack.word[2]);
+    if (rng.below(8) == 0) yield();
   }
   uint64_t load_signal(const uint64_t* from) { return *from; }
   void store_signal(uint64_t* to, uint64_t value) {
-    post(Item{reinterpret_cast<char*>(to), nullptr, value, shared->stores, true});
+    post(Message{reinterpret_cast<char*>(to), nullptr, value, shared->stores, true});
   }
-  // Each thread copies some of the bytes, without waiting for the others, as on the GPU.
-  void copy(char* to, const char* from, uint64_t bytes, int rank, const std::shared_ptr<int>& part) {
-    if (!own(to)) fail("a put to an address that is not symmetric");
-    char* there = arenas[rank].base() + (to - arenas[rank_].base());
-    for (uint64_t at = 8 * thread_; at < bytes; at += 8 * threads_) post(Item{there + at, from + at, 0, part, false});
-    if (chance.below(2)) yield();
+  // As on the GPU, each thread copies some of the bytes without waiting for the others.
+  void copy(char* to, const char* from, uint64_t bytes, int pe, const std::shared_ptr<int>& pending) {
+    if (!is_own(to)) fail("a put to an address that is not symmetric");
+    char* target = arenas[pe].base() + (to - arenas[rank_].base());
+    for (uint64_t i = 8 * thread_; i < bytes; i += 8 * threads_) post(Message{target + i, from + i, 0, pending, false});
+    if (rng.below(2)) yield();
   }
-  void put(char* to, const char* from, uint64_t bytes, int rank) {
-    copy(to, from, bytes, rank, std::make_shared<int>(0));
+  void put(char* to, const char* from, uint64_t bytes, int pe) {
+    copy(to, from, bytes, pe, std::make_shared<int>(0));
   }
-  void put_signal(char* to, const char* from, uint64_t bytes, uint64_t* signal, uint64_t value, int rank) {
-    if (thread_ == 0) shared->putting = std::make_shared<int>(0);
+  void put_signal(char* to, const char* from, uint64_t bytes, uint64_t* signal, uint64_t value, int pe) {
+    if (thread_ == 0) shared->put_pending = std::make_shared<int>(0);
     sync();
-    copy(to, from, bytes, rank, shared->putting);
+    copy(to, from, bytes, pe, shared->put_pending);
     sync();
-    char* there = arenas[rank].base() + (reinterpret_cast<char*>(signal) - arenas[rank_].base());
-    if (thread_ == 0) post(Item{there, nullptr, value, shared->putting, true});
+    char* target = arenas[pe].base() + (reinterpret_cast<char*>(signal) - arenas[rank_].base());
+    if (thread_ == 0) post(Message{target, nullptr, value, shared->put_pending, true});
   }
-  void settle(uint64_t*, uint64_t) {} // a signal here arrives after its data
-  uint32_t count(uint32_t* counter) { return (*counter)++; }
-  void wake(uint32_t* generation) { ++*generation; }
-  uint32_t generation(const uint32_t* at) { return *at; }
+  void acquire_put(uint64_t*, uint64_t) {} // this network never delivers a signal before its data
+  uint32_t fetch_increment(uint32_t* counter) { return (*counter)++; }
+  void advance_generation(uint32_t* generation) { ++*generation; }
+  uint32_t load_generation(const uint32_t* from) { return *from; }
   float rsqrt(float value) { return 1 / std::sqrt(value); }
-  float sum(float value) {
+  float block_sum(float value) {
     shared->parts.resize(threads_);
     shared->parts[thread_] = value;
     sync();
@@ -218,60 +218,60 @@ struct TwinWire {
   }
   uint64_t now() { return ticks; }
   void pause() { yield(); }
-  bool stopped(const State* state, const Status* status) { return state->aborted || status->stop; }
-  void report(State* state, Status* status, int group, uint64_t number, Site site) {
+  bool should_stop(const GroupState* state, const Status* status) { return state->aborted || status->stop; }
+  void report_timeout(GroupState* state, Status* status, int group, uint64_t sequence, WaitSite site) {
     if (state->aborted++) return;
-    *status = Status{0, 1, uint32_t(group), uint32_t(site.phase), uint32_t(site.step), uint32_t(site.peer), number};
+    *status = Status{0, 1, uint32_t(group), uint32_t(site.phase), uint32_t(site.step), uint32_t(site.peer), sequence};
   }
 };
 
-// ---- the trial
+// ---- operations and checks
 
 struct Member {
   Group group{};
   FlatGroup ring{}, shot{};
-  State state{}, ring_state{}, shot_state{};
+  GroupState state{}, ring_state{}, shot_state{};
 };
 
-// What all ranks do in one operation.
+// The parameters of one operation, the same on all ranks.
 struct Work {
-  int group, value, protocol, algorithm; // protocol 0: words, 1: signals; algorithm 0: nvrar, 1: ring, 2: one-shot
-  bool whole, in_place;                  // whole: integers, whose sum is exact
+  int group, dtype, protocol, algorithm; // protocol 0: LL, 1: put-with-signal; algorithm 0: nvrar, 1: ring, 2: one-shot
+  bool integers, in_place;               // integers: their sum is exact
   uint64_t count;
   uint32_t chunk, shift, width;
   float input(uint64_t seed, int rank, uint64_t i) const {
     uint64_t bits = mix(seed + mix(rank + 1000 * i));
-    return whole ? float(int(bits % 9) - 4) : float(double(bits >> 11) / (1ull << 53) - 0.5);
+    return integers ? float(int(bits % 9) - 4) : float(double(bits >> 11) / (1ull << 53) - 0.5);
   }
 };
 
-int value_bytes(int value) { return value == 0 ? 4 : 2; }
-float read_value(int value, const char* at) {
+int dtype_bytes(int dtype) { return dtype == 0 ? 4 : 2; }
+float read_value(int dtype, const char* from) {
   uint32_t bits = 0;
-  std::memcpy(&bits, at, value_bytes(value));
-  return value == 0 ? Float32::widen(bits) : value == 1 ? Float16::widen(bits) : Bfloat16::widen(bits);
+  std::memcpy(&bits, from, dtype_bytes(dtype));
+  return dtype == 0 ? Float32::to_float(bits) : dtype == 1 ? Float16::to_float(bits) : Bfloat16::to_float(bits);
 }
-void write_value(int value, char* at, float number) {
-  uint32_t bits = value == 0   ? Float32::narrow(number)
-                  : value == 1 ? uint32_t(Float16::narrow(number))
-                               : uint32_t(Bfloat16::narrow(number));
-  std::memcpy(at, &bits, value_bytes(value));
+void write_value(int dtype, char* to, float value) {
+  uint32_t bits = dtype == 0   ? Float32::from_float(value)
+                  : dtype == 1 ? uint32_t(Float16::from_float(value))
+                               : uint32_t(Bfloat16::from_float(value));
+  std::memcpy(to, &bits, dtype_bytes(dtype));
 }
 
 struct Rank {
-  std::deque<Member> members; // of each set of groups; they hold pointers to their states
+  std::deque<Member> members; // one per set of groups; a deque, because groups point to their states
   std::vector<Block> blocks;
   Barrier stream;
   Status status{};
   std::vector<char> x, out, residual, normed, weight;
-  Call call{};
+  KernelArgs args{};
 };
 
 std::vector<Rank> ranks;
-std::vector<std::vector<int>> colors; // for each set of groups, the group of each rank
+std::vector<std::vector<int>> colors; // the group of each rank, for each set of groups (as in MPI_Comm_split)
 std::vector<int32_t> node_of;
-std::map<std::pair<int, int>, uint64_t> digests; // of (operation, group): what the first rank to finish it got
-long checked = 0, capacity, most, ops, seed;
+std::map<std::pair<int, int>, uint64_t> digests; // (operation, group) -> digest of the first rank that finished it
+long checked = 0, capacity, max_count, ops, seed;
 
 std::vector<int32_t> members_of(int set, int rank) {
   std::vector<int32_t> found;
@@ -281,18 +281,18 @@ std::vector<int32_t> members_of(int set, int rank) {
   return found;
 }
 
-Work draw(int op) {
+Work draw_work(int op) {
   Random random{mix(seed * 1000003 + op)};
   Work work{};
   work.group = int(random.below(colors.size()));
-  work.value = int(option("value", long(random.below(3))));
+  work.dtype = int(option("dtype", long(random.below(3))));
   work.protocol = int(option("protocol", long(random.below(2))));
   work.algorithm = int(option("algorithm", 0));
-  work.whole = random.below(2);
+  work.integers = random.below(2);
   work.in_place = random.below(2);
-  uint64_t limit = random.below(3) ? most : 40;
+  uint64_t limit = random.below(3) ? max_count : 40;
   work.count = 1 + random.below(limit);
-  work.shift = random.below(3) == 0; // elements by which x and out miss their alignment
+  work.shift = random.below(3) == 0; // elements by which x and out are misaligned
   work.chunk = 1 + uint32_t(random.below(6));
   if (option("epilogue", 0) && random.below(2)) {
     uint32_t rows = 1 + uint32_t(random.below(3));
@@ -305,7 +305,7 @@ Work draw(int op) {
 
 void prepare(int me, int op, const Work& work) {
   Rank& rank = ranks[me];
-  int bytes = value_bytes(work.value);
+  int bytes = dtype_bytes(work.dtype);
   size_t size = (work.count + 1) * bytes + 32;
   for (auto* buffer : {&rank.x, &rank.out, &rank.residual, &rank.normed}) buffer->assign(size, char(0xff));
   auto aligned = [](std::vector<char>& buffer) {
@@ -313,31 +313,31 @@ void prepare(int me, int op, const Work& work) {
   };
   char* x = aligned(rank.x) + work.shift * bytes;
   char* out = work.in_place ? x : aligned(rank.out) + work.shift * bytes;
-  for (uint64_t i = 0; i < work.count; ++i) write_value(work.value, x + i * bytes, work.input(op, me, i));
-  uint32_t units = uint32_t((work.count * bytes + kUnit - 1) / kUnit);
-  rank.call = Call{};
-  rank.call.x = x;
-  rank.call.out = out;
-  rank.call.count = work.count;
-  rank.call.units = units;
-  rank.call.chunk = work.chunk;
-  rank.call.aligned = work.shift == 0;
+  for (uint64_t i = 0; i < work.count; ++i) write_value(work.dtype, x + i * bytes, work.input(op, me, i));
+  uint32_t packs = uint32_t((work.count * bytes + kPackBytes - 1) / kPackBytes);
+  rank.args = KernelArgs{};
+  rank.args.x = x;
+  rank.args.out = out;
+  rank.args.count = work.count;
+  rank.args.packs = packs;
+  rank.args.chunk_packs = work.chunk;
+  rank.args.aligned = work.shift == 0;
   if (work.width) {
-    rank.call.rows = uint32_t(work.count / work.width);
-    rank.call.width = work.width;
-    rank.call.eps = 1e-5f;
-    rank.call.residual = aligned(rank.residual);
-    rank.call.normed = aligned(rank.normed);
+    rank.args.rows = uint32_t(work.count / work.width);
+    rank.args.width = work.width;
+    rank.args.eps = 1e-5f;
+    rank.args.residual = aligned(rank.residual);
+    rank.args.normed = aligned(rank.normed);
     rank.weight.assign(work.width * 4 + 16, 0);
-    rank.call.wide_weight = op & 1;
-    rank.call.weight = aligned(rank.weight);
-    rank.call.packed = rank.call.aligned && work.width * bytes % kUnit == 0;
-    int kind = rank.call.wide_weight ? 0 : work.value;
+    rank.args.fp32_weight = op & 1;
+    rank.args.weight = aligned(rank.weight);
+    rank.args.rows_aligned = rank.args.aligned && work.width * bytes % kPackBytes == 0;
+    int weight_dtype = rank.args.fp32_weight ? 0 : work.dtype;
     for (uint32_t i = 0; i < work.width; ++i) {
-      write_value(kind, aligned(rank.weight) + i * value_bytes(kind), 1 + 0.25f * float(i % 3));
+      write_value(weight_dtype, aligned(rank.weight) + i * dtype_bytes(weight_dtype), 1 + 0.25f * float(i % 3));
     }
     for (uint64_t i = 0; i < work.count; ++i) {
-      write_value(work.value, aligned(rank.residual) + i * bytes, work.input(op, -1, i));
+      write_value(work.dtype, aligned(rank.residual) + i * bytes, work.input(op, -1, i));
     }
   }
 }
@@ -345,58 +345,59 @@ void prepare(int me, int op, const Work& work) {
 void check(int me, int op, const Work& work) {
   Rank& rank = ranks[me];
   std::vector<int32_t> members = members_of(work.group, me);
-  int bytes = value_bytes(work.value);
-  const char* out = static_cast<const char*>(rank.call.out);
+  int bytes = dtype_bytes(work.dtype);
+  const char* out = static_cast<const char*>(rank.args.out);
   char where[160];
-  std::snprintf(where, sizeof where, "operation %d on rank %d: %llu elements of type %d, protocol %d, algorithm %d", op,
-                me, static_cast<unsigned long long>(work.count), work.value, work.protocol, work.algorithm);
+  std::snprintf(where, sizeof where,
+                "operation %d on rank %d: %llu elements of dtype %d, protocol %d, algorithm %d", op, me,
+                static_cast<unsigned long long>(work.count), work.dtype, work.protocol, work.algorithm);
   if (rank.status.reported) fail(std::string(where) + ": a wait timed out");
   uint64_t digest = 0;
-  double step = work.value == 0 ? 6e-8 : work.value == 1 ? 5e-4 : 4e-3; // half an ulp at 1
+  double step = work.dtype == 0 ? 6e-8 : work.dtype == 1 ? 5e-4 : 4e-3; // half an ulp at 1
   for (uint64_t i = 0; i < work.count; ++i) {
-    float found = read_value(work.value, out + i * bytes);
+    float found = read_value(work.dtype, out + i * bytes);
     digest = mix(digest ^ as_bits(found));
     double sum = 0;
     for (int member : members) {
       char rounded[4] = {};
-      write_value(work.value, rounded, work.input(op, member, i));
-      sum += read_value(work.value, rounded);
+      write_value(work.dtype, rounded, work.input(op, member, i));
+      sum += read_value(work.dtype, rounded);
     }
-    double slack = work.whole ? 0 : step * 2 * double(members.size()) * std::sqrt(double(members.size()));
+    double slack = work.integers ? 0 : step * 2 * double(members.size()) * std::sqrt(double(members.size()));
     if (!(std::fabs(found - sum) <= slack)) {
       fail(std::string(where) + ": element " + std::to_string(i) + " is " + std::to_string(found) + ", not " +
            std::to_string(sum));
     }
   }
   auto [first, fresh] = digests.emplace(std::pair(op, colors[work.group][me]), digest);
-  if (!fresh && first->second != digest) fail(std::string(where) + ": other bits than another rank");
+  if (!fresh && first->second != digest) fail(std::string(where) + ": not bitwise equal to another rank");
   if (!work.in_place) { // x is only read
-    const char* x = static_cast<const char*>(rank.call.x);
+    const char* x = static_cast<const char*>(rank.args.x);
     for (uint64_t i = 0; i < work.count; ++i) {
       char given[4] = {};
-      write_value(work.value, given, work.input(op, me, i));
-      if (std::memcmp(given, x + i * bytes, bytes)) fail(std::string(where) + ": x has changed");
+      write_value(work.dtype, given, work.input(op, me, i));
+      if (std::memcmp(given, x + i * bytes, bytes)) fail(std::string(where) + ": x was modified");
     }
   }
-  for (uint32_t row = 0; row < rank.call.rows; ++row) {
+  for (uint32_t row = 0; row < rank.args.rows; ++row) {
     double squares = 0;
     std::vector<double> kept(work.width);
     for (uint32_t i = 0; i < work.width; ++i) {
       uint64_t at = uint64_t(row) * work.width + i;
       char rounded[4] = {}, given[4] = {};
-      write_value(work.value, given, work.input(op, -1, at));
-      write_value(work.value, rounded, read_value(work.value, given) + read_value(work.value, out + at * bytes));
-      kept[i] = read_value(work.value, rounded);
+      write_value(work.dtype, given, work.input(op, -1, at));
+      write_value(work.dtype, rounded, read_value(work.dtype, given) + read_value(work.dtype, out + at * bytes));
+      kept[i] = read_value(work.dtype, rounded);
       squares += kept[i] * kept[i];
-      if (std::memcmp(rounded, static_cast<const char*>(rank.call.residual) + at * bytes, bytes)) {
+      if (std::memcmp(rounded, static_cast<const char*>(rank.args.residual) + at * bytes, bytes)) {
         fail(std::string(where) + ": residual sum");
       }
     }
     for (uint32_t i = 0; i < work.width; ++i) {
       double right = kept[i] / std::sqrt(squares / work.width + 1e-5) * (1 + 0.25 * (i % 3));
-      const char* normed = static_cast<const char*>(rank.call.normed) + uint64_t(row) * work.width * bytes;
+      const char* normed = static_cast<const char*>(rank.args.normed) + uint64_t(row) * work.width * bytes;
       double slack = 4 * step * (std::sqrt(double(work.width)) + std::fabs(right));
-      if (!(std::fabs(read_value(work.value, normed + i * bytes) - right) <= slack)) {
+      if (!(std::fabs(read_value(work.dtype, normed + i * bytes) - right) <= slack)) {
         fail(std::string(where) + ": norm");
       }
     }
@@ -404,29 +405,30 @@ void check(int me, int op, const Work& work) {
   ++checked;
 }
 
-template <class Value> void launch(TwinWire& wire, const Work& work, const Member& member, const Call& call) {
+template <class Value>
+void launch(TwinTransport& transport, const Work& work, const Member& member, const KernelArgs& args) {
 #ifndef TWIN_SMALL
-  if (work.algorithm == 1) return ring<Value>(wire, member.ring, call);
-  if (work.algorithm == 2) return one_shot<Value>(wire, member.shot, call);
+  if (work.algorithm == 1) return ring<Value>(transport, member.ring, args);
+  if (work.algorithm == 2) return one_shot<Value>(transport, member.shot, args);
 #endif
-  if (work.protocol == 0) return all_reduce<Value, Words>(wire, member.group, call);
-  all_reduce<Value, Signals>(wire, member.group, call);
+  if (work.protocol == 0) return all_reduce<Value, LLProtocol>(transport, member.group, args);
+  all_reduce<Value, SignalProtocol>(transport, member.group, args);
 }
 
-// One thread of one block of a rank: its part in one operation after another.
-void live(int me, int block, int thread) {
+// One thread of one block of a rank: runs all operations.
+void run_thread(int me, int block, int thread) {
   Rank& rank = ranks[me];
-  TwinWire wire{me, thread, int(option("threads", 2)), block, int(rank.blocks.size()), &rank.blocks[block]};
+  TwinTransport transport{me, thread, int(option("threads", 2)), block, int(rank.blocks.size()), &rank.blocks[block]};
   bool first = block == 0 && thread == 0;
   for (int op = 0; op < ops; ++op) {
-    Work work = draw(op);
+    Work work = draw_work(op);
     if (first) prepare(me, op, work);
     rank.stream.wait();
     const Member& member = rank.members[work.group];
-    if (work.value == 0) launch<Float32>(wire, work, member, rank.call);
-#ifndef TWIN_SMALL // only float32, which builds faster
-    if (work.value == 1) launch<Float16>(wire, work, member, rank.call);
-    if (work.value == 2) launch<Bfloat16>(wire, work, member, rank.call);
+    if (work.dtype == 0) launch<Float32>(transport, work, member, rank.args);
+#ifndef TWIN_SMALL // with it, only float32, which builds faster
+    if (work.dtype == 1) launch<Float16>(transport, work, member, rank.args);
+    if (work.dtype == 2) launch<Bfloat16>(transport, work, member, rank.args);
 #endif
     rank.stream.wait();
     if (option("absent", -1) >= 0) return;
@@ -444,7 +446,7 @@ void build() {
   ranks.resize(size);
   arenas.resize(size);
   colors.push_back(std::vector<int>(size, 0));
-  if (option("groups", 1) > 1) { // and every other rank
+  if (option("groups", 1) > 1) { // a second set: ranks of equal parity
     colors.emplace_back();
     for (int rank = 0; rank < size; ++rank) colors.back().push_back(rank % 2);
   }
@@ -456,69 +458,70 @@ void build() {
     for (int me = 0; me < size; ++me) {
       Member& member = ranks[me].members[set];
       std::vector<int32_t> members = members_of(int(set), me), nodes;
-      int place = int(std::find(members.begin(), members.end(), me) - members.begin());
+      int group_rank = int(std::find(members.begin(), members.end(), me) - members.begin());
       for (int other : members) nodes.push_back(node_of[other]);
-      uint64_t bytes = shape(member.group, nodes.data(), int(members.size()), place, capacity, capacity);
+      uint64_t bytes = init_layout(member.group, nodes.data(), int(members.size()), group_rank, capacity, capacity);
       for (auto* flat : {&member.ring, &member.shot}) {
-        flat->rank = place;
-        shape_flat(*flat, flat == &member.ring ? kRing : kOneShot, int(members.size()), capacity);
+        flat->rank = group_rank;
+        init_flat_layout(*flat, flat == &member.ring ? kRing : kOneShot, int(members.size()), capacity);
       }
-      used[me] += 256 * (me + 1); // no two ranks have a group at the same place
+      used[me] += 256 * (me + 1); // the offsets of a group differ between ranks
       uint64_t sizes[3] = {bytes, member.ring.bytes(), member.shot.bytes()};
-      for (int kind = 0; kind < 3; ++kind) {
-        offsets[kind][me] = used[me];
-        used[me] += (sizes[kind] + 255) / 256 * 256;
+      for (int i = 0; i < 3; ++i) {
+        offsets[i][me] = used[me];
+        used[me] += (sizes[i] + 255) / 256 * 256;
       }
       if (used[me] + 512 > arenas[me].bytes.size()) fail("the arena is too small");
     }
     for (int me = 0; me < size; ++me) {
       Member& member = ranks[me].members[set];
       std::vector<int32_t> members = members_of(int(set), me), nodes;
-      std::vector<uint64_t> theirs;
+      std::vector<uint64_t> member_offsets;
       for (int other : members) {
         nodes.push_back(node_of[other]);
-        theirs.push_back(offsets[0][other]);
+        member_offsets.push_back(offsets[0][other]);
       }
-      int place = member.ring.rank;
+      int group_rank = member.ring.rank;
       char* base = arenas[me].base();
-      plan_moves(member.group, nodes.data(), int(members.size()), place, members.data(), theirs.data(), base);
+      init_inter_steps(member.group, nodes.data(), int(members.size()), group_rank, members.data(), member_offsets.data(),
+                       base);
       auto local = by_node(nodes.data(), int(members.size()));
       for (auto& node : local) {
-        if (std::find(node.begin(), node.end(), place) == node.end()) continue;
+        if (std::find(node.begin(), node.end(), group_rank) == node.end()) continue;
         for (size_t i = 0; i < node.size(); ++i) {
           int other = members[node[i]];
-          member.group.peer[i] = arenas[other].base() + offsets[0][other];
-          member.group.rank_of[i] = other;
+          member.group.peer_memory[i] = arenas[other].base() + offsets[0][other];
+          member.group.local_pe[i] = other;
         }
       }
-      member.group.self = base + offsets[0][me];
+      member.group.own_memory = base + offsets[0][me];
       member.group.id = int(set);
       member.group.state = &member.state;
       for (auto* flat : {&member.ring, &member.shot}) {
-        auto& where = offsets[flat == &member.ring ? 1 : 2];
+        auto& flat_offsets = offsets[flat == &member.ring ? 1 : 2];
         for (size_t i = 0; i < members.size(); ++i) {
           flat->pe[i] = members[i];
-          flat->remote[i] = base + where[members[i]];
+          flat->remote_memory[i] = base + flat_offsets[members[i]];
         }
-        flat->self = base + where[me];
+        flat->own_memory = base + flat_offsets[me];
         flat->state = flat == &member.ring ? &member.ring_state : &member.shot_state;
       }
-      long start = option("number", 0); // near the end of what a word's flag can count, for one
-      for (auto* state : {&member.state, &member.ring_state, &member.shot_state}) state->number = start;
-      uint64_t patience = uint64_t(option("timeout", 20000000));
+      long start = option("sequence", 0); // for example near the wrap-around of the 32-bit flags
+      for (auto* state : {&member.state, &member.ring_state, &member.shot_state}) state->sequence = start;
+      uint64_t timeout = uint64_t(option("timeout", 20000000));
       member.group.status = member.ring.status = member.shot.status = &ranks[me].status;
-      member.group.timeout = member.ring.timeout = member.shot.timeout = patience;
+      member.group.timeout = member.ring.timeout = member.shot.timeout = timeout;
     }
   }
 }
 
-// Who runs: mostly anybody, sometimes everybody but some ranks, so that others get as far ahead of them as they can.
+// The scheduler: picks random fibers, but stops some ranks for a while, so that the others get far ahead of them.
 void run() {
   std::vector<std::unique_ptr<Fiber>> fibers;
   long threads = option("threads", 2), blocks = option("blocks", 2), absent = option("absent", -1);
   for (int me = 0; me < int(ranks.size()); ++me) {
     Rank& rank = ranks[me];
-    rank.blocks.resize(blocks + (option("unlike", 0) ? me % 2 : 0)); // ranks need not have the same number
+    rank.blocks.resize(blocks + (option("uneven_blocks", 0) ? me % 2 : 0));
     rank.stream.size = int(rank.blocks.size() * threads);
     for (int block = 0; block < int(rank.blocks.size()); ++block) {
       rank.blocks[block].barrier.size = int(threads);
@@ -527,24 +530,24 @@ void run() {
         Fiber& fiber = *fibers.back();
         fiber.stack.resize(64 << 10);
         fiber.rank = me;
-        fiber.body = [=] { live(me, block, thread); };
+        fiber.body = [=] { run_thread(me, block, thread); };
       }
     }
   }
-  chance.state = mix(seed);
-  uint64_t slow = 0, until = 0, speed = 1;
+  rng.state = mix(seed);
+  uint64_t stopped = 0, until = 0, speed = 1;
   while (!fibers.empty()) {
     if (++ticks >= until) {
-      slow = chance.below(2) ? chance.next() & chance.next() : 0; // some ranks stand still
-      until = ticks + chance.below(20000);
-      speed = uint64_t(option("speed", long(chance.below(4)))); // of the network
+      stopped = rng.below(2) ? rng.next() & rng.next() : 0; // bit mask of ranks
+      until = ticks + rng.below(20000);
+      speed = uint64_t(option("speed", long(rng.below(4)))); // of the network
     }
-    uint64_t arrivals = speed == 0 ? chance.below(30) == 0 : speed == 1 ? chance.below(3) : chance.below(16);
-    for (uint64_t i = 0; i < arrivals && !under_way.empty(); ++i) deliver(chance.below(under_way.size()));
-    size_t pick = chance.below(fibers.size());
-    if (slow >> fibers[pick]->rank % 64 & 1) continue;
+    uint64_t arrivals = speed == 0 ? rng.below(30) == 0 : speed == 1 ? rng.below(3) : rng.below(16);
+    for (uint64_t i = 0; i < arrivals && !in_flight.empty(); ++i) deliver(rng.below(in_flight.size()));
+    size_t pick = rng.below(fibers.size());
+    if (stopped >> fibers[pick]->rank % 64 & 1) continue;
     resume(*fibers[pick]);
-    if (fibers[pick]->over) {
+    if (fibers[pick]->finished) {
       std::swap(fibers[pick], fibers.back());
       fibers.pop_back();
     }
@@ -553,24 +556,24 @@ void run() {
 
 } // namespace
 
-int main(int count, char** words) {
-  for (int i = 1; i < count; ++i) {
-    std::string word = words[i];
-    arguments[word.substr(0, word.find('='))] = word.substr(word.find('=') + 1);
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    std::string argument = argv[i];
+    arguments[argument.substr(0, argument.find('='))] = argument.substr(argument.find('=') + 1);
   }
   seed = option("seed", 1);
   ops = option("ops", 100);
   capacity = option("capacity", 4096);
-  most = option("most", 600);
+  max_count = option("max_count", 600);
   build();
   run();
   if (option("absent", -1) >= 0) {
     for (auto& rank : ranks) {
       const Status& status = rank.status;
       std::printf("%u %u %u %u %d %llu\n", status.reported, status.group, status.phase, status.step, int(status.peer),
-                  static_cast<unsigned long long>(status.number));
+                  static_cast<unsigned long long>(status.sequence));
     }
     return 0;
   }
-  std::printf("%ld results, %llu turns\n", checked, static_cast<unsigned long long>(ticks));
+  std::printf("%ld results, %llu scheduler steps\n", checked, static_cast<unsigned long long>(ticks));
 }

@@ -1,4 +1,4 @@
-"""What of a split step a CUDA graph may hold."""
+"""Whether a CUDA graph can capture a step, from the groups of the grid."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from yalis.parallel.plan import Grid
 
 
 def group(capturable: bool) -> Memory:
-    made = Memory(Board(2, 1.0), 0)
-    made.capturable = capturable
-    return made
+    memory = Memory(Board(2, 1.0), 0)
+    memory.capturable = capturable
+    return memory
 
 
-class Sums(CustomAllReduceGroup):
-    """As nvrar: sums that a graph may hold, over a group of which it may hold nothing else."""
+class CapturableAllReduce(CustomAllReduceGroup):
+    """Like nvrar: only the all-reduce is capturable, whatever the underlying group is."""
 
-    def __init__(self, under: Memory) -> None:
-        super().__init__(under)  # type: ignore[arg-type]
+    def __init__(self, torch_group: Memory) -> None:
+        super().__init__(torch_group)  # type: ignore[arg-type]
         self.capturable = True
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self.torch_group.all_reduce(x, out)
 
 
-@pytest.mark.parametrize("under", [True, False])
-def test_rows_sum_and_columns_gather_too(under: bool) -> None:
-    sums, alone = Sums(group(under)), SingleRank()
+@pytest.mark.parametrize("gathers", [True, False])
+def test_column_groups_need_capturable_gathers(gathers: bool) -> None:
+    sums, alone = CapturableAllReduce(group(gathers)), SingleRank()
     rows = Grid(2, 1, 0, 0, sums, alone, sums)
     columns = Grid(1, 2, 0, 0, alone, sums, sums)
     assert rows.capturable
-    assert columns.capturable == under
+    assert columns.capturable == gathers
 
 
-def test_every_group_counts() -> None:
+def test_every_group_must_be_capturable() -> None:
     whole = Grid(2, 2, 0, 0, *(group(True) for _ in range(3)))
     assert whole.capturable
     for name in ("row_group", "col_group", "tp_group"):

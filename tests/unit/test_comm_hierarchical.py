@@ -1,4 +1,4 @@
-"""The hierarchical all-reduce between threads, over a transport that delivers as early or as late as it likes."""
+"""The hierarchical all-reduce between threads, over a transport with random delivery times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tests.ranks import Memory, run_ranks
 from yalis.comm import hierarchical
-from yalis.comm.hierarchical import HierarchicalBackend, Summing, options
-from yalis.comm.schedule import INTER_NODE, MAX_CHUNKS, Nodes, cut
+from yalis.comm.hierarchical import HierarchicalAllReduce, HierarchicalBackend, choose_options
+from yalis.comm.schedule import INTER_NODE, MAX_CHUNKS, Nodes, split_evenly
 from yalis.comm.shared_memory import SharedWindows
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import Choice
@@ -31,38 +31,40 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 @dataclass
 class Parcel:
-    """A message between its two ends. Its bytes move once both have posted it, or when one then first waits for it."""
+    """A message. Its bytes are copied once both sides have posted it, or, if `late`, when one of them first waits."""
 
     late: bool
     sent: Tensor | None = None
-    wanted: Tensor | None = None
+    received: Tensor | None = None
     met: threading.Event = field(default_factory=threading.Event)
     moved: bool = False
 
     def move(self) -> None:
         assert self.sent is not None
-        assert self.wanted is not None
-        assert (self.sent.shape, self.sent.dtype) == (self.wanted.shape, self.wanted.dtype), "the ends disagree"
+        assert self.received is not None
+        assert (self.sent.shape, self.sent.dtype) == (self.received.shape, self.received.dtype), (
+            "sender and receiver disagree"
+        )
         if not self.moved:
-            self.wanted.copy_(self.sent)
+            self.received.copy_(self.sent)
             self.moved = True
 
 
 class Wire:
-    """What all ranks' transports share."""
+    """The state shared by the transports of all ranks."""
 
-    def __init__(self, seed: int, early: bool) -> None:
-        self.random, self.early = random.Random(seed), early
+    def __init__(self, seed: int, early_receives: bool) -> None:
+        self.random, self.early_receives = random.Random(seed), early_receives
         self.lock = threading.Lock()
         self.half_posted: dict[tuple[int, int, int, str], deque[Parcel]] = {}
 
     def post(self, source: int, to: int, tag: int, end: str, x: Tensor) -> Parcel:
-        other = "wanted" if end == "sent" else "sent"
+        other = "received" if end == "sent" else "sent"
         with self.lock:
             waiting = self.half_posted.get((source, to, tag, other))
             parcel = waiting.popleft() if waiting else Parcel(late=self.random.random() < 0.5)
             setattr(parcel, end, x)
-            if parcel.sent is None or parcel.wanted is None:
+            if parcel.sent is None or parcel.received is None:
                 self.half_posted.setdefault((source, to, tag, end), deque()).append(parcel)
                 return parcel
             if not parcel.late:
@@ -72,26 +74,26 @@ class Wire:
 
 
 class InMemory:
-    """One rank's transport. Receives that may not be posted early are waited for at once, like those of a GPU."""
+    """One rank's transport. Without early receives, `post` waits for all messages, as NCCL's stream order does."""
 
     def __init__(self, wire: Wire, rank: Memory) -> None:
-        self.wire, self.rank, self.early = wire, rank, wire.early
+        self.wire, self.rank, self.early_receives = wire, rank, wire.early_receives
         self.log: list[tuple[str, int, int]] = []
         self.tags = itertools.count()
 
     def new_tag(self) -> int:
         return next(self.tags)
 
-    def begin(
+    def post(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> list[Arrival]:
         here = self.rank.rank
-        begun = [Arrival(self, "got", peer, self.wire.post(peer, here, tag, "wanted", x)) for x, peer in receives]
+        begun = [Arrival(self, "got", peer, self.wire.post(peer, here, tag, "received", x)) for x, peer in receives]
         self.log += [("post", peer, x.nbytes) for x, peer in receives]
         for x, peer in sends:
             begun.append(Arrival(self, "gave", peer, self.wire.post(here, peer, tag, "sent", x)))
             self.log.append(("send", peer, x.nbytes))
-        if self.early:
+        if self.early_receives:
             return begun
         for arrival in begun:
             arrival.wait()
@@ -117,28 +119,30 @@ class Arrival:
 def reduce(
     nodes: Nodes,
     inputs: list[Tensor],
-    between: str,
+    inter: str,
     chunk: int,
-    early: bool = True,
+    early_receives: bool = True,
     in_place: bool = True,
     seed: int = 0,
     times: int = 1,
-    near: bool = False,
+    shared: bool = False,
 ) -> tuple[list[Tensor], list[InMemory]]:
-    """Every rank's sum of the inputs, and its transport; more `times`: with others of another size between; `near`:
-    ranks of a node share memory."""
-    wire = Wire(seed, early)
-    neighbours = share_memory(nodes, inputs[0].nbytes) if near else {}
+    """Return every rank's sum of the inputs, and its transport.
+
+    With several `times`, all-reduces of other sizes run in between. `shared`: the ranks of a node share memory.
+    """
+    wire = Wire(seed, early_receives)
+    windows = share_memory(nodes, inputs[0].nbytes) if shared else {}
 
     def rank(index: int, comm: Memory) -> tuple[Tensor, InMemory]:
         transport = InMemory(wire, comm)
-        summing = Summing(transport, nodes, index, neighbours.get(index))
+        allreduce = HierarchicalAllReduce(transport, nodes, index, windows.get(index))
         for turn in range(times):
             if turn:
-                summing.all_reduce(inputs[index][turn:].clone(), None, between, chunk)
+                allreduce.all_reduce(inputs[index][turn:].clone(), None, inter, chunk)
             x = inputs[index].clone()
             out = None if in_place else torch.full_like(x, 77)
-            total = summing.all_reduce(x, out, between, chunk)
+            total = allreduce.all_reduce(x, out, inter, chunk)
         assert total is (x if in_place else out)
         assert in_place or torch.equal(x, inputs[index])
         return total, transport
@@ -148,7 +152,7 @@ def reduce(
 
 
 def share_memory(nodes: Nodes, size: int) -> dict[int, SharedWindows]:
-    """Windows of `size` bytes, and connections within each node."""
+    """Create windows of `size` bytes, and connections within each node."""
     found = {}
     for node in nodes:
         windows = {rank: torch.full((2, -(-size // 8) * 8), 99, dtype=torch.uint8) for rank in node}
@@ -157,7 +161,7 @@ def share_memory(nodes: Nodes, size: int) -> dict[int, SharedWindows]:
             sockets[one][other], sockets[other][one] = socket.socketpair()
         for rank in node:
             for end in sockets[rank].values():
-                end.settimeout(30)  # not for ever, should another rank fail
+                end.settimeout(30)  # so that a failure of another rank ends the test
             others = {peer: window for peer, window in windows.items() if peer != rank}
             found[rank] = SharedWindows(windows[rank], others, sockets[rank])
     return found
@@ -165,7 +169,7 @@ def share_memory(nodes: Nodes, size: int) -> dict[int, SharedWindows]:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
-    """1 to 9 nodes of 1 to 4 ranks, even or not, their ranks in order or mixed."""
+    """1 to 9 nodes of 1 to 4 ranks, of equal or different size, with consecutive or shuffled ranks."""
     count = draw(st.integers(1, 9))
     even = draw(st.booleans())
     counts = [draw(st.integers(1, 4))] * count if even else [draw(st.integers(1, 4)) for _ in range(count)]
@@ -173,10 +177,10 @@ def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return Topology(tuple(draw(st.permutations(node_of)) if draw(st.booleans()) else node_of)).by_node()
 
 
-def roundings(nodes: Nodes, between: str) -> int:
-    """How often a low precision is rounded on its way: once in the node, once an exchange."""
+def roundings(nodes: Nodes, inter: str) -> int:
+    """Return how often a low-precision value is rounded: once in the node and once per exchange."""
     power = len(nodes).bit_length() - 1
-    return 2 if between == "direct" else 1 + power + (len(nodes) > 1 << power)
+    return 2 if inter == "direct" else 1 + power + (len(nodes) > 1 << power)
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,42 +188,42 @@ def roundings(nodes: Nodes, between: str) -> int:
     nodes=shapes(),
     elements=st.sampled_from([0, 1, 2, 7, 64, 129]) | st.integers(0, 500),
     dtype=st.sampled_from(DTYPES),
-    between=st.sampled_from(sorted(INTER_NODE)),
+    inter=st.sampled_from(sorted(INTER_NODE)),
     chunk=st.sampled_from([1, 50, 200, 1 << 20]),
     how=st.fixed_dictionaries(
         {
-            "early": st.booleans(),
+            "early_receives": st.booleans(),
             "in_place": st.booleans(),
             "seed": st.integers(0, 1 << 20),
             "times": st.integers(1, 3),
-            "near": st.booleans(),
+            "shared": st.booleans(),
         }
     ),
 )
-def test_sums_in_any_world(
-    nodes: Nodes, elements: int, dtype: torch.dtype, between: str, chunk: int, how: dict[str, Any]
+def test_all_reduce_over_any_topology(
+    nodes: Nodes, elements: int, dtype: torch.dtype, inter: str, chunk: int, how: dict[str, Any]
 ) -> None:
     size = sum(len(node) for node in nodes)
-    chunk = max(chunk, elements * dtype.itemsize // 12)  # some lanes, not hundreds
+    chunk = max(chunk, elements * dtype.itemsize // 12)  # a few chunks, not hundreds
     generator = torch.Generator().manual_seed(how["seed"])
 
     whole = [torch.randint(0, 8, (elements,), generator=generator).to(dtype) for _ in range(size)]
-    for total in reduce(nodes, whole, between, chunk, **how)[0]:
+    for total in reduce(nodes, whole, inter, chunk, **how)[0]:
         assert torch.equal(total, torch.stack(whole).double().sum(0).to(dtype))
 
     if dtype.is_floating_point:
         drawn = [torch.randn(elements, generator=generator).to(dtype) for _ in range(size)]
-        totals, _ = reduce(nodes, drawn, between, chunk, **how)
+        totals, _ = reduce(nodes, drawn, inter, chunk, **how)
         assert len({bytes(total.view(torch.uint8).tolist()) for total in totals}) == 1
         exact = torch.stack(drawn).double()
-        steps = roundings(nodes, between) / 2 if dtype.itemsize == 2 else size
+        steps = roundings(nodes, inter) / 2 if dtype.itemsize == 2 else size
         bound = (steps * torch.finfo(dtype).eps + size * 2**-24) * exact.abs().sum(0)
         assert bool(((totals[0].double() - exact.sum(0)).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_sum_depends_neither_on_chunks_nor_on_its_place(dtype: torch.dtype) -> None:
-    """Nor does halving change what doubling gives: the same pairs are added."""
+def test_result_does_not_depend_on_chunks_or_position(dtype: torch.dtype) -> None:
+    """Halving and doubling agree bitwise too, because they add the same pairs."""
     nodes = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
     drawn = [torch.randn(40, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(9)]
     twice = [torch.cat([x, x.flip(0)]) for x in drawn]
@@ -229,63 +233,63 @@ def test_a_sum_depends_neither_on_chunks_nor_on_its_place(dtype: torch.dtype) ->
         assert torch.equal(totals[0][:40], totals[0][40:].flip(0))
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(("count", "each"), [(1, 3), (2, 1), (4, 2), (8, 1), (3, 2), (5, 1), (7, 2)])
-def test_messages_and_bytes_are_those_of_the_algorithm(count: int, each: int, lanes: int) -> None:
-    nodes = cut((0, count * each), count)
+def test_message_and_byte_counts(count: int, each: int, chunks: int) -> None:
+    nodes = split_evenly((0, count * each), count)
     ranks = [list(range(*span)) for span in nodes]
     power = 1 << (count.bit_length() - 1)
     extra, exchanges = count - power, power.bit_length() - 1
-    # Divides into lanes, pieces, parts and halves.
-    piece = 4 * lanes * count * power
-    inputs = [torch.ones(piece // 4 * each)] * (count * each)
-    for between in INTER_NODE:
-        _, transports = reduce(ranks, inputs, between, piece // lanes)
+    # Divisible by the numbers of chunks, shards, parts and halves.
+    shard = 4 * chunks * count * power
+    inputs = [torch.ones(shard // 4 * each)] * (count * each)
+    for inter in INTER_NODE:
+        _, transports = reduce(ranks, inputs, inter, shard // chunks)
         for rank, transport in enumerate(transports):
             node = rank // each
-            inside, outside = [], []
+            intra_node, inter_node = [], []
             for what, peer, size in transport.log:
                 if what == "send":
-                    (inside if peer // each == node else outside).append(size)
-            assert inside == [piece // lanes] * (2 * (each - 1) * lanes)
-            if between == "direct":
-                messages, moved = 2 * (count - 1), 2 * piece * (count - 1) // count
-            elif node >= power:  # in, and out again
-                messages, moved = 1, piece
+                    (intra_node if peer // each == node else inter_node).append(size)
+            assert intra_node == [shard // chunks] * (2 * (each - 1) * chunks)
+            if inter == "direct":
+                messages, moved = 2 * (count - 1), 2 * shard * (count - 1) // count
+            elif node >= power:  # fold in; fold out is a receive
+                messages, moved = 1, shard
             else:
                 folds = int(node < extra)
-                rounds = exchanges if between == "doubling" else 2 * exchanges
-                moved = piece * exchanges if between == "doubling" else 2 * piece * (power - 1) // power
-                messages, moved = rounds + folds, moved + piece * folds
-            assert (len(outside), sum(outside)) == (messages * lanes, moved)
+                rounds = exchanges if inter == "doubling" else 2 * exchanges
+                moved = shard * exchanges if inter == "doubling" else 2 * shard * (power - 1) // power
+                messages, moved = rounds + folds, moved + shard * folds
+            assert (len(inter_node), sum(inter_node)) == (messages * chunks, moved)
 
 
-def test_what_stays_in_a_node_takes_no_message() -> None:
+def test_shared_memory_replaces_intra_node_messages() -> None:
     inputs = [torch.arange(10.0) * rank for rank in range(5)]
-    totals, transports = reduce(((0, 1), (2, 3, 4)), inputs, "doubling", 1 << 10, near=True, times=4)
+    totals, transports = reduce(((0, 1), (2, 3, 4)), inputs, "doubling", 1 << 10, shared=True, times=4)
     assert all(torch.equal(total, torch.arange(10.0) * 10) for total in totals)
     for rank, transport in enumerate(transports):
         peers = {peer for what, peer, _ in transport.log if what == "send"}
         assert peers == [{2}, {3}, {0}, {1}, set()][rank]
 
 
-def test_many_small_chunks_become_few_lanes() -> None:
+def test_number_of_chunks_is_bounded() -> None:
     inputs = [torch.arange(4000.0) + rank for rank in range(4)]
-    totals, transports = reduce(((0, 1), (2, 3)), inputs, "doubling", 4, near=True, times=3)
+    totals, transports = reduce(((0, 1), (2, 3)), inputs, "doubling", 4, shared=True, times=3)
     assert all(torch.equal(total, 4 * torch.arange(4000.0) + 6) for total in totals)
     assert sum(what == "send" for what, _, _ in transports[0].log) == 5 * MAX_CHUNKS
 
 
-def test_a_neighbour_that_is_gone() -> None:
-    neighbours = share_memory(((0, 1),), 8)
-    neighbours[1].close()
-    with pytest.raises(RuntimeError, match="neighbour 1 is closed"):
-        neighbours[0].hear(1)
-    with pytest.raises(RuntimeError, match="neighbour 1 is lost"):
-        neighbours[0].tell(1)
+def test_dead_peer_of_shared_memory_is_reported() -> None:
+    windows = share_memory(((0, 1),), 8)
+    windows[1].close()
+    with pytest.raises(RuntimeError, match="rank 1 of this node is closed"):
+        windows[0].wait_for(1)
+    with pytest.raises(RuntimeError, match="rank 1 of this node is lost"):
+        windows[0].notify(1)
 
 
-def test_ranks_beyond_the_smallest_node_only_bring_and_fetch() -> None:
+def test_ranks_without_a_shard_contribute_and_receive() -> None:
     _, transports = reduce(((0, 1, 2, 3), (4, 5)), [torch.ones(16)] * 6, "doubling", 1 << 10)
     sent = [[(peer, size) for what, peer, size in transport.log if what == "send"] for transport in transports]
     assert sent[3] == [(0, 32), (1, 32)]
@@ -293,7 +297,7 @@ def test_ranks_beyond_the_smallest_node_only_bring_and_fetch() -> None:
     assert sent[5] == [(4, 32), (1, 32), (4, 32)]
 
 
-def test_a_chunk_goes_on_while_the_next_one_arrives() -> None:
+def test_chunks_are_pipelined() -> None:
     _, transports = reduce(((0,), (1,), (2,), (3,)), [torch.ones(20)] * 4, "doubling", 40)
     log = [(what, peer) for what, peer, _ in transports[0].log if what in ("send", "got")]
     assert log[:4] == [("send", 1), ("send", 1), ("got", 1), ("send", 2)]
@@ -301,85 +305,85 @@ def test_a_chunk_goes_on_while_the_next_one_arrives() -> None:
 
 
 def test_receives_are_posted_before_anything_is_sent() -> None:
-    for between in INTER_NODE:
-        _, transports = reduce(((0, 1), (2, 3), (4, 5)), [torch.ones(20)] * 6, between, 16)
+    for inter in INTER_NODE:
+        _, transports = reduce(((0, 1), (2, 3), (4, 5)), [torch.ones(20)] * 6, inter, 16)
         for transport in transports:
             log = [what for what, _, _ in transport.log]
             got = log.count("got")
             assert log[:got] == ["post"] * got
 
 
-def test_receives_stand_ready_for_the_next_time() -> None:
-    wire = Wire(0, early=True)
+def test_repeated_all_reduces_have_persistent_receives() -> None:
+    wire = Wire(0, early_receives=True)
 
     def rank(index: int, comm: Memory) -> list[str]:
         transport = InMemory(wire, comm)
-        summing = Summing(transport, ((0,), (1,)), index)
+        allreduce = HierarchicalAllReduce(transport, ((0,), (1,)), index)
         for _ in range(3):
-            assert bool((summing.all_reduce(torch.ones(9), None, "doubling", 64) == 2).all())
+            assert bool((allreduce.all_reduce(torch.ones(9), None, "doubling", 64) == 2).all())
         return [what for what, _, _ in transport.log]
 
-    once, standing = ["post", "send", "got", "gave"], ["send", "got", "gave", "post"]
-    assert run_ranks(2, rank) == [[*once, "post", *standing, *standing]] * 2
+    once, persistent = ["post", "send", "got", "gave"], ["send", "got", "gave", "post"]
+    assert run_ranks(2, rank) == [[*once, "post", *persistent, *persistent]] * 2
 
 
-def test_receives_stand_for_a_bounded_number_of_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hierarchical, "STANDING", 2)
-    monkeypatch.setattr(hierarchical, "STANDING_BYTES", 400)
-    wire = Wire(0, early=True)
+def test_number_of_persistent_receives_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchical, "MAX_PERSISTENT", 2)
+    monkeypatch.setattr(hierarchical, "MAX_PERSISTENT_BYTES", 400)
+    wire = Wire(0, early_receives=True)
 
     def rank(index: int, comm: Memory) -> int:
-        summing = Summing(InMemory(wire, comm), ((0,), (1,)), index)
+        allreduce = HierarchicalAllReduce(InMemory(wire, comm), ((0,), (1,)), index)
         for elements in (101, 5, 6, 7, 8, 5, 8, 101, 7, 6, 5, 101):
-            assert bool((summing.all_reduce(torch.ones(elements), None, "direct", 64) == 2).all())
-        return len(summing._standing)
+            assert bool((allreduce.all_reduce(torch.ones(elements), None, "direct", 64) == 2).all())
+        return len(allreduce._persistent)
 
     assert run_ranks(2, rank) == [2, 2]
 
 
-def test_long_tensors_go_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hierarchical, "STRETCH_BYTES", 64)
+def test_long_tensors_are_split_into_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchical, "SEGMENT_BYTES", 64)
     inputs = [torch.arange(100.0) + rank for rank in range(4)]
     totals, transports = reduce(((0, 1), (2, 3)), inputs, "halving", 1 << 10)
     assert all(torch.equal(total, 4 * torch.arange(100.0) + 6) for total in totals)
     assert max(size for _, _, size in transports[0].log) <= 64
 
 
-def test_strides_and_other_dtypes_of_the_output() -> None:
+def test_strided_tensors_and_output_dtypes() -> None:
     nodes = ((0,), (1,))
-    wire = Wire(0, early=True)
+    wire = Wire(0, early_receives=True)
 
     def rank(index: int, comm: Memory) -> None:
-        summing = Summing(InMemory(wire, comm), nodes, index)
+        allreduce = HierarchicalAllReduce(InMemory(wire, comm), nodes, index)
         whole = torch.zeros(6, 8)
         part = whole[:, ::2]
         part += index + 1
-        assert summing.all_reduce(part, None, "doubling", 64) is part
+        assert allreduce.all_reduce(part, None, "doubling", 64) is part
         assert bool((whole[:, ::2] == 3).all())
         assert not whole[:, 1::2].any()
         wide = torch.zeros(4, 6, dtype=torch.float64).t()
-        assert bool((summing.all_reduce(part, wide, "direct", 64) == 6).all())
-        with torch.inference_mode():  # memory kept from inside serves outside too, and the other way round
-            summing.all_reduce(torch.ones(500), None, "direct", 64)
-        assert bool((summing.all_reduce(torch.ones(500), None, "direct", 64) == 2).all())
+        assert bool((allreduce.all_reduce(part, wide, "direct", 64) == 6).all())
+        with torch.inference_mode():  # scratch memory allocated here is also used outside, and vice versa
+            allreduce.all_reduce(torch.ones(500), None, "direct", 64)
+        assert bool((allreduce.all_reduce(torch.ones(500), None, "direct", 64) == 2).all())
 
     run_ranks(2, rank)
 
 
 def test_options_come_from_the_table_or_from_the_size() -> None:
-    assert options(None, 1 << 10, 4, early=True) == ("doubling", hierarchical.CHUNK_BYTES)
-    assert options(None, 1 << 23, 4, early=True) == ("halving", hierarchical.CHUNK_BYTES)
-    assert options(None, 1 << 23, 6, early=False) == ("direct", hierarchical.STRETCH_BYTES)
-    chosen = Choice("hierarchical", {"between": "halving", "chunk": 4096})
-    assert options(chosen, 1 << 10, 4, early=True) == ("halving", 4096)
-    for wrong in ({"between": "ring"}, {"chunk": 0}, {"chunk": "4096"}):
+    assert choose_options(None, 1 << 10, 4, early_receives=True) == ("doubling", hierarchical.CHUNK_BYTES)
+    assert choose_options(None, 1 << 23, 4, early_receives=True) == ("halving", hierarchical.CHUNK_BYTES)
+    assert choose_options(None, 1 << 23, 6, early_receives=False) == ("direct", hierarchical.SEGMENT_BYTES)
+    chosen = Choice("hierarchical", {"inter": "halving", "chunk": 4096})
+    assert choose_options(chosen, 1 << 10, 4, early_receives=True) == ("halving", 4096)
+    for wrong in ({"inter": "ring"}, {"chunk": 0}, {"chunk": "4096"}):
         with pytest.raises(YalisError, match="accepted: doubling, halving, direct, and a number of bytes; tune again"):
-            options(Choice("hierarchical", wrong), 1 << 10, 4, early=True)
+            choose_options(Choice("hierarchical", wrong), 1 << 10, 4, early_receives=True)
 
 
-def test_what_is_offered_for_tuning_can_be_chosen() -> None:
+def test_candidate_options_are_valid() -> None:
     for size, count in ((1 << 10, 3), (1 << 20, 6), (1 << 24, 9)):
         offered = HierarchicalBackend.candidate_options(size)
-        chosen = {options(Choice("hierarchical", each), size, 4, early=True) for each in offered}
+        chosen = {choose_options(Choice("hierarchical", each), size, 4, early_receives=True) for each in offered}
         assert len(chosen) == len(offered) == count
-        assert options(None, size, 4, early=True) in chosen
+        assert choose_options(None, size, 4, early_receives=True) in chosen

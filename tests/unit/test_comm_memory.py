@@ -1,4 +1,4 @@
-"""The in-memory communicator that other tests stand on."""
+"""The in-memory communicator that other tests use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks import Memory, run_ranks
 
 
 def test_collectives_in_memory() -> None:
-    def everything(rank: int, comm: Memory) -> None:
+    def use_all_collectives(rank: int, comm: Memory) -> None:
         x = torch.full((2, 4), float(rank + 1))
         out = torch.empty(2, 4)
         assert comm.all_reduce(x, out=out) is out
@@ -27,7 +27,7 @@ def test_collectives_in_memory() -> None:
         comm.barrier()
         assert comm.calls[0] == ("all_reduce", 8)
 
-    run_ranks(3, everything)
+    run_ranks(3, use_all_collectives)
 
 
 def test_low_precision_rounds_once() -> None:
@@ -36,7 +36,7 @@ def test_low_precision_rounds_once() -> None:
     assert [value.item() for value in sums] == [258.0] * 3
 
 
-def test_the_error_of_the_rank_that_failed_comes_out() -> None:
+def test_error_of_the_failing_rank_is_raised() -> None:
     def fail_on_one(rank: int, comm: Memory) -> None:
         if rank == 1:
             raise KeyError("mine")
@@ -48,7 +48,7 @@ def test_the_error_of_the_rank_that_failed_comes_out() -> None:
         run_ranks(3, fail_on_one)
 
 
-def test_different_collectives_are_noticed() -> None:
+def test_mismatched_collectives_are_detected() -> None:
     with pytest.raises(AssertionError, match="different collectives"):
         run_ranks(2, lambda rank, comm: comm.all_reduce(torch.ones(1)) if rank else comm.all_gather(torch.ones(1)))
     with pytest.raises(threading.BrokenBarrierError):

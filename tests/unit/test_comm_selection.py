@@ -1,4 +1,4 @@
-"""Which communication backend is chosen, and what is said when one cannot be."""
+"""Opening a communication backend by name, and the errors if it cannot be used."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ CPU = torch.device("cpu")
 
 
 class Pair(World):
-    """Rank 0 of two; the other one answers the same, save for the backends that it lacks."""
+    """Rank 0 of two. Rank 1 exchanges the same values, except that it cannot use the backends in `unusable`."""
 
-    def __init__(self, lacks: dict[str, str] | None = None) -> None:
+    def __init__(self, unusable: dict[str, str] | None = None) -> None:
         super().__init__(0, tuple(RankInfo(rank, f"host{rank}", rank, 0, "127.0.0.1", 1) for rank in (0, 1)))
-        self.lacks = lacks or {}
+        self.unusable = unusable or {}
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        asked = isinstance(value, dict) and value.keys() & self.lacks.keys()
-        return [value, {name: self.lacks[name] for name in asked} if asked else value]
+        names = isinstance(value, dict) and value.keys() & self.unusable.keys()
+        return [value, {name: self.unusable[name] for name in names} if names else value]
 
 
 @pytest.fixture(autouse=True)
@@ -42,37 +42,38 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "hierarchical", "auto"])
 @pytest.mark.parametrize("world", [World.single_process, Pair])
-def test_a_backend_by_its_name(name: str, world: Callable[[], World]) -> None:
+def test_open_by_name(name: str, world: Callable[[], World]) -> None:
     backend = open_backend(name, world(), CPU)
     assert (type(backend), backend.name) == (BACKENDS.load(name), name)
     backend.close()
 
 
-def test_one_rank_that_lacks_it_speaks_for_all() -> None:
+def test_backend_unusable_on_one_rank_is_refused_on_all() -> None:
     world = Pair({"torch": "this torch was built without gloo"})
     with pytest.raises(
         YalisError,
         match=r"'torch' cannot be used here: this torch was .* on rank 1 \(host1\); usable: hierarchical, auto",
     ):
         open_backend("torch", world, CPU)
-    lacks_all = Pair(dict.fromkeys(BACKENDS.names(), "nothing works"))
-    with pytest.raises(YalisError, match=r"'auto' cannot be used here: nothing works .*; no other one is usable"):
-        open_backend("auto", lacks_all, CPU)
+    nothing_usable = Pair(dict.fromkeys(BACKENDS.names(), "nothing works"))
+    with pytest.raises(YalisError, match=r"'auto' cannot be used here: nothing works .*; no other backend is usable"):
+        open_backend("auto", nothing_usable, CPU)
 
 
-def test_an_unknown_backend() -> None:
+def test_unknown_backend() -> None:
     accepted = "accepted: torch, mpi, hierarchical, nvrar, auto"
     with pytest.raises(YalisError, match=f"unknown communication backend 'nccl'; {accepted}"):
         open_backend("nccl", World.single_process(), CPU)
 
 
-def test_a_device_torch_cannot_join() -> None:
+def test_device_without_torch_backend() -> None:
     assert (
-        TorchBackend.unusable(World.single_process(), torch.device("mps")) == "torch joins CPUs and CUDA GPUs, not mps"
+        TorchBackend.unusable(World.single_process(), torch.device("mps"))
+        == "the torch backend supports CPUs and CUDA GPUs, not mps"
     )
 
 
-def test_mpi_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_reports_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "find_spec", lambda name: None)
     with pytest.raises(
         YalisError,
@@ -89,13 +90,13 @@ def test_mpi_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, MpiBackend, HierarchicalBackend, AutoBackend])
-def test_a_world_of_one_needs_nothing(backend: type[CommBackend]) -> None:
-    made = backend(World.single_process(), CPU)
-    assert isinstance(made.group("all", [0]), SingleRank)
-    made.close()
+def test_group_of_one_rank(backend: type[CommBackend]) -> None:
+    opened = backend(World.single_process(), CPU)
+    assert isinstance(opened.group("all", [0]), SingleRank)
+    opened.close()
 
 
-def test_nccl_is_told_of_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_nccl_on_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_HOSTID", "theirs")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     env.allow_nccl_gpu_sharing(3, one_host=True)

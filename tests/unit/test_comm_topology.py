@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""Topology: which ranks share a node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def world_of(*nodes: int) -> World:
     return World(0, tuple(RankInfo(rank, f"host{node}", node, 0, "127.0.0.1", 1) for rank, node in enumerate(nodes)))
 
 
-def test_nodes_as_found() -> None:
+def test_nodes_of_the_rendezvous() -> None:
     found = Topology.of(world_of(0, 0, 1, 1))
     assert (found.nodes, found.ranks_per_node(), str(found)) == (2, 2, "2 nodes x 2 ranks")
     assert found.by_node() == ((0, 1), (2, 3))
@@ -31,7 +31,7 @@ def test_uneven_and_scattered_nodes() -> None:
     assert str(found) == "2 nodes x 3+2 ranks"
 
 
-def test_nodes_as_given() -> None:
+def test_ranks_per_node_given() -> None:
     world = world_of(0, 0, 0, 0, 0)
     assert Topology.of(world, 1).nodes == 5
     assert Topology.of(world, 2).by_node() == ((0, 1), (2, 3), (4,))

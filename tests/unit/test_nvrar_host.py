@@ -1,4 +1,4 @@
-"""nvrar's host side, as far as it goes without a GPU: what is missing, how operations are launched, what they hold."""
+"""The host side of nvrar without a GPU: missing requirements, the build, launch parameters and the C interface."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ from yalis.launch.world import World
 SOURCES = Path(__file__).parents[2] / "csrc" / "nvrar"
 
 
-def test_without_a_gpu_that_is_what_is_missing_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    none = "it joins NVIDIA GPUs, and torch sees none here"
-    for lacking, told in ((None, none), ("there is no nvcc", f"{none}; besides, there is no nvcc")):
-        monkeypatch.setattr("yalis.comm.nvrar.group.missing", lambda lacking=lacking: lacking)
-        assert NvrarBackend.unusable(World.single_process(), torch.device("cpu")) == told
+def test_missing_gpu_is_reported_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu = "nvrar needs NVIDIA GPUs, and torch finds none"
+    for reason, message in ((None, no_gpu), ("nvcc not found", f"{no_gpu}; also, nvcc not found")):
+        monkeypatch.setattr("yalis.comm.nvrar.group.missing", lambda reason=reason: reason)
+        assert NvrarBackend.unusable(World.single_process(), torch.device("cpu")) == message
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert build.missing() == "no nvcc; install the CUDA toolkit, or set CUDA_HOME to where it is"
-    with pytest.raises(YalisFailure, match="no nvcc"):
+    assert build.missing() == "nvcc not found; install the CUDA toolkit or set CUDA_HOME"
+    with pytest.raises(YalisFailure, match="nvcc not found"):
         build.build("90")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
-    assert re.match(r"NVSHMEM is not installed \(pip install nvidia-nvshmem-cu\d+\)", build.missing() or "")
+    assert re.match(
+        r"NVSHMEM not found; run pip install nvidia-nvshmem-cu\d+ or set NVSHMEM_HOME", build.missing() or ""
+    )
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "nvshmem.h").touch()
     assert build.missing() is None
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libnvshmem_host.so.3").touch()
-    with pytest.raises(YalisFailure, match="did not run"):  # this nvcc is not one
+    with pytest.raises(YalisFailure, match="did not run"):  # an empty file is no compiler
         build.build("90")
 
 
-def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiler_errors_are_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for folder in ("bin", "include", "lib"):
         (tmp_path / folder).mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
@@ -59,7 +61,7 @@ def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(YalisFailure, match=r"nvcc: launch.cu\(1\): error: no such thing"):
         build.build("90")
     assert not list((tmp_path / "nvrar").iterdir())
-    # A compiler that works leaves one file, under a name that depends on the architecture, and is not asked again.
+    # A successful build is cached under a name that depends on the architecture.
     nvcc.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nwhile [ "$1" != -o ]; do shift; done; echo > "$2"\n')
     first = build.build("90")
     assert first.exists()
@@ -68,44 +70,44 @@ def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert build.build("90") == first
 
 
-def test_launches() -> None:
+def test_launch_parameters() -> None:
     small = choose_launch(None, 1, 2, 8)
     assert (small.protocol, small.blocks, small.chunk) == ("ll", 1, 1)
     assert choose_launch(None, 128 << 10, 2, 64).blocks == 8
     shared, alone = choose_launch(None, 1 << 20, 1, 8), choose_launch(None, 1 << 20, 1, 66)
     assert (shared.protocol, shared.blocks, alone.blocks) == ("signal", 8, 32)
-    assert shared.chunk == alone.chunk  # ranks with different limits still cut alike
+    assert shared.chunk == alone.chunk  # the same on ranks with different block limits
     tuned = choose_launch(Choice("nvrar", {"protocol": "signal", "blocks": 4, "chunk": 4096}), 1 << 10, 2, 8)
     assert (tuned.protocol, tuned.blocks, tuned.chunk) == ("signal", 4, 4096)
     for wrong in ({"protocol": "fast"}, {"blocks": 0}, {"chunk": "many"}):
         with pytest.raises(YalisError, match="--tune again"):
             choose_launch(Choice("nvrar", wrong), 1 << 10, 2, 8)
     for size in (1 << 10, 32 << 10, 128 << 10, 1 << 20, 16 << 20):
-        for owners in (1, 2, 8):
+        for num_shards in (1, 2, 8):
             launches = [
-                choose_launch(Choice("nvrar", options), size, owners, 8)
-                for options in candidate_launches(size, owners, 8)
+                choose_launch(Choice("nvrar", options), size, num_shards, 8)
+                for options in candidate_launches(size, num_shards, 8)
             ]
             assert launches
-            assert len(set(launches)) == len(launches), f"{size} bytes of {owners}: one of them twice"
+            assert len(set(launches)) == len(launches), f"{size} bytes in {num_shards} shards: a duplicate candidate"
 
 
-def test_a_wait_that_never_ended_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_NVRAR_TIMEOUT", "30")
     session = object.__new__(Session)
-    session.world, session.names = World.single_process(), {3: "tp"}
-    session.status = Status(reported=1, group=3, phase=2, step=1, peer=0, number=4711)
+    session.world, session.group_names = World.single_process(), {3: "tp"}
+    session.status = Status(reported=1, group=3, phase=2, step=1, peer=0, sequence=4711)
     name = session.world.name(0)
-    assert session.describe() == (
-        f"waited 30 s in the all-reduce of group tp for {name}: phase between nodes, step 1, operation 4711"
+    assert session.describe_timeout() == (
+        f"waited 30 s in the all-reduce of group tp for {name}: phase inter-node exchange, step 1, operation 4711"
     )
     monkeypatch.setenv("YALIS_NVRAR_TIMEOUT", "soon")
     with pytest.raises(YalisError, match="YALIS_NVRAR_TIMEOUT is 'soon'; accepted: a number above 0"):
-        session.describe()
+        session.describe_timeout()
 
 
-def test_python_and_c_agree() -> None:
-    """The functions that are called exist, with as many arguments; the status has the same fields."""
+def test_python_bindings_match_the_c_interface() -> None:
+    """Every bound function exists with the same number of arguments, and Status has the same fields."""
     source = (SOURCES / "launch.cu").read_text()
     exported = source[source.index('extern "C" {') :]
     for name, (_, arguments) in _SIGNATURES.items():
@@ -113,11 +115,11 @@ def test_python_and_c_agree() -> None:
         assert found, name
         assert len([part for part in found[1].split(",") if part.strip()]) == len(arguments), name
     layout = (SOURCES / "layout.h").read_text()
-    held = re.search(r"struct Status \{(.*?)\n\};", layout, re.DOTALL)
-    assert held
-    fields = re.findall(r"\buint(32|64)_t ([\w, ]+);", held[1])
+    status = re.search(r"struct Status \{(.*?)\n\};", layout, re.DOTALL)
+    assert status
+    fields = re.findall(r"\buint(32|64)_t ([\w, ]+);", status[1])
     assert [(name, bits) for bits, names in fields for name in names.split(", ")] == [
-        (name, str(8 * ctypes.sizeof(kind))) for name, kind in Status._fields_
+        (name, str(8 * ctypes.sizeof(ctype))) for name, ctype in Status._fields_
     ]
     assert len(PHASES) == len(re.findall(r"k\w+ = \d", re.search(r"enum Phase.*", layout)[0]))  # type: ignore[index]
 
@@ -127,6 +129,6 @@ def test_python_and_c_agree() -> None:
 def test_library_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
     library = Library(build.build("90"))
-    assert library.call("id_bytes") == 128
+    assert library.call("unique_id_bytes") == 128
     four_by_two = int32s([0, 0, 1, 1, 2, 2, 3, 3])
     assert library.call("group_bytes", four_by_two, 8, 0, 1 << 20, 0) > 8 * 2 * (1 << 20)

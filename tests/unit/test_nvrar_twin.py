@@ -1,4 +1,4 @@
-"""The kernels of csrc/nvrar, run on the CPU with puts that arrive late and in any order; broken ones are caught."""
+"""The kernels of csrc/nvrar, run on the CPU with puts that arrive late and in any order. Broken variants must fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "csrc" / "nvrar"
 TWIN = Path(__file__).with_name("nvrar_twin.cpp")
-REDUCE, INTER_NODE, GATHER = 1, 2, 3
+REDUCE_SCATTER, INTER_NODE, ALL_GATHER = 1, 2, 3
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -35,8 +35,8 @@ def build(sources: Path, out: Path, *flags: str) -> Path:
 
 
 def run(twin: Path, nodes: str, **options: int) -> subprocess.CompletedProcess[str]:
-    words = [f"nodes={nodes}", *(f"{name}={value}" for name, value in options.items())]
-    return subprocess.run([twin, *words], capture_output=True, text=True, timeout=200)
+    arguments = [f"nodes={nodes}", *(f"{name}={value}" for name, value in options.items())]
+    return subprocess.run([twin, *arguments], capture_output=True, text=True, timeout=200)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHAPES = ["2", "3", "1,1", "2,1", "1,1,1", "2,2", "3,2", "2,2,2", "1,3,2", "4,4", "2,2,2,2", "1,1,1,1,1", "3,3,3,3,3"]
 SETTINGS: dict[str, dict[str, int]] = {
     "plain": {},
-    "two groups, unlike blocks": {"groups": 2, "unlike": 1},
+    "two groups, different block counts": {"groups": 2, "uneven_blocks": 1},
     "epilogue": {"epilogue": 1, "blocks": 3, "threads": 2},
-    "numbers beyond 32 bits": {"number": 2**32 - 60, "threads": 3, "blocks": 1},
+    "sequence numbers beyond 32 bits": {"sequence": 2**32 - 60, "threads": 3, "blocks": 1},
     "ring": {"algorithm": 1},
     "one-shot": {"algorithm": 2},
 }
@@ -57,17 +57,17 @@ SETTINGS: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_rank_has_the_sum(twin: Path, setting: str) -> None:
-    """Integers exactly, floats within their error; the same bits on every rank; all types, odd sizes, in place too."""
+    """Exact for integers, within rounding error for floats, bitwise equal on all ranks; all dtypes and any size."""
     for seed, nodes in enumerate(SHAPES):
         done = run(twin, nodes, ops=60, seed=seed, **SETTINGS[setting])
         assert done.returncode == 0, f"{nodes} seed={seed}: {done.stdout}{done.stderr}"
 
 
 def test_thousands_of_operations(twin: Path) -> None:
-    for nodes, value in (("2,2", 3000), ("1,1,1", 3000)):
-        done = run(twin, nodes, ops=value, groups=2, seed=5)
+    for nodes, count in (("2,2", 3000), ("1,1,1", 3000)):
+        done = run(twin, nodes, ops=count, groups=2, seed=5)
         assert done.returncode == 0, done.stdout
-        assert int(done.stdout.split()[0]) == value * sum(map(int, nodes.split(",")))
+        assert int(done.stdout.split()[0]) == count * sum(map(int, nodes.split(",")))
 
 
 @pytest.mark.full
@@ -80,23 +80,23 @@ def test_many_schedules(twin: Path, setting: str) -> None:
 
 
 def test_absent_rank_is_reported(twin: Path) -> None:
-    """Rank 3 of 2 + 2 + 1 never comes: each rank says in which phase and for whom it waited, and ends."""
+    """Rank 3 of 2 + 2 + 1 never runs: every other rank times out and reports the phase and the peer it waited for."""
     for protocol in (0, 1):
-        done = run(twin, "2,2,1", ops=1, absent=3, timeout=200_000, seed=3, protocol=protocol, number=41)
+        done = run(twin, "2,2,1", ops=1, absent=3, timeout=200_000, seed=3, protocol=protocol, sequence=41)
         lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
         assert [line[0] for line in lines] == [1, 1, 1, 0, 1]
         phases = {rank: (line[2], line[4]) for rank, line in enumerate(lines) if rank != 3}
-        assert phases == {0: (INTER_NODE, 2), 1: (GATHER, 0), 2: (REDUCE, 3), 4: (INTER_NODE, 0)}
+        assert phases == {0: (INTER_NODE, 2), 1: (ALL_GATHER, 0), 2: (REDUCE_SCATTER, 3), 4: (INTER_NODE, 0)}
         assert {line[5] for line in lines if line[0]} == {41}
 
 
-# What breaks the protocol: file, what stands there, what stands there instead, and options that show it.
+# Changes that break the protocol: file, original text, replacement, and options that expose the failure.
 BREAKS: dict[str, tuple[str, str, str, dict[str, int]]] = {
-    "one buffer": ("operation.h", "parity = int(number & 1);", "parity = 0;", {"protocol": 0}),
-    "one buffer to send from": (
+    "one buffer": ("operation.h", "parity = int(sequence & 1);", "parity = 0;", {"protocol": 0}),
+    "one stage buffer": (
         "layout.h",
-        "base + uint64_t(parity * slots() + index) * slot",
-        "base + uint64_t((index < stage(0) ? parity : 0) * slots() + index) * slot",
+        "base + uint64_t(parity * slots() + index) * slot_bytes;",
+        "base + uint64_t((index < stage_slot(0) ? parity : 0) * slots() + index) * slot_bytes;",
         {"protocol": 0, "speed": 0},
     ),
     "half of the flags": (
@@ -105,41 +105,48 @@ BREAKS: dict[str, tuple[str, str, str, dict[str, int]]] = {
         "a.flag0 == op.flag && b.flag0 == op.flag",
         {"protocol": 0},
     ),
-    "a signal of the operation before": (
+    "a signal of the previous operation": (
         "protocol.h",
-        "op.wire.load_signal(sender.signal) >= op.number + 1",
-        "op.wire.load_signal(sender.signal) + 2 >= op.number + 1",
+        "op.transport.load_signal(sender.signal) >= op.sequence + 1",
+        "op.transport.load_signal(sender.signal) + 2 >= op.sequence + 1",
         {"protocol": 1},
     ),
     "no barrier before a put": (
         "protocol.h",
-        "op.wire.sync();\n    uint64_t begin = uint64_t(chunk.begin) * kWireUnit;\n    op.wire.put(",
-        "uint64_t begin = uint64_t(chunk.begin) * kWireUnit;\n    op.wire.put(",
+        "op.transport.sync();\n    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    op.transport.put(",
+        "uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    op.transport.put(",
         {"protocol": 0, "threads": 4},
     ),
-    "no barrier before a signal in the node": (
+    "no barrier before an intra-node signal": (
         "protocol.h",
-        "op.wire.sync();\n    for (int i = op.wire.thread(); i < count; i += op.wire.threads()) {\n      if (uint64_t*",
-        "for (int i = op.wire.thread(); i < count; i += op.wire.threads()) {\n      if (uint64_t*",
+        "op.transport.sync();\n"
+        "    for (int i = op.transport.thread(); i < count; i += op.transport.threads()) {\n"
+        "      if (uint64_t*",
+        "for (int i = op.transport.thread(); i < count; i += op.transport.threads()) {\n      if (uint64_t*",
         {"protocol": 1, "threads": 4},
     ),
-    "one slot for all steps": ("layout.h", "return widest + owners + exchange;", "return widest + owners;", {}),
-    "the first block advances the number": (
-        "operation.h",
-        "wire.count(&state->ticket) == uint32_t(wire.blocks()) - 1",
-        "wire.count(&state->ticket) == 0",
+    "one slot for all inter-node steps": (
+        "layout.h",
+        "return reduce_slots + gather_slots + step;",
+        "return reduce_slots + gather_slots;",
         {},
     ),
-    "no barrier before the epilogue": ("allreduce.h", "    meet(op);\n", "", {"epilogue": 1}),
+    "the first block advances the sequence number": (
+        "operation.h",
+        "transport.fetch_increment(&state->blocks_done) == uint32_t(transport.blocks()) - 1",
+        "transport.fetch_increment(&state->blocks_done) == 0",
+        {},
+    ),
+    "no barrier before the epilogue": ("allreduce.h", "    grid_barrier(op);\n", "", {"epilogue": 1}),
 }
-IN_CI = ("one buffer", "one buffer to send from", "half of the flags")
+IN_CI = ("one buffer", "one stage buffer", "half of the flags")
 
 
 @pytest.mark.parametrize(
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.full) for name in BREAKS]
 )
-def test_broken_protocol_is_caught(twin: Path, name: str, tmp_path: Path) -> None:
-    """Each condition is needed: without it some schedule gives a wrong sum or never ends; with it that one is right."""
+def test_broken_protocol_fails(twin: Path, name: str, tmp_path: Path) -> None:
+    """Every condition is needed: some seed fails or times out without it, and passes with the original code."""
     file, right, wrong, options = BREAKS[name]
     sources = tmp_path / "nvrar"
     shutil.copytree(SOURCES, sources)
@@ -149,20 +156,20 @@ def test_broken_protocol_is_caught(twin: Path, name: str, tmp_path: Path) -> Non
     broken = build(sources, tmp_path / "twin", "-O0", "-DTWIN_SMALL")
     for seed in range(30):
         for nodes in ("2,2", "1,1,1", "2,2,2,2"):
-            trial = {"ops": 150, "seed": seed, "value": 0, "timeout": 3_000_000, **options}
+            trial = {"ops": 150, "seed": seed, "dtype": 0, "timeout": 3_000_000, **options}
             done = run(broken, nodes, **trial)
             if done.returncode:
                 assert re.match(r"operation \d+ on rank \d+: ", done.stdout), done.stderr
                 assert run(twin, nodes, **trial).returncode == 0
                 return
-    pytest.fail("nothing was wrong")
+    pytest.fail("no schedule failed")
 
 
-def test_no_peer_pointer_between_nodes() -> None:
-    """On one GPU a pointer into another rank's memory passes every test; on a network there is none."""
+def test_inter_node_phase_uses_no_peer_pointers() -> None:
+    """A pointer into another rank's memory would pass every test on one GPU, but does not exist over a network."""
     text = re.sub(r"//.*", "", (SOURCES / "inter_node.h").read_text())
     assert "Protocol::put" in text
-    for forbidden in ("nvshmem_ptr", "peer", "announce"):
+    for forbidden in ("nvshmem_ptr", "peer", "signal_peers"):
         assert forbidden not in text
-    wire = (SOURCES / "gpu_transport.cuh").read_text()
-    assert "nvshmem_ptr" not in wire
+    transport = (SOURCES / "gpu_transport.cuh").read_text()
+    assert "nvshmem_ptr" not in transport

@@ -215,7 +215,7 @@ def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
 
 def test_tuning_is_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
-    fast, slow = {"between": "halving", "chunk": 1 << 16}, {"between": "doubling", "chunk": 1 << 16}
+    fast, slow = {"inter": "halving", "chunk": 1 << 16}, {"inter": "doubling", "chunk": 1 << 16}
     rows = [
         *(row("torch", 8192, 10), row("hierarchical", 8192, 20, **fast)),
         *(

@@ -1,4 +1,7 @@
-"""Sums over ranks, within code that torch.compile may have: it knows tensors and numbers, so groups get numbers."""
+"""All-reduce as a custom operator, so that torch.compile keeps it as one node of the graph.
+
+An operator takes tensors and integers only, so each communicator gets an integer id.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,25 @@ from torch import Tensor
 
 from yalis.comm.base import Communicator
 
-_numbers = count()
-_number_of: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
+_next_id = count()
+_id_of: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
 _group_of: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 
 
 class AllReduceOp:
-    """The all-reduce of one group."""
+    """In-place all-reduce over one group, for eager and compiled code."""
 
     def __init__(self, group: Communicator) -> None:
-        if group not in _number_of:
-            number = next(_numbers)
-            _number_of[group], _group_of[number] = number, group
-        self.group, self.number = group, _number_of[group]
+        if group not in _id_of:
+            group_id = next(_next_id)
+            _id_of[group], _group_of[group_id] = group_id, group
+        self.group, self.group_id = group, _id_of[group]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, in x."""
+        """Sum `x` over all ranks in place and return it."""
         if not torch.compiler.is_compiling():
             return self.group.all_reduce(x)
-        torch.ops.yalis.all_reduce_(x, self.number)
+        torch.ops.yalis.all_reduce_(x, self.group_id)
         return x
 
 

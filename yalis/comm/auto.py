@@ -1,4 +1,4 @@
-"""The fastest backend for every message: by what was measured on this shape of group, else by a rule of thumb."""
+"""Selects an all-reduce backend by message size: from the tuning table of this group shape, else from a default."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ log = get_logger(__name__)
 
 
 class AutoGroup(CustomAllReduceGroup):
-    """Hands each all-reduce to one of several groups of the same ranks."""
+    """Dispatches each all-reduce to one of several groups of the same ranks."""
 
-    def __init__(self, under: TorchGroup, groups: dict[str, Communicator], pick: Callable[[int], str]) -> None:
-        super().__init__(under)
+    def __init__(self, torch_group: TorchGroup, groups: dict[str, Communicator], pick: Callable[[int], str]) -> None:
+        """`pick` returns the backend name for a message of that many bytes."""
+        super().__init__(torch_group)
         self.groups, self.pick = groups, lru_cache(pick)
         self.capturable = all(group.capturable for group in groups.values())
 
@@ -31,51 +32,51 @@ class AutoGroup(CustomAllReduceGroup):
 class AutoBackend(CustomAllReduceBackend):
     name = "auto"
 
-    def _start(self) -> None:
-        self._others: dict[str, CommBackend] = {}
-        for name in self._wanted():
+    def _initialize(self) -> None:
+        self._candidates: dict[str, CommBackend] = {}
+        for name in self._candidate_names():
             backend = BACKENDS.load(name)
             if (reason := unusable_on_any_rank(name, self.world, self.device)) is not None:
-                log.info("auto goes without %s: %s", name, reason)
+                log.info("auto does not use %s: %s", name, reason)
             elif issubclass(backend, CustomAllReduceBackend):
-                self._others[name] = backend(self.world, self.device, self.topology, self.table, self.torch_backend)
+                self._candidates[name] = backend(self.world, self.device, self.topology, self.table, self.torch_backend)
             else:
-                self._others[name] = backend(self.world, self.device, self.topology, self.table)
+                self._candidates[name] = backend(self.world, self.device, self.topology, self.table)
 
-    def _wanted(self) -> list[str]:
-        """The backends worth asking for: those a measured shape is fastest with, else those of the defaults."""
+    def _candidate_names(self) -> list[str]:
+        """Return the backends that are fastest in some tuned shape, plus the default for this device."""
         names = set().union(*(tuned.backends for tuned in self.table.shapes.values()))
         if self.device.type == "cpu":
             names.add("hierarchical")
         return [name for name in BACKENDS.names() if name in names - {"torch", "auto"}]
 
-    def wrap_group(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+    def wrap_group(self, torch_group: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         nodes = self.topology.by_node(ranks)
-        tuned = self.table.for_nodes(nodes)
-        # Between CPUs it was faster than gloo's ring at all sizes from 64 KB to 8 MB, and level above (docs/nvrar.md);
-        # between GPUs NCCL has to be shown to be slower.
-        default = "hierarchical" if self.device.type == "cpu" and "hierarchical" in self._others else "torch"
-        wanted = tuned.backends if tuned.timings else {default}
-        groups: dict[str, Communicator] = {"torch": under}
-        for backend, other in self._others.items():
-            if backend not in wanted:
+        timings = self.table.for_nodes(nodes)
+        # On CPUs, hierarchical was faster than gloo's ring from 64 KB to 8 MB and equal above (docs/nvrar.md).
+        # On GPUs, use NCCL unless measurements show another backend to be faster.
+        default = "hierarchical" if self.device.type == "cpu" and "hierarchical" in self._candidates else "torch"
+        selected = timings.backends if timings.timings else {default}
+        groups: dict[str, Communicator] = {"torch": torch_group}
+        for backend_name, backend in self._candidates.items():
+            if backend_name not in selected:
                 continue
-            if isinstance(other, CustomAllReduceBackend):
-                groups[backend] = other.wrap_group(under, name, ranks)
+            if isinstance(backend, CustomAllReduceBackend):
+                groups[backend_name] = backend.wrap_group(torch_group, name, ranks)
             else:
-                groups[backend] = other.group(name, ranks)
+                groups[backend_name] = backend.group(name, ranks)
 
         def pick(size: int) -> str:
-            choice = tuned.best(size, groups.keys())
+            choice = timings.best(size, groups.keys())
             return default if choice is None else choice.backend
 
-        return AutoGroup(under, groups, pick) if len(groups) > 1 else under
+        return AutoGroup(torch_group, groups, pick) if len(groups) > 1 else torch_group
 
     def check(self) -> None:
-        for other in self._others.values():
-            other.check()
+        for backend in self._candidates.values():
+            backend.check()
 
     def close(self) -> None:
-        for other in self._others.values():
-            other.close()
+        for backend in self._candidates.values():
+            backend.close()
         super().close()

@@ -1,4 +1,4 @@
-"""The contracts of communication: a Communicator speaks within one group of ranks, a CommBackend makes such groups."""
+"""Communication interfaces: a Communicator runs collectives in one group, a CommBackend creates groups."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ from yalis.registry import Registry
 class Communicator(ABC):
     """Collectives over one explicit group of ranks, issued on the current stream.
 
-    Every rank of the group ends an `all_reduce` with the same bits.
+    `all_reduce` returns bitwise identical results on every rank of the group.
     """
 
     rank: int
     size: int
-    #: whether a CUDA graph may capture an all_reduce; where not, the step runs uncaptured
+    #: whether a CUDA graph can capture `all_reduce`; if not, the step runs eagerly
     capturable: bool
 
     @property
     def gather_capturable(self) -> bool:
-        """Whether it may capture the other collectives too."""
+        """Whether a CUDA graph can capture the other collectives too."""
         return self.capturable
 
     @abstractmethod
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of every rank's `x`, in `out` if given, else in `x`."""
+        """Sum `x` over all ranks into `out`, or in place if `out` is None. Returns the tensor that holds the sum."""
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Every rank's `x`, joined along `dim` in order of rank."""
+        """Return every rank's `x`, concatenated along `dim` in rank order."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """`x` of rank `source`, written into every rank's `x`."""
+        """Copy `x` of rank `source` into every rank's `x`."""
 
     @abstractmethod
     def send(self, x: Tensor, to: int) -> None:
-        """Give `x` to rank `to`. Does not wait for it to arrive, so nobody may write into `x` afterwards."""
+        """Send `x` to rank `to`. Returns before delivery, so the caller must not write to `x` afterwards."""
 
     @abstractmethod
     def recv(self, out: Tensor, source: int) -> Tensor:
-        """What rank `source` sent, in `out`."""
+        """Receive a tensor from rank `source` into `out`."""
 
     @abstractmethod
     def barrier(self) -> None: ...
 
     def workspace(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer this backend reduces without a copy, so that a matmul can write where the reduction reads."""
+        """Return a buffer that this backend reduces without a copy, for example as the output of a matmul."""
         return torch.empty(shape, dtype=dtype, device=device)
 
 
 class SingleRank(Communicator):
-    """A group of one: every collective is already done."""
+    """A group with one rank: collectives return their input."""
 
     rank = 0
     size = 1
@@ -76,46 +76,46 @@ class SingleRank(Communicator):
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        raise ValueError("a group of one has nobody to send to")
+        raise ValueError("cannot send within a group of one rank")
 
     def recv(self, out: Tensor, source: int) -> Tensor:
-        raise ValueError("a group of one has nobody to receive from")
+        raise ValueError("cannot receive within a group of one rank")
 
     def barrier(self) -> None:
         return None
 
 
 class CommBackend(ABC):
-    """One way of communicating between the ranks of a world on one kind of device."""
+    """Creates communication groups between the ranks of a world, for one device type."""
 
     name: ClassVar[str]
-    #: whether what was measured of all-reduces matters to it
+    #: whether this backend reads the table of tuned all-reduces
     uses_table: ClassVar[bool] = False
 
     def __init__(
         self, world: World, device: torch.device, topology: Topology | None = None, table: TuningTable | None = None
     ) -> None:
-        """`table`: what was measured of all-reduces, equal on all ranks."""
+        """`table`: measured all-reduce times, identical on all ranks."""
         self.world, self.device = world, device
         self.topology, self.table = topology or Topology.of(world), table or TuningTable()
 
     @classmethod
     @abstractmethod
     def unusable(cls, world: World, device: torch.device) -> str | None:
-        """Why this backend cannot join these ranks here, as a short clause; None when it can."""
+        """Return why this backend cannot be used on this rank, as a short clause, or None if it can."""
 
     @abstractmethod
     def group(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """The group of these ranks of the world; each of them, and nobody else, calls this with the same arguments.
+        """Create the group of these world ranks. Exactly those ranks call this, with the same arguments.
 
-        A group of one is a SingleRank. Names are unique within a world.
+        One rank gives a SingleRank. `name` must be unique within the world.
         """
 
-    def check(self) -> None:  # noqa: B027 - most backends raise where they fail
-        """Raise if what was computed since may be wrong, because a device gave up waiting for another rank."""
+    def check(self) -> None:  # noqa: B027 - most backends raise from the failing call
+        """Raise if results may be wrong because a kernel timed out waiting for another rank."""
 
-    def close(self) -> None:  # noqa: B027 - not every backend holds something
-        """Let go of every group."""
+    def close(self) -> None:  # noqa: B027 - not every backend holds resources
+        """Release all groups."""
 
 
 BACKENDS: Registry[type[CommBackend]] = Registry(

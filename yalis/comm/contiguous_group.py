@@ -1,4 +1,7 @@
-"""The contract for backends whose calls take contiguous tensors: what comes otherwise is laid out for them here."""
+"""Base class of groups whose backend accepts only contiguous tensors on certain devices.
+
+The public collectives copy other tensors into buffers; backends implement the primitives at the end of the class.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class ContiguousGroup(Communicator):
-    """A backend supplies the calls at the end; they get contiguous tensors that it reaches, never empty ones."""
+    """The primitives that a backend implements get contiguous, non-empty tensors that `_can_access` accepts."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -22,74 +25,74 @@ class ContiguousGroup(Communicator):
         target = x if out is None else out
         if not x.numel():
             return target
-        wide = self._wide(x.dtype)
-        fits = target.dtype == wide and target.is_contiguous() and self._reaches(target)
-        buffer = target if fits else self._buffer(x.shape, wide, x)
+        dtype = self._sum_dtype(x.dtype)
+        in_place = target.dtype == dtype and target.is_contiguous() and self._can_access(target)
+        buffer = target if in_place else self._buffer(x.shape, dtype, x)
         if buffer is not x:
             buffer.copy_(x)
-        self._sum(buffer)
+        self._all_reduce(buffer)
         return target if buffer is target else target.copy_(buffer, non_blocking=True)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         dim %= x.dim()
         gathered = self._buffer((self.size, *x.shape), x.dtype, x)
         if x.numel():
-            self._gather(self._packed(x), gathered)
+            self._all_gather(self._contiguous(x), gathered)
         return gathered.to(x.device, non_blocking=True).movedim(0, dim).flatten(dim, dim + 1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         if not x.numel():
             return x
-        buffer = self._packed(x)
-        self._spread(buffer, source)
+        buffer = self._contiguous(x)
+        self._broadcast(buffer, source)
         return x if buffer is x else x.copy_(buffer, non_blocking=True)
 
     def send(self, x: Tensor, to: int) -> None:
         if x.numel():
-            self._post(self._packed(x), to)
+            self._send(self._contiguous(x), to)
 
     def recv(self, out: Tensor, source: int) -> Tensor:
         if not out.numel():
             return out
-        fits = out.is_contiguous() and self._reaches(out)
-        buffer = out if fits else self._buffer(out.shape, out.dtype, out)
-        self._await(buffer, source)
+        in_place = out.is_contiguous() and self._can_access(out)
+        buffer = out if in_place else self._buffer(out.shape, out.dtype, out)
+        self._recv(buffer, source)
         return out if buffer is out else out.copy_(buffer, non_blocking=True)
 
-    def _packed(self, x: Tensor) -> Tensor:
-        """`x` itself if the backend can take it, else a copy."""
-        if x.is_contiguous() and self._reaches(x):
+    def _contiguous(self, x: Tensor) -> Tensor:
+        """Return `x` itself if the backend can use it, else a contiguous copy."""
+        if x.is_contiguous() and self._can_access(x):
             return x
         return self._buffer(x.shape, x.dtype, x).copy_(x)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Memory that the backend reaches, for the contents of a tensor like this one."""
+        """Allocate a tensor that the backend can access, to hold data of `like`."""
         return torch.empty(shape, dtype=dtype, device=like.device)
 
-    def _reaches(self, x: Tensor) -> bool:
-        """Whether the backend can read and write this tensor where it is."""
+    def _can_access(self, x: Tensor) -> bool:
+        """Return whether the backend can read and write this tensor directly."""
         return True
 
-    def _wide(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of sums: low precisions are added in float32 and rounded once, not at every addition."""
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype to sum in: low precisions use float32, so they are rounded once and not per addition."""
         return torch.float32 if dtype in LOW_PRECISION else dtype
 
     @abstractmethod
-    def _sum(self, x: Tensor) -> None:
-        """Every rank's `x` becomes their sum."""
+    def _all_reduce(self, x: Tensor) -> None:
+        """Sum `x` over all ranks in place."""
 
     @abstractmethod
-    def _gather(self, x: Tensor, parts: Tensor) -> None:
-        """Every rank's `x` goes to all ranks' `parts`, of shape [size, *x.shape]."""
+    def _all_gather(self, x: Tensor, parts: Tensor) -> None:
+        """Gather every rank's `x` into `parts`, of shape [size, *x.shape]."""
 
     @abstractmethod
-    def _spread(self, x: Tensor, source: int) -> None:
-        """`x` of rank `source` goes to every rank's `x`."""
+    def _broadcast(self, x: Tensor, source: int) -> None:
+        """Copy `x` of rank `source` into every rank's `x`."""
 
     @abstractmethod
-    def _post(self, x: Tensor, to: int) -> None:
-        """Begin to send `x`, and keep it until it is out."""
+    def _send(self, x: Tensor, to: int) -> None:
+        """Start sending `x` and keep a reference to it until it is sent."""
 
     @abstractmethod
-    def _await(self, x: Tensor, source: int) -> None:
+    def _recv(self, x: Tensor, source: int) -> None:
         """Receive into `x`."""

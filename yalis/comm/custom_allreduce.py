@@ -1,4 +1,4 @@
-"""The base of backends that bring an all-reduce of their own and leave everything else to torch's groups."""
+"""Base classes of backends that implement their own all-reduce and use torch for all other collectives."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from yalis.launch.world import World
 
 
 class CustomAllReduceGroup(Communicator):
-    """A group of torch's, under an all-reduce that is not."""
+    """A group with its own all-reduce; the other collectives are those of `torch_group`."""
 
-    def __init__(self, under: TorchGroup) -> None:
-        self.torch_group = under
-        self.rank, self.size, self.capturable = under.rank, under.size, under.capturable
+    def __init__(self, torch_group: TorchGroup) -> None:
+        self.torch_group = torch_group
+        self.rank, self.size, self.capturable = torch_group.rank, torch_group.size, torch_group.capturable
 
     @property
     def gather_capturable(self) -> bool:
@@ -43,7 +43,7 @@ class CustomAllReduceGroup(Communicator):
 
 
 class CustomAllReduceBackend(CommBackend):
-    """Several of these may share one TorchBackend, which then outlives them."""
+    """Creates groups on top of a TorchBackend. Several backends can share one, which then outlives them."""
 
     uses_table = True
 
@@ -53,28 +53,28 @@ class CustomAllReduceBackend(CommBackend):
         device: torch.device,
         topology: Topology | None = None,
         table: TuningTable | None = None,
-        under: TorchBackend | None = None,
+        torch_backend: TorchBackend | None = None,
     ) -> None:
         super().__init__(world, device, topology, table)
-        self._owns = under is None
-        self.torch_backend = under or TorchBackend(world, device, topology, table)
-        self._start()
+        self._owns_torch_backend = torch_backend is None
+        self.torch_backend = torch_backend or TorchBackend(world, device, topology, table)
+        self._initialize()
 
-    def _start(self) -> None:
-        """What a backend needs before its first group; every rank of the world does it."""
+    def _initialize(self) -> None:
+        """Prepare what the backend needs before its first group. Runs on every rank of the world."""
 
     @classmethod
     def unusable(cls, world: World, device: torch.device) -> str | None:
         return TorchBackend.unusable(world, device)
 
     def group(self, name: str, ranks: Sequence[int]) -> Communicator:
-        under = self.torch_backend.group(name, ranks)
-        return self.wrap_group(under, name, ranks) if isinstance(under, TorchGroup) else under
+        torch_group = self.torch_backend.group(name, ranks)
+        return self.wrap_group(torch_group, name, ranks) if isinstance(torch_group, TorchGroup) else torch_group
 
     @abstractmethod
-    def wrap_group(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
-        """The group of these ranks of the world, of which torch's is already made."""
+    def wrap_group(self, torch_group: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+        """Create the group of these world ranks on top of the torch group of the same ranks."""
 
     def close(self) -> None:
-        if self._owns:
+        if self._owns_torch_backend:
             self.torch_backend.close()

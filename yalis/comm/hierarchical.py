@@ -1,4 +1,4 @@
-"""The hierarchical all-reduce between any ranks that can send to each other: `schedule.py` carried out on tensors."""
+"""The `hierarchical` backend: executes the schedules of `schedule.py` on tensors, over any point-to-point transport."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from yalis.comm.base import Communicator
 from yalis.comm.contiguous_group import LOW_PRECISION
 from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
-from yalis.comm.schedule import INTER_NODE, Nodes, Plan, Span, Step, plan
-from yalis.comm.shared_memory import LIMIT, SharedWindows, open_shared_windows
+from yalis.comm.schedule import INTER_NODE, Nodes, Schedule, Span, Step, make_schedule
+from yalis.comm.shared_memory import HALF_BYTES, SharedWindows, open_shared_windows
 from yalis.comm.torch_dist import TorchGroup
 from yalis.comm.tuning import Choice, ShapeTimings
 from yalis.errors import YalisError
 
-# Unless a table says otherwise: up to how many bytes of a message the fewest exchanges win over the fewest bytes.
+# Without a tuning table: recursive doubling (fewest rounds) up to this message size, fewest bytes above.
 DOUBLING_BYTES = 256 << 10
-# And how many bytes go into one message between nodes at most, so that the next one's way overlaps with adding it. A
-# message costs gloo a good deal, so short chunks have to be measured to be better.
+# Without a tuning table: bytes per inter-node message. Chunks overlap transfers with additions, but gloo's cost per
+# message is high, so shorter chunks are used only if tuning measured them to be faster.
 CHUNK_BYTES = 4 << 20
 SHORTER_CHUNKS = (256 << 10, 1 << 20)
-# Longer tensors are summed stretch by stretch, which bounds the memory that receives need.
-STRETCH_BYTES = 16 << 20
-# Receives stand ready for this many kinds of all-reduces of at most so many bytes.
-STANDING, STANDING_BYTES = 64, 1 << 20
+# Longer tensors are reduced segment by segment, which bounds the memory for receives.
+SEGMENT_BYTES = 16 << 20
+# Receives are persistent for up to this many distinct all-reduces of up to this many bytes.
+MAX_PERSISTENT, MAX_PERSISTENT_BYTES = 64, 1 << 20
 MAX_SEEN = 1 << 16
 
-Kind = tuple[torch.dtype, str, int, int]  # dtype, schedule, elements, elements of a chunk
+CallKey = tuple[torch.dtype, str, int, int]  # dtype, inter-node algorithm, elements, elements per chunk
 
 
 class Pending(Protocol):
@@ -39,179 +39,179 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Sends and receives between ranks; from one rank to another, those of one tag meet in the order of posting."""
+    """Point-to-point messages. Between two ranks, messages of one tag match in the order they are posted."""
 
-    #: whether a receive may be posted long before its message is sent, and without holding up what follows
-    early: bool
+    #: whether a receive can be posted long before its send without blocking later operations
+    early_receives: bool
 
     def new_tag(self) -> int:
-        """One that nothing else uses; the same on all ranks that ask in the same order."""
+        """Return an unused tag. Ranks that call this in the same order get the same tags."""
 
-    def begin(
+    def post(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[Pending]:
-        """Post these receives, then these sends; returns what is to be waited for before their tensors are touched."""
+        """Post these receives, then these sends. Returns handles to wait for before their tensors are reused."""
 
 
-class Run:
-    """A plan carried out on a transport, once or over and over; steps among neighbours go through shared memory.
+class ScheduleRunner:
+    """Runs one schedule on a transport, once or repeatedly. Intra-node steps use shared memory if `windows` is given.
 
-    A message leaves when its receiver is known to be ready, and that word takes as long as a message. So where receives
-    may be early, all of a run are posted at its beginning, and those into memory of its own again once that is free:
-    the next run's first messages then wait for no word.
+    Gloo sends a message only after the receiver has reported a matching receive, which costs a network latency. So
+    with `early_receives`, all receives are posted at the start of a run. Receives into scratch memory are persistent:
+    they are posted again as soon as that memory is free, so the next run finds them ready.
     """
 
     def __init__(
-        self, transport: Transport, plan: Plan, tag: int, dtype: torch.dtype, device: torch.device,
-        neighbours: SharedWindows | None = None,
+        self, transport: Transport, schedule: Schedule, tag: int, dtype: torch.dtype, device: torch.device,
+        windows: SharedWindows | None = None,
     ) -> None:  # fmt: skip
-        self.transport, self.plan, self.tag, self.neighbours = transport, plan, tag, neighbours
-        self.near = [neighbours is not None and step.peers <= neighbours.theirs.keys() for step in plan.moves]
-        with torch.inference_mode(False):  # else this memory could only be written inside that mode
-            memory = torch.empty(plan.scratch, dtype=dtype, device=device)
-            self._halves = self._near_halves(dtype)
-        #: for each move, where the terms of its sum are received and from whom; empty where nothing is added
+        self.transport, self.schedule, self.tag, self.windows = transport, schedule, tag, windows
+        #: for each step, whether it goes through shared memory
+        self.shared = [windows is not None and step.peers <= windows.peers.keys() for step in schedule.steps]
+        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
+            memory = torch.empty(schedule.scratch, dtype=dtype, device=device)
+            self._views = self._make_window_views(dtype)
+        #: for each step, the scratch tensors that receive the terms to add, and their senders
         self.terms: list[list[tuple[Tensor, int]]] = []
         used = 0
-        for step, near in zip(plan.moves, self.near, strict=True):
+        for step, shared in zip(schedule.steps, self.shared, strict=True):
             self.terms.append([])
-            for message in step.receives if step.own is not None and not near else ():
+            for message in step.receives if step.own_term is not None and not shared else ():
                 start, used = used, used + message.span[1] - message.span[0]
                 self.terms[-1].append((memory[start:used], message.peer))
-        self._posted = [self._post(terms) for terms in self.terms]
+        self._posted = [self._post_early(terms) for terms in self.terms]
 
     def __call__(self, x: Tensor, again: bool) -> None:
-        """Every rank's flat `x` becomes their sum; `again`: this will be called again."""
-        moves, lanes, early = self.plan.moves, self.plan.lanes, self.transport.early
-        half = self._halves[self.neighbours.next_half()] if self.neighbours is not None else []
-        inboxes = [
+        """Sum the flat tensor `x` over all ranks in place. `again`: another call follows, so post its receives."""
+        steps, num_chunks, early = self.schedule.steps, self.schedule.num_chunks, self.transport.early_receives
+        views = self._views[self.windows.next_half()] if self.windows is not None else []
+        receives = [
             terms
-            if step.own is not None or near
+            if step.own_term is not None or shared
             else [(x[slice(*message.span)], message.peer) for message in step.receives]
-            for step, near, terms in zip(moves, self.near, self.terms, strict=True)
+            for step, shared, terms in zip(steps, self.shared, self.terms, strict=True)
         ]
-        waits = [
-            posted if step.own is not None else self._post(inbox)
-            for step, posted, inbox in zip(moves, self._posted, inboxes, strict=True)
+        pending = [
+            posted if step.own_term is not None else self._post_early(received)
+            for step, posted, received in zip(steps, self._posted, receives, strict=True)
         ]
-        for turn in range(len(moves) + lanes):
-            before = turn - lanes  # the same lane's step before
-            if before >= 0 and self.near[before]:
-                self._take(moves[before], half[before], x)
-            elif before >= 0:
-                # What it sends is out and what it receives is in, before either is written.
-                for pending in waits[before]:
-                    pending.wait()
-                _add(moves[before], x, [term for term, _ in self.terms[before]])
-            if turn < len(moves) and self.near[turn]:
-                self._give(moves[turn], half[turn], x)
-            elif turn < len(moves):
-                sends = [(x[slice(*message.span)], message.peer) for message in moves[turn].sends]
-                begun = self.transport.begin(sends, () if early else inboxes[turn], self.tag)
-                waits[turn] = [*waits[turn], *begun]
-            if before >= 0 and again:
-                self._posted[before] = self._post(self.terms[before])
+        for turn in range(len(steps) + num_chunks):
+            done = turn - num_chunks  # the previous step of the same chunk, to be completed first
+            if done >= 0 and self.shared[done]:
+                self._read_shared(steps[done], views[done], x)
+            elif done >= 0:
+                # Its sends have left and its receives have arrived before either tensor is written.
+                for handle in pending[done]:
+                    handle.wait()
+                _add(steps[done], x, [term for term, _ in self.terms[done]])
+            if turn < len(steps) and self.shared[turn]:
+                self._write_shared(steps[turn], views[turn], x)
+            elif turn < len(steps):
+                sends = [(x[slice(*message.span)], message.peer) for message in steps[turn].sends]
+                handles = self.transport.post(sends, () if early else receives[turn], self.tag)
+                pending[turn] = [*pending[turn], *handles]
+            if done >= 0 and again:
+                self._posted[done] = self._post_early(self.terms[done])
 
-    def _post(self, inbox: Sequence[tuple[Tensor, int]]) -> Sequence[Pending]:
-        return self.transport.begin((), inbox, self.tag) if inbox and self.transport.early else ()
+    def _post_early(self, receives: Sequence[tuple[Tensor, int]]) -> Sequence[Pending]:
+        return self.transport.post((), receives, self.tag) if receives and self.transport.early_receives else ()
 
-    def _near_halves(self, dtype: torch.dtype) -> list[list[Near | None]]:
-        """For each half of the windows and each move: what of them it writes and reads."""
-        if self.neighbours is None:
+    def _make_window_views(self, dtype: torch.dtype) -> list[list[WindowViews | None]]:
+        """Return, for each half of the windows and each step, the views it uses; None for steps of the transport."""
+        if self.windows is None:
             return []
-        mine, theirs = self.neighbours.mine, self.neighbours.theirs
-        halves: list[list[Near | None]] = []
+        views: list[list[WindowViews | None]] = []
         for half in (0, 1):
-            own = mine[half].view(dtype)
-            others = {peer: window[half].view(dtype) for peer, window in theirs.items()}
-            halves.append([
-                Near(
+            own = self.windows.own[half].view(dtype)
+            peers = {peer: window[half].view(dtype) for peer, window in self.windows.peers.items()}
+            views.append([
+                WindowViews(
                     {message.span: own[slice(*message.span)] for message in step.sends},
-                    [others[message.peer][slice(*message.span)] for message in step.receives],
+                    [peers[message.peer][slice(*message.span)] for message in step.receives],
                 )
-                if near
+                if shared
                 else None
-                for step, near in zip(self.plan.moves, self.near, strict=True)
+                for step, shared in zip(self.schedule.steps, self.shared, strict=True)
             ])  # fmt: skip
-        return halves
+        return views
 
-    def _give(self, step: Step, near: Near | None, x: Tensor) -> None:
-        assert near is not None
-        assert self.neighbours is not None
-        for span, place in near.written.items():
-            place.copy_(x[slice(*span)])
+    def _write_shared(self, step: Step, views: WindowViews | None, x: Tensor) -> None:
+        assert views is not None
+        assert self.windows is not None
+        for span, view in views.sent.items():
+            view.copy_(x[slice(*span)])
         for message in step.sends:
-            self.neighbours.tell(message.peer)
+            self.windows.notify(message.peer)
 
-    def _take(self, step: Step, near: Near | None, x: Tensor) -> None:
-        assert near is not None
-        assert self.neighbours is not None
+    def _read_shared(self, step: Step, views: WindowViews | None, x: Tensor) -> None:
+        assert views is not None
+        assert self.windows is not None
         for message in step.receives:
-            self.neighbours.hear(message.peer)
-        if step.own is not None:
-            _add(step, x, near.read)
+            self.windows.wait_for(message.peer)
+        if step.own_term is not None:
+            _add(step, x, views.received)
             return
-        for message, place in zip(step.receives, near.read, strict=True):
-            x[slice(*message.span)].copy_(place)
+        for message, view in zip(step.receives, views.received, strict=True):
+            x[slice(*message.span)].copy_(view)
 
 
 @dataclass(frozen=True)
-class Near:
-    """The parts of windows that a step among neighbours writes and reads."""
+class WindowViews:
+    """The parts of the shared-memory windows that a step writes and reads."""
 
-    written: dict[Span, Tensor]
-    read: list[Tensor]
+    sent: dict[Span, Tensor]
+    received: list[Tensor]
 
 
-class Summing:
+class HierarchicalAllReduce:
     """All-reduces of one rank over a transport.
 
-    Low precisions travel as they are: the sum of each step is taken in float32 and rounded once.
+    Low precisions are sent as they are. The sum of each step is computed in float32 and rounded once.
     """
 
-    def __init__(self, transport: Transport, nodes: Nodes, rank: int, neighbours: SharedWindows | None = None) -> None:
-        self.transport, self._neighbours = transport, neighbours
-        self._stretch = STRETCH_BYTES if neighbours is None else LIMIT
-        self._plan = lru_cache(256)(lambda *how: plan(nodes, rank, *how))
+    def __init__(self, transport: Transport, nodes: Nodes, rank: int, windows: SharedWindows | None = None) -> None:
+        self.transport, self._windows = transport, windows
+        self._segment = SEGMENT_BYTES if windows is None else HALF_BYTES
+        self._schedule = lru_cache(256)(lambda *how: make_schedule(nodes, rank, *how))
         self._tag = transport.new_tag()
-        self._standing: dict[Kind, Run] = {}
-        self._seen: set[Kind] = set()
+        self._persistent: dict[CallKey, ScheduleRunner] = {}
+        self._seen: set[CallKey] = set()
 
-    def all_reduce(self, x: Tensor, out: Tensor | None, between: str, chunk: int) -> Tensor:
-        """The sum of every rank's `x`, in `out` if given, else in `x`; messages between nodes hold `chunk` bytes."""
+    def all_reduce(self, x: Tensor, out: Tensor | None, inter: str, chunk: int) -> Tensor:
+        """Sum `x` over all ranks into `out`, or in place if None, with inter-node messages of `chunk` bytes."""
         target = x if out is None else out
-        fits = target.is_contiguous() and target.dtype == x.dtype
-        buffer = target if fits else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        in_place = target.is_contiguous() and target.dtype == x.dtype
+        buffer = target if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if buffer is not x:
             buffer.copy_(x)
         if x.numel():
-            for stretch in buffer.view(-1).split(self._stretch // x.itemsize):
-                self._sum(stretch, between, chunk // x.itemsize)
+            for segment in buffer.view(-1).split(self._segment // x.itemsize):
+                self._all_reduce(segment, inter, chunk // x.itemsize)
         return target if buffer is target else target.copy_(buffer)
 
-    def _sum(self, x: Tensor, between: str, chunk: int) -> None:
-        kind = x.dtype, between, x.numel(), chunk
-        run = self._standing.get(kind)
-        if run is not None:
-            return run(x, again=True)
-        plan = self._plan(between, x.numel(), chunk)
-        # A kind that comes a second time will come again; a prompt's length may not.
-        stands = kind in self._seen and len(self._standing) < STANDING
-        if self.transport.early and x.nbytes <= STANDING_BYTES and len(self._seen) < MAX_SEEN:
-            self._seen.add(kind)
-        tag = self.transport.new_tag() if stands else self._tag
-        run = Run(self.transport, plan, tag, x.dtype, x.device, self._neighbours)
-        if stands:
-            self._standing[kind] = run
-        run(x, again=stands)
+    def _all_reduce(self, x: Tensor, inter: str, chunk: int) -> None:
+        key = x.dtype, inter, x.numel(), chunk
+        runner = self._persistent.get(key)
+        if runner is not None:
+            return runner(x, again=True)
+        schedule = self._schedule(inter, x.numel(), chunk)
+        # Sizes seen twice are expected to repeat (decode steps). A prompt's length may never occur again.
+        persistent = key in self._seen and len(self._persistent) < MAX_PERSISTENT
+        if self.transport.early_receives and x.nbytes <= MAX_PERSISTENT_BYTES and len(self._seen) < MAX_SEEN:
+            self._seen.add(key)
+        tag = self.transport.new_tag() if persistent else self._tag
+        runner = ScheduleRunner(self.transport, schedule, tag, x.dtype, x.device, self._windows)
+        if persistent:
+            self._persistent[key] = runner
+        runner(x, again=persistent)
 
 
 def _add(step: Step, x: Tensor, terms: list[Tensor]) -> None:
-    """The sum of what this rank has and of `terms`, in order of ranks, where that belongs in `x`."""
-    if not terms or step.own is None:
+    """Add `terms` to this rank's data in the step's span of `x`, in rank order."""
+    if not terms or step.own_term is None:
         return
     own = x[slice(*step.receives[0].span)]
-    before, after = terms[: step.own], terms[step.own :]
+    before, after = terms[: step.own_term], terms[step.own_term :]
     if len(terms) > 1 and x.dtype in LOW_PRECISION:
         first, others = (before[0], [*before[1:], own, *after]) if before else (own, after)
         total = first.float()
@@ -229,66 +229,70 @@ def _add(step: Step, x: Tensor, terms: list[Tensor]) -> None:
 
 
 class HierarchicalGroup(CustomAllReduceGroup):
-    """Sums over torch's sends and receives, each as the table says for its size."""
+    """All-reduce over torch's sends and receives, with the tuned options for each message size."""
 
-    def __init__(self, under: TorchGroup, nodes: Nodes, tuned: ShapeTimings, neighbours: SharedWindows | None) -> None:
-        super().__init__(under)
-        self.capturable = False  # made of sends and receives
-        self._summing = Summing(under, nodes, self.rank, neighbours)
+    def __init__(
+        self, torch_group: TorchGroup, nodes: Nodes, timings: ShapeTimings, windows: SharedWindows | None
+    ) -> None:
+        super().__init__(torch_group)
+        self.capturable = False  # CUDA graphs cannot capture sends and receives
+        self._impl = HierarchicalAllReduce(torch_group, nodes, self.rank, windows)
         self._options = lru_cache(256)(
-            lambda size: options(tuned.best(size, "hierarchical"), size, len(nodes), under.early)
+            lambda size: choose_options(
+                timings.best(size, "hierarchical"), size, len(nodes), torch_group.early_receives
+            )
         )
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._summing.all_reduce(x, out, *self._options(x.nbytes))
+        return self._impl.all_reduce(x, out, *self._options(x.nbytes))
 
     def all_reduce_with(self, x: Tensor, out: Tensor, **options: int | str) -> Tensor:
-        """For benchmarks: with these options."""
-        return self._summing.all_reduce(x, out, str(options["between"]), int(options["chunk"]))
+        """Run an all-reduce with these options, for benchmarks."""
+        return self._impl.all_reduce(x, out, str(options["inter"]), int(options["chunk"]))
 
 
 class HierarchicalBackend(CustomAllReduceBackend):
     name = "hierarchical"
 
-    def _start(self) -> None:
-        self._neighbours: list[SharedWindows] = []
+    def _initialize(self) -> None:
+        self._windows: list[SharedWindows] = []
 
     @staticmethod
     def candidate_options(size: int) -> list[dict[str, int | str]]:
-        """What `yalis bench allreduce --tune` measures for messages of `size` bytes."""
+        """Return the options that `yalis bench allreduce --tune` measures for messages of `size` bytes."""
         chunks = [*(chunk for chunk in SHORTER_CHUNKS if chunk < size), CHUNK_BYTES]
-        return [{"between": between, "chunk": chunk} for between in INTER_NODE for chunk in chunks]
+        return [{"inter": inter, "chunk": chunk} for inter in INTER_NODE for chunk in chunks]
 
-    def wrap_group(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+    def wrap_group(self, torch_group: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
         nodes = self.topology.by_node(ranks)
-        place = {rank: index for index, rank in enumerate(ranks)}
-        places = [[place[rank] for rank in node] for node in nodes]
-        neighbours = None
+        group_rank = {rank: index for index, rank in enumerate(ranks)}
+        group_nodes = [[group_rank[rank] for rank in node] for node in nodes]
+        windows = None
         if self.device.type == "cpu" and any(len(node) > 1 for node in nodes):
-            # A node may be a part of a machine, or, where a user says so, of several: those share no memory.
-            mine = next(node for node in nodes if self.world.rank in node)
-            one_machine = len({self.world.members[rank].node for rank in mine}) == 1
-            neighbours = open_shared_windows(under, places[nodes.index(mine)], one_machine)
-            if neighbours is not None:
-                self._neighbours.append(neighbours)
-        return HierarchicalGroup(under, places, self.table.for_nodes(nodes), neighbours)
+            # With --ranks-per-node, a logical node can span several machines, which share no memory.
+            own_node = next(node for node in nodes if self.world.rank in node)
+            same_machine = len({self.world.members[rank].node for rank in own_node}) == 1
+            windows = open_shared_windows(torch_group, group_nodes[nodes.index(own_node)], same_machine)
+            if windows is not None:
+                self._windows.append(windows)
+        return HierarchicalGroup(torch_group, group_nodes, self.table.for_nodes(nodes), windows)
 
     def close(self) -> None:
-        for neighbours in self._neighbours:
-            neighbours.close()
+        for windows in self._windows:
+            windows.close()
         super().close()
 
 
-def options(choice: Choice | None, size: int, nodes: int, early: bool) -> tuple[str, int]:
-    """The schedule between nodes and the bytes of a chunk, for a message of `size` bytes."""
-    chosen = choice.options if choice is not None else {}
-    long = "halving" if nodes.bit_count() == 1 else "direct"  # which needs no node to hand its part to another
-    between = chosen.get("between", "doubling" if size <= DOUBLING_BYTES else long)
-    # Where receives cannot wait aside, nothing overlaps and chunks only cost.
-    chunk = chosen.get("chunk", CHUNK_BYTES if early else STRETCH_BYTES)
-    if between not in INTER_NODE or not isinstance(chunk, int) or chunk < 1:
+def choose_options(choice: Choice | None, size: int, num_nodes: int, early_receives: bool) -> tuple[str, int]:
+    """Return the inter-node algorithm and the bytes per chunk for a message of `size` bytes."""
+    options = choice.options if choice is not None else {}
+    fewest_bytes = "halving" if num_nodes.bit_count() == 1 else "direct"  # direct needs no folding
+    inter = options.get("inter", "doubling" if size <= DOUBLING_BYTES else fewest_bytes)
+    # Without early receives nothing overlaps, so chunks would only add messages.
+    chunk = options.get("chunk", CHUNK_BYTES if early_receives else SEGMENT_BYTES)
+    if inter not in INTER_NODE or not isinstance(chunk, int) or chunk < 1:
         raise YalisError(
-            f"the table of `yalis bench allreduce --tune` asks for hierarchical with between={between!r}, "
-            f"chunk={chunk!r}; accepted: {', '.join(INTER_NODE)}, and a number of bytes; tune again"
+            f"the table of `yalis bench allreduce --tune` has hierarchical with inter={inter!r}, chunk={chunk!r}; "
+            f"accepted: {', '.join(INTER_NODE)}, and a number of bytes; tune again"
         )
-    return str(between), chunk
+    return str(inter), chunk

@@ -1,11 +1,11 @@
-"""Messages between ranks of one machine, through memory that they share.
+"""Messages between the ranks of one machine through shared memory.
 
-Every rank has a window that its neighbours can read. It writes there what it sends, where the bytes lie in the tensor,
-and tells the receiver by a byte on a socket; the receiver reads it in place. A socket ends with its rank, so the death
-of a neighbour is noticed.
+Every rank has a window that the other ranks of its node map. A sender writes data into its own window, at the offset
+that the data has in the tensor, and notifies the receiver with one byte over a Unix socket. The receiver reads the data
+in place. A socket closes when its rank dies, so the death of a peer is noticed.
 
-A window has two halves, which all-reduces use in turn, and nobody says when it has finished reading: a rank begins an
-all-reduce only after the one before, which took something from every rank, so every rank has left the one before that.
+A window has two halves that consecutive all-reduces alternate between. Reads are not acknowledged: a rank starts
+all-reduce k after k - 1, whose result depends on every rank, so every rank has finished k - 2 and its half is free.
 """
 
 from __future__ import annotations
@@ -28,127 +28,130 @@ from yalis.log import get_logger
 
 log = get_logger(__name__)
 
-# The longest tensor that is summed at once.
-LIMIT = 4 << 20
-_SHARED = Path("/dev/shm")
-_HEARD = b"\0"
-_STALE_S = 3600.0  # names are needed for a moment only
+# Bytes of each half of a window: the largest tensor that is reduced at once.
+HALF_BYTES = 4 << 20
+_SHM_DIR = Path("/dev/shm")
+_NOTIFICATION = b"\0"
+_STALE_S = 3600.0  # files in _SHM_DIR are only needed while ranks connect
 
 
 class SharedWindows:
-    """The other ranks of this rank's node, as one all-reduce after the other sees them."""
+    """The windows of this rank and of the other ranks of its node, with a socket to each of them."""
 
-    def __init__(self, mine: Tensor, theirs: Mapping[int, Tensor], sockets: Mapping[int, socket.socket]) -> None:
-        """Windows are bytes, [2, LIMIT]; `theirs` and `sockets` by the neighbour's place in the group."""
-        self.mine, self.theirs, self._sockets = mine, dict(theirs), dict(sockets)
-        self._turn = 0
+    def __init__(self, own: Tensor, peers: Mapping[int, Tensor], sockets: Mapping[int, socket.socket]) -> None:
+        """Windows are uint8 tensors of shape [2, HALF_BYTES]; `peers` and `sockets` are keyed by rank in the group."""
+        self.own, self.peers, self._sockets = own, dict(peers), dict(sockets)
+        self._half = 0
 
     def next_half(self) -> int:
-        """The half of the windows that the next all-reduce uses, on every rank."""
-        self._turn ^= 1
-        return self._turn
+        """Return the half of the windows for the next all-reduce, the same on every rank."""
+        self._half ^= 1
+        return self._half
 
-    def tell(self, peer: int) -> None:
-        """What this rank has written is there for `peer`."""
+    def notify(self, peer: int) -> None:
+        """Signal `peer` that data for it is in this rank's window."""
         try:
-            self._sockets[peer].sendall(_HEARD)
-        except OSError as error:  # which elsewhere would be taken for that of a file or of our own output
-            raise RuntimeError(f"the connection to neighbour {peer} is lost: {error.strerror}") from error
+            self._sockets[peer].sendall(_NOTIFICATION)
+        except OSError as error:  # elsewhere, an OSError means a file or this process's output
+            raise RuntimeError(f"the connection to rank {peer} of this node is lost: {error.strerror}") from error
 
-    def hear(self, peer: int) -> None:
-        """Wait until `peer` has written what comes next."""
+    def wait_for(self, peer: int) -> None:
+        """Wait until `peer` has written its next data. Raises RuntimeError if the peer is gone."""
         try:
-            heard = self._sockets[peer].recv(1)
+            received = self._sockets[peer].recv(1)
         except OSError as error:
-            raise RuntimeError(f"the connection to neighbour {peer} is lost: {error.strerror}") from error
-        if not heard:
-            raise RuntimeError(f"the connection to neighbour {peer} is closed")
+            raise RuntimeError(f"the connection to rank {peer} of this node is lost: {error.strerror}") from error
+        if not received:
+            raise RuntimeError(f"the connection to rank {peer} of this node is closed")
 
     def close(self) -> None:
-        for one in self._sockets.values():
-            one.close()
+        for connection in self._sockets.values():
+            connection.close()
 
 
-def open_shared_windows(group: TorchGroup, neighbours: Sequence[int], possible: bool) -> SharedWindows | None:
-    """This rank's neighbours (places in the group, itself included); None on all ranks where one of them cannot share
-    memory, or says that it is not `possible`. Every rank of the group calls this."""
+def open_shared_windows(group: TorchGroup, node_ranks: Sequence[int], same_machine: bool) -> SharedWindows | None:
+    """Create this rank's window and map those of the other ranks of its node. Every rank of the group calls this.
+
+    `node_ranks` are ranks in the group, this one included. Returns None on all ranks if one of them cannot share memory
+    or passes `same_machine` as False.
+    """
     token = torch.tensor([secrets.randbits(62)])
-    job = f"yalis-{int(group.broadcast(token)):016x}"
-    folder = _SHARED / f"{job}-{group.rank}"
-    others = [peer for peer in neighbours if peer != group.rank]
-    door: socket.socket | None = None
-    theirs: dict[int, Tensor] | None = None
+    prefix = f"yalis-{int(group.broadcast(token)):016x}"
+    folder = _SHM_DIR / f"{prefix}-{group.rank}"
+    others = [peer for peer in node_ranks if peer != group.rank]
+    listener: socket.socket | None = None
+    peers: dict[int, Tensor] | None = None
     try:
         try:
-            mine, door = _make(folder) if possible else (None, None)
+            own, listener = _create_window(folder) if same_machine else (None, None)
         except OSError as error:
-            log.info("no memory to share with the ranks of this node: %s", error)
-            mine = None
-        group.barrier()  # all windows are there, or will not be
+            log.info("cannot create shared memory for the ranks of this node: %s", error)
+            own = None
+        group.barrier()  # every window exists now, or its creation failed
         try:
-            theirs = {peer: _map(_SHARED / f"{job}-{peer}" / "window") for peer in others}
+            peers = {peer: _map_window(_SHM_DIR / f"{prefix}-{peer}" / "window") for peer in others}
         except OSError as error:
-            log.info("the memory of a rank of this node is not to be seen: %s", error)
-        able = mine is not None and theirs is not None
-        if not bool(group.all_gather(torch.tensor([able])).all()):
+            log.info("cannot map the shared memory of another rank of this node: %s", error)
+        usable = own is not None and peers is not None
+        if not bool(group.all_gather(torch.tensor([usable])).all()):
             return None
-        assert mine is not None
-        assert theirs is not None
-        assert door is not None
-        sockets = _connect(group.rank, others, door, job)
-        group.barrier()  # nobody looks for names any more
-        return SharedWindows(mine, theirs, sockets)
+        assert own is not None
+        assert peers is not None
+        assert listener is not None
+        sockets = _connect(group.rank, others, listener, prefix)
+        group.barrier()  # all ranks are connected, so the files can be removed
+        return SharedWindows(own, peers, sockets)
     finally:
-        if door is not None:
-            door.close()
+        if listener is not None:
+            listener.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(folder: Path) -> tuple[Tensor, socket.socket]:
-    """This rank's window and a socket that its neighbours come to, in a folder that only their user may enter."""
-    _sweep()
+def _create_window(folder: Path) -> tuple[Tensor, socket.socket]:
+    """Create this rank's window and a listening socket, in a folder that only its user can enter."""
+    _remove_stale_folders()
     folder.mkdir(mode=0o700)
     handle = os.open(folder / "window", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(handle, 0, 2 * LIMIT)  # or a full memory would show as a signal in the middle of a copy
+        os.posix_fallocate(handle, 0, 2 * HALF_BYTES)  # otherwise full memory raises SIGBUS during a copy
     finally:
         os.close(handle)
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(str(folder / "door"))
-    door.listen()
-    return _map(folder / "window"), door
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen()
+    return _map_window(folder / "window"), listener
 
 
-def _sweep() -> None:
-    """Remove what ranks that were killed while they met have left behind."""
-    for left in _SHARED.glob("yalis-*"):
+def _remove_stale_folders() -> None:
+    """Remove folders left by ranks that were killed while they connected."""
+    for folder in _SHM_DIR.glob("yalis-*"):
         with contextlib.suppress(OSError):
-            about = left.stat()
-            if about.st_uid == os.getuid() and time.time() - about.st_mtime > _STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
+            stat = folder.stat()
+            if stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _map(path: Path) -> Tensor:
+def _map_window(path: Path) -> Tensor:
     handle = os.open(path, os.O_RDWR)
     try:
-        memory = mmap.mmap(handle, 2 * LIMIT)  # lives as long as the tensor
+        memory = mmap.mmap(handle, 2 * HALF_BYTES)  # kept alive by the tensor
     finally:
         os.close(handle)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(2, LIMIT)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(2, HALF_BYTES)
 
 
-def _connect(rank: int, others: Sequence[int], door: socket.socket, job: str) -> dict[int, socket.socket]:
-    """A connection to each of them: to those before this rank, from those behind."""
+def _connect(rank: int, others: Sequence[int], listener: socket.socket, prefix: str) -> dict[int, socket.socket]:
+    """Connect to every lower rank and accept a connection from every higher one."""
     sockets = {}
     for peer in others:
         if peer < rank:
-            sockets[peer] = one = socket.socket(socket.AF_UNIX)
-            one.connect(str(_SHARED / f"{job}-{peer}" / "door"))
-            one.sendall(rank.to_bytes(4, "little"))
+            sockets[peer] = connection = socket.socket(socket.AF_UNIX)
+            connection.connect(str(_SHM_DIR / f"{prefix}-{peer}" / "socket"))
+            connection.sendall(rank.to_bytes(4, "little"))
     for _ in range(sum(peer > rank for peer in others)):
-        one, _ = door.accept()
-        said = one.recv(4, socket.MSG_WAITALL)
-        if len(said) < 4:
-            raise RuntimeError("a neighbour left while it came")
-        sockets[int.from_bytes(said, "little")] = one
+        connection, _ = listener.accept()
+        sender = connection.recv(4, socket.MSG_WAITALL)
+        if len(sender) < 4:
+            raise RuntimeError("a rank of this node disconnected during connection setup")
+        sockets[int.from_bytes(sender, "little")] = connection
     return sockets

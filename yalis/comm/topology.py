@@ -1,4 +1,4 @@
-"""Which ranks share a node. Only the logical shape: what links them is another matter."""
+"""Which ranks share a node. This is the logical shape only; link types are not modelled here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Topology:
 
     @classmethod
     def of(cls, world: World, ranks_per_node: int | None = None) -> Topology:
-        """As found when the ranks met; `ranks_per_node` instead cuts the ranks, in order, into nodes of that size."""
+        """Return the nodes found at rendezvous, or nodes of `ranks_per_node` consecutive ranks."""
         if ranks_per_node is None:
             return cls(tuple(member.node for member in world.members))
         if not 1 <= ranks_per_node <= world.size:
@@ -30,18 +30,18 @@ class Topology:
         return len(set(self.node_of))
 
     def by_node(self, ranks: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-        """These ranks (all, if not given), those that share a node together; nodes in order of their first rank."""
-        together: dict[int, list[int]] = {}
+        """Group these ranks (default: all) by node; nodes are ordered by their first rank."""
+        nodes: dict[int, list[int]] = {}
         for rank in range(len(self.node_of)) if ranks is None else ranks:
-            together.setdefault(self.node_of[rank], []).append(rank)
-        return tuple(tuple(found) for found in together.values())
+            nodes.setdefault(self.node_of[rank], []).append(rank)
+        return tuple(tuple(node) for node in nodes.values())
 
     def ranks_per_node(self, ranks: Sequence[int] | None = None) -> int | None:
-        """How many of these ranks each of their nodes has; None if that differs between nodes."""
-        counts = {len(found) for found in self.by_node(ranks)}
+        """Return how many of these ranks each of their nodes has, or None if nodes differ."""
+        counts = {len(node) for node in self.by_node(ranks)}
         return counts.pop() if len(counts) == 1 else None
 
     def __str__(self) -> str:
         each = self.ranks_per_node()
-        counts = str(each) if each is not None else "+".join(str(len(found)) for found in self.by_node())
+        counts = str(each) if each is not None else "+".join(str(len(node)) for node in self.by_node())
         return f"{self.nodes} node{'s' * (self.nodes != 1)} x {counts} rank{'s' * (counts != '1')}"

@@ -1,7 +1,7 @@
-"""torch's own collectives: gloo between CPUs, NCCL between GPUs.
+"""The `torch` backend: gloo between CPUs, NCCL between GPUs.
 
-Every group is a process group object of ours. Nothing is registered with `torch.distributed`, so whoever uses its
-default group in the same process is not disturbed.
+Process groups are created directly and not registered with `torch.distributed`, so a default process group that other
+code in the same process uses is not affected.
 """
 
 from __future__ import annotations
@@ -26,84 +26,84 @@ from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
 from yalis.launch.world import World
 
-dist: Any = torch.distributed  # whose stubs lack the process group classes
+dist: Any = torch.distributed  # its type stubs lack the process group classes
 
-# Long: a rank may wait for another's slow work. A dead one breaks its connections, and the launch room's watch sees it.
-PATIENCE = timedelta(minutes=30)
-# How many sent tensors may be under way before a further send waits for the oldest.
-BACKLOG = 8
-# Up to how many bytes in all a rank sends the same message to every other one itself.
-SHORT = 256 << 10
-MESSAGE_TAG, EXCHANGE_TAG, FIRST_TAG = 0, 1, 2
+# Long, because a rank may wait for slow work of another. Dead ranks are found by the launcher's liveness check.
+TIMEOUT = timedelta(minutes=30)
+# A send blocks while more tensors than this are in flight.
+MAX_PENDING_SENDS = 8
+# Up to this many bytes sent per rank, gloo groups exchange messages directly instead of around a ring.
+DIRECT_BYTES = 256 << 10
+MESSAGE_TAG, EXCHANGE_TAG, FIRST_FREE_TAG = 0, 1, 2
 
 
 class TorchGroup(ContiguousGroup):
-    """The collectives, which gloo and NCCL share, and what an all-reduce of our own needs of them."""
+    """Collectives shared by gloo and NCCL groups, and the point-to-point operations that custom all-reduces use."""
 
-    #: whether a receive may be posted long before its message is sent, and without holding up what follows
-    early: bool
+    #: whether a receive can be posted long before its send without blocking later operations
+    early_receives: bool
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._group = group
-        self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._tags = itertools.count(FIRST_TAG)
+        self._pending_sends: deque[tuple[Any, Tensor]] = deque()
+        self._tags = itertools.count(FIRST_FREE_TAG)
 
-    def _sum(self, x: Tensor) -> None:
-        _finish(self._group.allreduce([x], _here(dist.AllreduceOptions())))
+    def _all_reduce(self, x: Tensor) -> None:
+        _wait(self._group.allreduce([x], _on_current_stream(dist.AllreduceOptions())))
 
-    def _gather(self, x: Tensor, parts: Tensor) -> None:
-        options = _here(dist.distributed_c10d.AllgatherOptions())
-        _finish(self._group._allgather_base(parts.view(-1), x.view(-1), options))
+    def _all_gather(self, x: Tensor, parts: Tensor) -> None:
+        options = _on_current_stream(dist.distributed_c10d.AllgatherOptions())
+        _wait(self._group._allgather_base(parts.view(-1), x.view(-1), options))
 
-    def _spread(self, x: Tensor, source: int) -> None:
-        options = _here(dist.BroadcastOptions())
+    def _broadcast(self, x: Tensor, source: int) -> None:
+        options = _on_current_stream(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = source, 0
-        _finish(self._group.broadcast([x], options))
+        _wait(self._group.broadcast([x], options))
 
     def new_tag(self) -> int:
-        """One that nothing else uses; the same on all ranks that ask in the same order."""
+        """Return an unused tag. Ranks that call this in the same order get the same tags."""
         return next(self._tags)
 
     @abstractmethod
-    def begin(
+    def post(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[Any]:
-        """Post these receives, then these sends; returns what is to be waited for before their tensors are touched."""
+        """Post these receives, then these sends. Returns handles to wait for before their tensors are reused."""
 
     def close(self, broken: bool) -> None:
-        """Let go; `broken` when some rank is gone."""
-        self._sent.clear()
+        """Release the group; `broken`: a rank has died, so do not wait for others."""
+        self._pending_sends.clear()
         self._group = None
 
 
 class GlooGroup(TorchGroup):
     """A group of CPU ranks.
 
-    Gloo passes everything around a ring, which for short messages is mostly waiting for the next rank: those go from
-    every rank to every rank at once. All have the same bits either way, since a short sum is taken in order of rank
-    everywhere, and the ring sums each element on one rank and passes it on.
+    Gloo's collectives use a ring, whose latency dominates for short messages. Those are sent from every rank to every
+    other rank directly instead. Results are bitwise identical on all ranks either way: short sums are computed in rank
+    order everywhere, and the ring sums each element on one rank.
     """
 
     capturable = False
-    early = True
+    early_receives = True
 
-    def _sum(self, x: Tensor) -> None:
-        if not self._short(x):
-            return super()._sum(x)
+    def _all_reduce(self, x: Tensor) -> None:
+        if not self._is_short(x):
+            return super()._all_reduce(x)
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype)
-        self._exchange(x, parts)
+        self._all_to_all(x, parts)
         torch.add(parts[0], parts[1], out=x)
         for part in parts[2:]:
             x += part
 
-    def _gather(self, x: Tensor, parts: Tensor) -> None:
-        (self._exchange if self._short(x) else super()._gather)(x, parts)
+    def _all_gather(self, x: Tensor, parts: Tensor) -> None:
+        (self._all_to_all if self._is_short(x) else super()._all_gather)(x, parts)
 
-    def _short(self, x: Tensor) -> bool:
-        return x.nbytes * (self.size - 1) <= SHORT
+    def _is_short(self, x: Tensor) -> bool:
+        return x.nbytes * (self.size - 1) <= DIRECT_BYTES
 
-    def _exchange(self, x: Tensor, parts: Tensor) -> None:
+    def _all_to_all(self, x: Tensor, parts: Tensor) -> None:
         peers = [peer for peer in range(self.size) if peer != self.rank]
         works = [self._group.recv([parts[peer]], peer, EXCHANGE_TAG) for peer in peers]
         works += [self._group.send([x], peer, EXCHANGE_TAG) for peer in peers]
@@ -111,19 +111,19 @@ class GlooGroup(TorchGroup):
         for work in works:
             work.wait()
 
-    def begin(
+    def post(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[Any]:
         works = [self._group.recv([out], source, tag) for out, source in receives]
         return works + [self._group.send([x], to, tag) for x, to in sends]
 
-    def _post(self, x: Tensor, to: int) -> None:
-        self._sent.append((self._group.send([x], to, MESSAGE_TAG), x))
-        # Gloo's handles do not say whether they are complete; they can only be waited for.
-        while len(self._sent) > BACKLOG:
-            self._sent.popleft()[0].wait()
+    def _send(self, x: Tensor, to: int) -> None:
+        self._pending_sends.append((self._group.send([x], to, MESSAGE_TAG), x))
+        # Gloo's handles cannot be tested for completion, only waited for.
+        while len(self._pending_sends) > MAX_PENDING_SENDS:
+            self._pending_sends.popleft()[0].wait()
 
-    def _await(self, x: Tensor, source: int) -> None:
+    def _recv(self, x: Tensor, source: int) -> None:
         self._group.recv([x], source, MESSAGE_TAG).wait()
 
     def barrier(self) -> None:
@@ -131,58 +131,58 @@ class GlooGroup(TorchGroup):
 
 
 class NcclGroup(TorchGroup):
-    """A group of GPU ranks. Collectives run on the current stream; CUDA graphs may capture them, not `send` and `recv`,
-    and not where ranks share a GPU, between which NCCL uses sockets and the host's help.
+    """A group of GPU ranks. Collectives run on the current stream.
 
-    Each direction between two ranks is a channel with a communicator and a stream of its own: a send that waits for its
-    receiver holds up neither computing, nor collectives, nor what comes the other way. A channel is made by its first
-    message, for which the sender waits for the receiver.
+    CUDA graphs can capture the collectives, but not `send` and `recv`, and nothing if ranks share a GPU: there NCCL
+    uses sockets and the host's help. Each direction between two ranks is a channel with its own communicator and
+    stream, so a send that waits for its receiver blocks neither compute, nor collectives, nor the reverse direction.
+    A channel is created by its first message, for which the sender waits for the receiver.
     """
 
-    early = False  # a receive takes its place on the stream
+    early_receives = False  # a receive occupies the stream until its message arrives
 
-    def __init__(self, store: Any, device: torch.device, rank: int, size: int, shared: bool) -> None:
-        super().__init__(_nccl(dist.PrefixStore("all", store), rank, size), rank, size)
-        self._store, self._device, self.capturable = store, device, not shared
+    def __init__(self, store: Any, device: torch.device, rank: int, size: int, gpu_shared: bool) -> None:
+        super().__init__(_create_nccl(dist.PrefixStore("all", store), rank, size), rank, size)
+        self._store, self._device, self.capturable = store, device, not gpu_shared
         self._channels: dict[tuple[int, int], Any] = {}
-        # NCCL connects in the first collective: better here, where all ranks are, than inside a graph capture.
+        # NCCL connects in the first collective. Do that here, not inside a graph capture.
         self.barrier()
 
-    def _wide(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype  # NCCL's kernels take low precisions as they are
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype  # NCCL sums low precisions itself
 
-    def begin(
+    def post(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[Any]:
         if not sends and not receives:
             return ()
-        # As one call, NCCL runs them side by side, and on the communicator of the whole group.
+        # Coalesced, so that NCCL runs them concurrently and on the communicator of the whole group.
         self._group._start_coalescing()
         for out, source in receives:
             self._group.recv([out], source, tag)
         for x, to in sends:
             self._group.send([x], to, tag)
-        _finish(self._group._end_coalescing())
+        _wait(self._group._end_coalescing())
         return ()
 
     def _channel(self, source: int, to: int) -> Any:
         if (source, to) not in self._channels:
             store = dist.PrefixStore(f"{source} to {to}", self._store)
-            self._channels[source, to] = _nccl(store, int(self.rank == to), 2)
+            self._channels[source, to] = _create_nccl(store, int(self.rank == to), 2)
         return self._channels[source, to]
 
-    def _post(self, x: Tensor, to: int) -> None:
-        self._sent.append((self._channel(self.rank, to).send([x], 1, 0), x))
-        # Not `wait`, which would hold up the current stream.
-        while self._sent:
-            if self._sent[0][0].is_completed():
-                self._sent.popleft()
-            elif len(self._sent) > BACKLOG:
+    def _send(self, x: Tensor, to: int) -> None:
+        self._pending_sends.append((self._channel(self.rank, to).send([x], 1, 0), x))
+        # Not `wait`, which would block the current stream.
+        while self._pending_sends:
+            if self._pending_sends[0][0].is_completed():
+                self._pending_sends.popleft()
+            elif len(self._pending_sends) > MAX_PENDING_SENDS:
                 time.sleep(1e-4)
             else:
                 break
 
-    def _await(self, x: Tensor, source: int) -> None:
+    def _recv(self, x: Tensor, source: int) -> None:
         self._channel(source, self.rank).recv([x], 0, 0).wait()
 
     def barrier(self) -> None:
@@ -190,7 +190,7 @@ class NcclGroup(TorchGroup):
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self, broken: bool) -> None:
-        # Leaving waits for the others, so all go through the channels in one order, and nobody waits for a dead rank.
+        # Shutdown waits for the other ranks, so all use the same order. Abort does not wait for dead ranks.
         for group in [*(self._channels[key] for key in sorted(self._channels)), self._group]:
             group.abort() if broken else group.shutdown()
         self._channels.clear()
@@ -198,7 +198,7 @@ class NcclGroup(TorchGroup):
 
 
 class TorchBackend(CommBackend):
-    """Groups over gloo or NCCL. Every rank of the world makes one, at the same time."""
+    """Groups over gloo or NCCL. Every rank of the world creates one at the same time."""
 
     name = "torch"
 
@@ -209,17 +209,17 @@ class TorchBackend(CommBackend):
         self._groups: list[TorchGroup] = []
         self._store: Any = None
         if world.size > 1:
-            gpu = _bind(device) if device.type == "cuda" else None
-            gpus = self._meet(gpu)
-            self._shared = gpu is not None and len(set(gpus)) < len(gpus)
-            if self._shared:
+            gpu = _set_device(device) if device.type == "cuda" else None
+            gpus = self._create_store(gpu)
+            self._share_gpu = gpu is not None and len(set(gpus)) < len(gpus)
+            if self._share_gpu:
                 one_host = all(member.node == 0 for member in world.members)
                 env.allow_nccl_gpu_sharing(world.rank, one_host)
             if gpu is None:
                 self._gloo_device = dist.ProcessGroupGloo.create_device(hostname=world.members[world.rank].address)
 
-    def _meet(self, gpu: str | None) -> list[str | None]:
-        """Make the store through which groups find each other, in rank 0; returns everyone's `gpu`."""
+    def _create_store(self, gpu: str | None) -> list[str | None]:
+        """Create the key-value store for group rendezvous on rank 0 and connect to it. Returns every rank's `gpu`."""
         address = self.world.members[0].address
         port = None
         if self.world.rank == 0:
@@ -231,18 +231,18 @@ class TorchBackend(CommBackend):
                 port,
                 is_master=True,
                 wait_for_workers=False,
-                timeout=PATIENCE,
+                timeout=TIMEOUT,
                 master_listen_fd=server.detach(),
             )
-        told = self.world.all_gather_object({"port": port, "gpu": gpu})
+        exchanged = self.world.all_gather_object({"port": port, "gpu": gpu})
         if self.world.rank != 0:
-            self._store = dist.TCPStore(address, told[0]["port"], wait_for_workers=False, timeout=PATIENCE)
-        return [entry["gpu"] for entry in told]
+            self._store = dist.TCPStore(address, exchanged[0]["port"], wait_for_workers=False, timeout=TIMEOUT)
+        return [entry["gpu"] for entry in exchanged]
 
     @classmethod
     def unusable(cls, world: World, device: torch.device) -> str | None:
         if device.type not in ("cpu", "cuda"):
-            return f"torch joins CPUs and CUDA GPUs, not {device.type}"
+            return f"the torch backend supports CPUs and CUDA GPUs, not {device.type}"
         if device.type == "cpu" and not (dist.is_available() and dist.is_gloo_available()):
             return "this torch was built without gloo"
         if device.type == "cuda" and not (dist.is_available() and dist.is_nccl_available()):
@@ -256,10 +256,10 @@ class TorchBackend(CommBackend):
         store = dist.PrefixStore(name, self._store)
         group: TorchGroup
         if self.device.type == "cuda":
-            group = NcclGroup(store, self.device, rank, len(ranks), self._shared)
+            group = NcclGroup(store, self.device, rank, len(ranks), self._share_gpu)
         else:
             options = dist.ProcessGroupGloo._Options()
-            options._devices, options._timeout = [self._gloo_device], PATIENCE
+            options._devices, options._timeout = [self._gloo_device], TIMEOUT
             group = GlooGroup(dist.ProcessGroupGloo(store, rank, len(ranks), options), rank, len(ranks))
         self._groups.append(group)
         return group
@@ -271,24 +271,24 @@ class TorchBackend(CommBackend):
         self._store = None
 
 
-def _nccl(store: Any, rank: int, size: int) -> Any:
+def _create_nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = PATIENCE
+    options._timeout = TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _bind(device: torch.device) -> str:
-    """Make `device` the current one, which NCCL uses; returns what tells its GPU from every other."""
+def _set_device(device: torch.device) -> str:
+    """Make `device` the current one, as NCCL expects. Returns the UUID of its GPU."""
     torch.cuda.set_device(device)
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _here(options: Any) -> Any:
-    """Options that ask NCCL to run on the current stream, not on one of its own."""
+def _on_current_stream(options: Any) -> Any:
+    """Set the options so that NCCL runs on the current stream instead of an internal one."""
     options.asyncOp = False
     return options
 
 
-def _finish(work: Any) -> None:
+def _wait(work: Any) -> None:
     if work is not None:
         work.wait()

@@ -1,7 +1,7 @@
-"""What was measured of all-reduces: for each shape of a group and message size, how long each way of doing it took.
+"""Measured all-reduce times by group shape, message size, backend and options.
 
-`yalis bench allreduce --tune` writes one file for a kind of device and a shape into the cache; rank 0 reads them and
-tells all ranks, since ranks that choose differently wait for each other for ever.
+`yalis bench allreduce --tune` writes one file per device type and group shape into the cache. Rank 0 reads the files
+and broadcasts them, because ranks that choose different algorithms deadlock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Choice:
-    """A way of doing an all-reduce."""
+    """A backend and its options."""
 
     backend: str
     options: Mapping[str, int | str] = field(default_factory=dict)
@@ -46,14 +46,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class ShapeTimings:
-    """The timings of one shape."""
+    """The measurements of one group shape."""
 
     timings: tuple[Timing, ...] = ()
 
     def best(self, bytes: int, among: str | Collection[str]) -> Choice | None:
-        """The fastest of these backends at the measured size nearest to `bytes`; None where none was measured."""
-        wanted = (among,) if isinstance(among, str) else among
-        found = [timing for timing in self.timings if timing.choice.backend in wanted]
+        """Return the fastest choice of these backends at the measured size nearest to `bytes`, None if unmeasured."""
+        backends = (among,) if isinstance(among, str) else among
+        found = [timing for timing in self.timings if timing.choice.backend in backends]
         if not found:
             return None
         size = min({timing.bytes for timing in found}, key=lambda size: (abs(math.log2(max(bytes, 1) / size)), size))
@@ -61,7 +61,7 @@ class ShapeTimings:
 
     @property
     def backends(self) -> set[str]:
-        """Those that are the fastest somewhere."""
+        """The backends that are fastest at some size."""
         names = {timing.choice.backend for timing in self.timings}
         sizes = {timing.bytes for timing in self.timings}
         return {best.backend for size in sizes if (best := self.best(size, names))}
@@ -69,36 +69,36 @@ class ShapeTimings:
 
 @dataclass(frozen=True)
 class TuningTable:
-    """What is known of every shape, on one kind of device."""
+    """The measurements of every group shape, on one device type."""
 
     shapes: Mapping[str, ShapeTimings] = field(default_factory=dict)
 
     def for_nodes(self, nodes: Sequence[Sequence[int]]) -> ShapeTimings:
-        """The timings for a group whose ranks are spread like these: `Topology.by_node(ranks)`."""
+        """Return the measurements for a group with these ranks per node (`Topology.by_node(ranks)`)."""
         return self.shapes.get(shape_of(nodes), ShapeTimings())
 
 
 def shape_of(nodes: Sequence[Sequence[int]]) -> str:
-    """ "4x2": four nodes of two ranks; "2+1" where nodes differ."""
+    """Return "4x2" for four nodes of two ranks, "2+1" for nodes of different sizes."""
     counts = [len(ranks) for ranks in nodes]
     return f"{len(counts)}x{counts[0]}" if len(set(counts)) == 1 else "+".join(map(str, counts))
 
 
 def device_slug(device: torch.device) -> str:
-    """ "cpu", or the GPU's name as part of a file name."""
+    """Return "cpu", or the GPU's name in a form usable in file names."""
     if device.type != "cuda":
         return device.type
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
-def folder() -> Path:
+def tuning_dir() -> Path:
     return env.cache_dir() / "tuning"
 
 
 def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence[Timing], command: str) -> Path:
-    """Keep these for later jobs; what was known of this device and shape before is replaced."""
-    path = folder() / f"{device_slug(device)}-{shape_of(nodes)}.json"
-    held = {
+    """Write the measurements of a device type and shape to the cache, replacing older ones. Returns the file's path."""
+    path = tuning_dir() / f"{device_slug(device)}-{shape_of(nodes)}.json"
+    contents = {
         "schema": SCHEMA,
         "schema_version": VERSION,
         "device": device_slug(device),
@@ -111,27 +111,27 @@ def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuning-")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(json.dumps(held, indent=1, allow_nan=False) + "\n")
+                file.write(json.dumps(contents, indent=1, allow_nan=False) + "\n")
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise YalisFailure(f"cannot write {path}: {error.strerror}; set YALIS_CACHE to a folder that can be") from error
+        raise YalisFailure(f"cannot write {path}: {error.strerror}; set YALIS_CACHE to a writable folder") from error
     return path
 
 
 def load(device: torch.device) -> TuningTable:
-    """Every shape that was measured on this kind of device."""
+    """Load the measurements of all shapes for this device type."""
     shapes = {}
-    kind = device_slug(device)
-    for path in sorted(folder().glob(f"{kind}-*.json")):
+    slug = device_slug(device)
+    for path in sorted(tuning_dir().glob(f"{slug}-*.json")):
         try:
-            held = json.loads(path.read_text(encoding="utf-8"))
-            if (held["schema"], held["schema_version"], held["device"]) != (SCHEMA, VERSION, kind):
+            contents = json.loads(path.read_text(encoding="utf-8"))
+            if (contents["schema"], contents["schema_version"], contents["device"]) != (SCHEMA, VERSION, slug):
                 continue
-            shapes[held["shape"]] = _tuned(held["timings"])
+            shapes[contents["shape"]] = _parse_timings(contents["timings"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise YalisError(
                 f"{path} is not a table of `yalis bench allreduce --tune` ({error}); remove it, or tune again"
@@ -140,19 +140,28 @@ def load(device: torch.device) -> TuningTable:
 
 
 def load_on_all_ranks(world: World, device: torch.device) -> TuningTable:
-    """Rank 0's table, on every rank; every rank calls this."""
-    own: dict[str, Any] = {}
+    """Load the table on rank 0 and return it on every rank. Every rank calls this."""
+    loaded: dict[str, Any] = {}
     if world.rank == 0:
-        own = {shape: [asdict(timing) for timing in tuned.timings] for shape, tuned in load(device).shapes.items()}
-    told = world.all_gather_object(own)[0]
-    return TuningTable({shape: _tuned(timings) for shape, timings in told.items()})
+        loaded = {shape: [asdict(timing) for timing in held.timings] for shape, held in load(device).shapes.items()}
+    received = world.all_gather_object(loaded)[0]
+    return TuningTable({shape: _parse_timings(timings) for shape, timings in received.items()})
 
 
-def _tuned(held: Sequence[Mapping[str, Any]]) -> ShapeTimings:
+def _parse_timings(entries: Sequence[Mapping[str, Any]]) -> ShapeTimings:
     timings = tuple(
-        Timing(int(one["bytes"]), Choice(one["choice"]["backend"], dict(one["choice"]["options"])), one["microseconds"])
-        for one in held
+        Timing(
+            int(entry["bytes"]),
+            Choice(entry["choice"]["backend"], _rename_options(entry["choice"]["options"])),
+            entry["microseconds"],
+        )
+        for entry in entries
     )
     if any(timing.bytes < 1 or not timing.microseconds > 0 for timing in timings):
         raise ValueError("a timing without bytes or time")
     return ShapeTimings(timings)
+
+
+def _rename_options(options: Mapping[str, int | str]) -> dict[str, int | str]:
+    """Translate option names of older tables: the inter-node algorithm was called `between`."""
+    return {"inter" if name == "between" else name: value for name, value in options.items()}

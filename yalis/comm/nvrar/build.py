@@ -1,4 +1,4 @@
-"""Builds csrc/nvrar with nvcc on first use and keeps the library in the cache."""
+"""Builds csrc/nvrar with nvcc on first use and caches the shared library."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FLAGS = ("-std=c++17", "-O3", "-rdc=true", "-shared", "-Xcompiler", "-fPIC")
 
 
 def find_sources() -> Path | None:
-    """csrc/nvrar of the checkout this runs from, else of the installed distribution."""
-    here = Path(__file__).parents[3] / "csrc" / "nvrar"
-    if (here / MAIN).exists():
-        return here
+    """Return csrc/nvrar of the checkout, else of the installed distribution, or None."""
+    checkout = Path(__file__).parents[3] / "csrc" / "nvrar"
+    if (checkout / MAIN).exists():
+        return checkout
     try:
         files = importlib.metadata.files("yalis") or []
     except importlib.metadata.PackageNotFoundError:
@@ -37,41 +37,44 @@ def find_sources() -> Path | None:
 
 
 def find_nvcc() -> Path | None:
-    """$CUDA_HOME's, else the one on the path, else the usual place's."""
+    """Return nvcc of $CUDA_HOME, else of $PATH, else of /usr/local/cuda, or None."""
     home = env.cuda_home()
     found = None if home else shutil.which("nvcc")
-    place = Path(found) if found else (home or Path("/usr/local/cuda")) / "bin" / "nvcc"
-    return place if place.exists() else None
+    nvcc = Path(found) if found else (home or Path("/usr/local/cuda")) / "bin" / "nvcc"
+    return nvcc if nvcc.exists() else None
 
 
 def find_nvshmem() -> Path | None:
-    """$NVSHMEM_HOME, else the wheel's folder, which has include/ and lib/."""
+    """Return $NVSHMEM_HOME, else the folder of the pip package, with include/ and lib/, or None."""
     home = env.nvshmem_home()
     if home is None:
         try:
             spec = importlib.util.find_spec("nvidia.nvshmem")
         except ModuleNotFoundError:
             spec = None
-        places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+        folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     else:
-        places = [home]
-    return next((place for place in places if (place / "include" / "nvshmem.h").exists()), None)
+        folders = [home]
+    return next((folder for folder in folders if (folder / "include" / "nvshmem.h").exists()), None)
 
 
 def missing() -> str | None:
-    """What would have to be installed before the library can be built, as a short clause; None where nothing."""
+    """Return what must be installed before the library can be built, as a short clause, or None."""
     if find_sources() is None:
-        return "this installation lacks the sources of nvrar; install yalis anew"
+        return "the nvrar sources are not installed; reinstall yalis"
     if find_nvcc() is None:
-        return "no nvcc; install the CUDA toolkit, or set CUDA_HOME to where it is"
+        return "nvcc not found; install the CUDA toolkit or set CUDA_HOME"
     if find_nvshmem() is None:
         major = (torch.version.cuda or "13").split(".")[0]
-        return f"NVSHMEM is not installed (pip install nvidia-nvshmem-cu{major}), and NVSHMEM_HOME names none"
+        return f"NVSHMEM not found; run pip install nvidia-nvshmem-cu{major} or set NVSHMEM_HOME"
     return None
 
 
 def build(architecture: str) -> Path:
-    """The library for GPUs of this architecture, like "90"; named by everything its code depends on."""
+    """Build the library for this GPU architecture (for example "90"), unless it is cached. Returns its path.
+
+    The file name is a hash of the sources, the compiler and NVSHMEM versions and the flags.
+    """
     sources, nvcc, nvshmem = find_sources(), find_nvcc(), find_nvshmem()
     if sources is None or nvcc is None or nvshmem is None:
         raise YalisFailure(f"nvrar cannot be built: {missing()}")
@@ -90,18 +93,19 @@ def build(architecture: str) -> Path:
         return built
     folder.mkdir(parents=True, exist_ok=True)
     log.info("building nvrar for sm_%s", architecture)
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        out = Path(made) / "nvrar.so"
-        places = [f"-I{sources}", f"-I{nvshmem / 'include'}", f"-L{nvshmem / 'lib'}"]
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        out = Path(temporary) / "nvrar.so"
+        paths = [f"-I{sources}", f"-I{nvshmem / 'include'}", f"-L{nvshmem / 'lib'}"]
         target = ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
-        # The wheel has no link without a version, which -lnvshmem_host would look for.
+        # The pip package has only the versioned libnvshmem_host.so.N, which -lnvshmem_host would not find.
         libraries = ["-lnvshmem_device", "-Xlinker", f"-l:{host.name}", "-Xlinker", f"-rpath={nvshmem / 'lib'}"]
-        _run([str(nvcc), *flags, *target, *places, str(sources / MAIN), "-o", str(out), *libraries], 600)
-        os.replace(out, built)  # whole or not at all, whoever else builds it now
+        _run([str(nvcc), *flags, *target, *paths, str(sources / MAIN), "-o", str(out), *libraries], 600)
+        os.replace(out, built)  # atomic, in case another process builds it too
     return built
 
 
 def _run(command: list[str], seconds: float) -> str:
+    """Run a command and return its stdout. Raises a YalisFailure with the first error line if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""The all-reduce of csrc/nvrar between GPUs; everything else of a group is torch's."""
+"""The `nvrar` backend: the all-reduce kernels of csrc/nvrar between GPUs; torch provides the other collectives."""
 
 from __future__ import annotations
 
@@ -25,66 +25,67 @@ from yalis.log import get_logger
 
 log = get_logger(__name__)
 
-# What the kernels call these types.
-VALUES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# The dtype codes of the C interface.
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# In the order of the C interface: low-latency (data and flag in one 8-byte store), and put-with-signal.
 PROTOCOLS = ("ll", "signal")
-ALGORITHMS = {"ring": 1, "oneshot": 2}
-# Bytes that one operation moves at most; longer messages are several operations, and very long ones NCCL's, unless
-# ranks share a GPU: what NCCL does there cannot be captured.
-LL_OP_BYTES, SIGNAL_OP_BYTES, MAX_MESSAGE_BYTES = 1 << 20, 4 << 20, 64 << 20
-# Unless a table says otherwise: up to where words win, and what one block handles of a piece.
-LL_BYTES, BLOCK_BYTES, MAX_BLOCKS, MAX_CHUNK_BYTES, THREADS = 512 << 10, 8 << 10, 32, 64 << 10, 512
+BASELINES = {"ring": 1, "oneshot": 2}
+# The most bytes of one operation. Longer messages are split into several operations.
+LL_OP_BYTES, SIGNAL_OP_BYTES = 1 << 20, 4 << 20
+# Longer messages are left to NCCL, unless ranks share a GPU, where NCCL cannot be captured in a CUDA graph.
+MAX_MESSAGE_BYTES = 64 << 20
+# Defaults without a tuning table: the LL protocol up to LL_MAX_BYTES, and one block per BYTES_PER_BLOCK of a shard.
+LL_MAX_BYTES, BYTES_PER_BLOCK, MAX_BLOCKS, MAX_CHUNK_BYTES, THREADS = 512 << 10, 8 << 10, 32, 64 << 10, 512
 MIN_COMPUTE_CAPABILITY = (7, 0)
-# Beside the arena, for what NVSHMEM itself keeps in its heap.
+# Added to the arena for NVSHMEM's own use of the symmetric heap.
 HEAP_SLACK = 64 << 20
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How an operation is launched; its chunks must be the same on all ranks, its blocks need not."""
+class LaunchConfig:
+    """Launch parameters of one operation. Protocol and chunk must be the same on all ranks; blocks may differ."""
 
     protocol: str
     blocks: int
-    chunk: int
+    chunk: int  # bytes
     threads: int = THREADS
 
 
-def choose_launch(choice: Choice | None, size: int, owners: int, max_blocks: int) -> Launch:
-    """The launch for a message of `size` bytes, of which each of `owners` sums a piece."""
-    chosen = choice.options if choice is not None else {}
-    protocol = chosen.get("protocol", "ll" if size <= LL_BYTES else "signal")
-    piece = -(-size // owners)
-    blocks = chosen.get("blocks", min(MAX_BLOCKS, -(-piece // BLOCK_BYTES)))
-    chunk = chosen.get("chunk", min(max(-(-piece // max(int(blocks), 1)), 1), MAX_CHUNK_BYTES))
-    threads = chosen.get("threads", THREADS)
-    numbers = (blocks, chunk, threads)
-    good = all(isinstance(number, int) and number > 0 for number in numbers)
-    if protocol not in PROTOCOLS or not good or int(threads) % 32 or int(threads) > THREADS:
+def choose_launch(choice: Choice | None, size: int, num_shards: int, max_blocks: int) -> LaunchConfig:
+    """Return the launch parameters for a message of `size` bytes that is reduced in `num_shards` shards."""
+    options = choice.options if choice is not None else {}
+    protocol = options.get("protocol", "ll" if size <= LL_MAX_BYTES else "signal")
+    shard = -(-size // num_shards)
+    blocks = options.get("blocks", min(MAX_BLOCKS, -(-shard // BYTES_PER_BLOCK)))
+    chunk = options.get("chunk", min(max(-(-shard // max(int(blocks), 1)), 1), MAX_CHUNK_BYTES))
+    threads = options.get("threads", THREADS)
+    valid = all(isinstance(number, int) and number > 0 for number in (blocks, chunk, threads))
+    if protocol not in PROTOCOLS or not valid or int(threads) % 32 or int(threads) > THREADS:
         raise YalisError(
-            f"nvrar is asked for protocol={protocol!r}, blocks={blocks!r}, chunk={chunk!r}, threads={threads!r}; "
-            f"accepted: {' or '.join(PROTOCOLS)}, numbers above 0, and threads in 32s up to {THREADS}; "
-            "run yalis bench allreduce --tune again"
+            f"the tuning table has nvrar with protocol={protocol!r}, blocks={blocks!r}, chunk={chunk!r}, "
+            f"threads={threads!r}; accepted: protocol {' or '.join(PROTOCOLS)}, numbers above 0, and threads in "
+            f"multiples of 32 up to {THREADS}; run yalis bench allreduce --tune again"
         )
-    return Launch(str(protocol), min(int(blocks), max_blocks), int(chunk), int(threads))
+    return LaunchConfig(str(protocol), min(int(blocks), max_blocks), int(chunk), int(threads))
 
 
-def candidate_launches(size: int, owners: int, max_blocks: int) -> list[dict[str, int | str]]:
-    """Blocks and chunks worth a trial, for a message of `size` bytes of which each of `owners` sums a piece."""
-    piece = -(-size // owners)
+def candidate_launches(size: int, num_shards: int, max_blocks: int) -> list[dict[str, int | str]]:
+    """Return block counts and chunk sizes worth measuring, for a message of `size` bytes in `num_shards` shards."""
+    shard = -(-size // num_shards)
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max_blocks]
-    # Neither a block that has hardly anything to do, nor few that have far too much.
-    fitting = [count for count in counts if 1 << 10 <= piece // count <= 128 << 10]
-    tried: list[dict[str, int | str]] = []
-    for count in fitting or [counts[0] if piece < 1 << 10 else counts[-1]]:
-        tried.append({"blocks": count})  # whose part is one chunk
-        tried += [{"blocks": count, "chunk": chunk} for chunk in (4 << 10, 16 << 10) if chunk < piece // count]
-    return tried
+    # Skip counts that leave a block with very little or far too much data.
+    fitting = [count for count in counts if 1 << 10 <= shard // count <= 128 << 10]
+    candidates: list[dict[str, int | str]] = []
+    for count in fitting or [counts[0] if shard < 1 << 10 else counts[-1]]:
+        candidates.append({"blocks": count})  # one chunk per block
+        candidates += [{"blocks": count, "chunk": chunk} for chunk in (4 << 10, 16 << 10) if chunk < shard // count]
+    return candidates
 
 
 class Session:
-    """NVSHMEM between all ranks of the world, and a thread that notices what went wrong on the device."""
+    """NVSHMEM between all ranks of the world, and a watchdog thread for device-side timeouts."""
 
-    #: NVSHMEM is one for a process
+    #: NVSHMEM can be initialized once at a time per process
     running: ClassVar[Session | None] = None
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -92,68 +93,72 @@ class Session:
             raise YalisFailure("nvrar is already in use in this process; close the engine that uses it first")
         self.world, self.device = world, device
         torch.cuda.set_device(device)
-        torch.cuda.current_stream(device).synchronize()  # the context exists before NVSHMEM asks for it
+        torch.cuda.current_stream(device).synchronize()  # NVSHMEM needs an existing CUDA context
         properties = torch.cuda.get_device_properties(device)
         gpus = world.all_gather_object(str(properties.uuid))
-        sharing = gpus.count(gpus[world.rank])
-        # A block that waits holds its SM. All that share a GPU leave half of it to those they wait for.
-        self.max_blocks = properties.multi_processor_count // 2 // sharing
+        ranks_on_gpu = gpus.count(gpus[world.rank])
+        # A block that polls occupies its SM. The ranks of one GPU together leave half of its SMs free, so that the
+        # kernels they wait for can run.
+        self.max_blocks = properties.multi_processor_count // 2 // ranks_on_gpu
         if self.max_blocks < 1:
             raise YalisError(
-                f"{sharing} ranks share a GPU of {properties.multi_processor_count} SMs, of which nvrar may keep half "
-                f"waiting; accepted: up to {properties.multi_processor_count // 2} ranks"
+                f"{ranks_on_gpu} ranks share a GPU of {properties.multi_processor_count} SMs, and nvrar may use half "
+                f"of the SMs; accepted: up to {properties.multi_processor_count // 2} ranks per GPU"
             )
         self.arena = env.nvrar_arena()
         env.prepare_nvshmem(self.arena + HEAP_SLACK, all(member.node == 0 for member in world.members))
         architecture = f"{properties.major}{properties.minor}"
         nodes = [member.node for member in world.members]
-        if nodes.index(nodes[world.rank]) == world.rank:  # one builds for its machine, if that is still to be done
+        if nodes.index(nodes[world.rank]) == world.rank:  # the first rank of each machine builds the library
             build(architecture)
         world.all_gather_object(None)
         self.library = Library(build(architecture))
-        id = world.all_gather_object(self.library.make_id() if world.rank == 0 else None)[0]
-        self.library.start(torch.cuda.current_device(), world.rank, world.size, id, self.arena)
+        unique_id = world.all_gather_object(self.library.get_unique_id() if world.rank == 0 else None)[0]
+        self.library.init(torch.cuda.current_device(), world.rank, world.size, unique_id, self.arena)
         self.status: Status = self.library.status()
-        self.names: dict[int, str] = {}
+        self.group_names: dict[int, str] = {}
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._look, name="nvrar watch", daemon=True)
-        self._watch.start()
+        self._watchdog = threading.Thread(target=self._poll_status, name="nvrar watchdog", daemon=True)
+        self._watchdog.start()
         Session.running = self
 
-    def _look(self) -> None:
-        """End the job when a wait on the device never ended, and all waits when the job is over."""
+    def _poll_status(self) -> None:
+        """Fail the job if a wait on the device timed out, and end all device waits if the job has failed."""
         while not self._closing.wait(0.05):
             if self.world.failure is not None:
                 self.status.stop = 1
                 return
             if self.status.reported:
-                self.world.fail(self.describe(), background=True)
+                self.world.fail(self.describe_timeout(), background=True)
                 return
 
-    def describe(self) -> str:
-        """What timed out on the device, as a sentence."""
+    def describe_timeout(self) -> str:
+        """Return a sentence about the wait that timed out on the device."""
         status = self.status
         peer = int(status.peer)
-        whom = f" for {self.world.name(peer)}" if peer < self.world.size else ""
-        name = self.names.get(int(status.group))
+        peer_name = f" for {self.world.name(peer)}" if peer < self.world.size else ""
+        name = self.group_names.get(int(status.group))
         where = f"of group {name}" if name else "of a baseline"
         return (
-            f"waited {env.nvrar_timeout():g} s in the all-reduce {where}"
-            f"{whom}: phase {PHASES.get(int(status.phase), '?')}, step {status.step}, operation {status.number}"
+            f"waited {env.nvrar_timeout():g} s in the all-reduce {where}{peer_name}: "
+            f"phase {PHASES.get(int(status.phase), '?')}, step {status.step}, operation {status.sequence}"
         )
 
-    def reserve(self, under: TorchGroup, size: int, what: str) -> list[int]:
-        """Where each member of the group keeps `size` bytes in its arena; every member calls this."""
-        mine = self.library.reserve(size)
-        told = under.all_gather(torch.tensor([mine, size], device=self.device), 0).view(-1, 2).tolist()
-        if any(offset < 0 for offset, _ in told):
+    def reserve(self, torch_group: TorchGroup, size: int, what: str) -> list[int]:
+        """Reserve `size` bytes in the arena of each rank of the group. Returns every rank's offset.
+
+        Every rank of the group calls this. `what` names the memory in error messages.
+        """
+        offset = self.library.reserve(size)
+        reserved = torch_group.all_gather(torch.tensor([offset, size], device=self.device), 0).view(-1, 2).tolist()
+        if any(offset < 0 for offset, _ in reserved):
             raise YalisError(
-                f"{what} needs {-(-size >> 20)} MiB of the {self.arena >> 20} MiB that nvrar keeps on every rank, more "
-                f"than is left; set YALIS_NVRAR_ARENA to more MiB"
+                f"{what} needs {-(-size >> 20)} MiB of nvrar's arena of {self.arena >> 20} MiB per rank, more than is "
+                f"left; set YALIS_NVRAR_ARENA to more MiB"
             )
-        if any(other != size for _, other in told):
-            raise YalisFailure(f"{what}: the ranks disagree about its size")
-        return [offset for offset, _ in told]
+        if any(other != size for _, other in reserved):
+            raise YalisFailure(f"{what}: the ranks reserved different sizes")
+        return [offset for offset, _ in reserved]
 
     def close(self) -> None:
         broken = self.world.failure is not None
@@ -161,42 +166,45 @@ class Session:
             self.status.stop = 1
         torch.cuda.synchronize(self.device)
         self._closing.set()
-        self._watch.join()
+        self._watchdog.join()
         Session.running = None
-        if not broken:  # else somebody is gone, for whom the end would wait
-            self.library.call("end")
+        if not broken:  # finalize is collective, so it would wait for a dead rank
+            self.library.call("finalize")
 
 
 class NvrarGroup(CustomAllReduceGroup):
-    """One stream at a time issues a group's operations, in the same order on every rank."""
+    """All-reduce over one group. Operations are issued on one stream at a time, in the same order on every rank."""
 
     def __init__(
-        self, under: TorchGroup, session: Session, name: str, ranks: Sequence[int], node_of: Sequence[int],
+        self, torch_group: TorchGroup, session: Session, name: str, ranks: Sequence[int], node_of: Sequence[int],
         best: Callable[[int], Choice | None],
     ) -> None:  # fmt: skip
-        super().__init__(under)
+        """`node_of`: the node of each of `ranks`. `best` returns the tuned choice for a message of that many bytes."""
+        super().__init__(torch_group)
         self.capturable = True
         self._session, self._library, self._ranks, self._name = session, session.library, tuple(ranks), name
-        nodes, world = int32s(node_of), int32s(ranks)
-        self._owners = min(list(node_of).count(node) for node in node_of)
+        nodes, world_ranks = int32s(node_of), int32s(ranks)
+        self._num_shards = min(list(node_of).count(node) for node in node_of)
         limits = (LL_OP_BYTES, SIGNAL_OP_BYTES)
         size = self._library.call("group_bytes", nodes, self.size, self.rank, *limits)
         if not size:
-            raise YalisError(f"group {name} has more than 64 ranks on one node, which nvrar does not take")
-        offsets = uint64s(session.reserve(under, size, f"group {name}"))
+            raise YalisError(f"group {name} has more than 64 ranks on one node, which nvrar does not support")
+        offsets = uint64s(session.reserve(torch_group, size, f"group {name}"))
         self._timeout = int(env.nvrar_timeout() * 1e9)
         self.handle = self._library.call(
-            "group", nodes, self.size, self.rank, *limits, world, offsets, self._timeout
+            "create_group", nodes, self.size, self.rank, *limits, world_ranks, offsets, self._timeout
         )  # fmt: skip
-        session.names[self.handle] = name
-        self._flat: dict[str, int] = {}
-        self._launch = lru_cache(1024)(lambda size: choose_launch(best(size), size, self._owners, session.max_blocks))
-        self.barrier()  # nobody's first message comes before everybody's memory is known
+        session.group_names[self.handle] = name
+        self._flat_handles: dict[str, int] = {}
+        self._launch = lru_cache(1024)(
+            lambda size: choose_launch(best(size), size, self._num_shards, session.max_blocks)
+        )
+        self.barrier()  # every rank's memory is set up before the first message arrives
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         target = x if out is None else out
-        very_long = x.nbytes > MAX_MESSAGE_BYTES and self.torch_group.capturable
-        if x.dtype not in VALUES or target.dtype != x.dtype or not x.numel() or very_long:
+        leave_to_nccl = x.nbytes > MAX_MESSAGE_BYTES and self.torch_group.capturable
+        if x.dtype not in DTYPES or target.dtype != x.dtype or not x.numel() or leave_to_nccl:
             return self.torch_group.all_reduce(x, out)
         source = x.contiguous()
         buffer = target if target.is_contiguous() else torch.empty_like(source)
@@ -208,125 +216,122 @@ class NvrarGroup(CustomAllReduceGroup):
         return True
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """NCCL's, but not where ranks share a GPU: there a graph cannot capture it, and this is a sum.
+        """Use NCCL, except if ranks share a GPU: a CUDA graph cannot capture it there, so use an all-reduce instead.
 
-        Each rank brings its own part, and zeros for the others'. (A negative zero comes back as a positive one. Other
-        types than nvrar's, and more than MAX_MESSAGE_BYTES bytes, are NCCL's there too; no graph holds such a gather.)
+        Each rank contributes its part and zeros for the other ranks' parts, so a negative zero becomes a positive one.
+        Unsupported dtypes and more than MAX_MESSAGE_BYTES still go to NCCL; a graph cannot capture those.
         """
-        if (
-            self.torch_group.capturable
-            or x.dtype not in VALUES
-            or not x.numel()
-            or x.nbytes * self.size > MAX_MESSAGE_BYTES
-        ):
+        supported = x.dtype in DTYPES and x.numel() > 0 and x.nbytes * self.size <= MAX_MESSAGE_BYTES
+        if self.torch_group.capturable or not supported:
             return self.torch_group.all_gather(x, dim)
         parts = x.new_zeros((self.size, *x.shape))
         parts[self.rank] = x
         return torch.cat(self.all_reduce(parts).unbind(), dim)
 
-    def launch(self, x: Tensor, out: Tensor, how: Launch) -> None:
-        """The sum of `x`, contiguous and of a known type, in `out`."""
+    def launch(self, x: Tensor, out: Tensor, config: LaunchConfig) -> None:
+        """Launch the all-reduce of `x` into `out`. Both must be contiguous and of a supported dtype."""
         self._library.call(
-            "all_reduce", self.handle, x.data_ptr(), out.data_ptr(), x.numel(), VALUES[x.dtype],
-            PROTOCOLS.index(how.protocol), how.blocks, how.threads, how.chunk, _stream(x),
+            "all_reduce", self.handle, x.data_ptr(), out.data_ptr(), x.numel(), DTYPES[x.dtype],
+            PROTOCOLS.index(config.protocol), config.blocks, config.threads, config.chunk, _stream(x),
         )  # fmt: skip
 
     def all_reduce_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += the sum of `x`, which it leaves in `x`; returns the RMSNorm of that residual. In one kernel.
+        """All-reduce `x` in place, add it to `residual` in place, and return the RMSNorm of that, in one kernel.
 
-        `x` and `residual` are [rows, width]; the weight has their dtype, or float32.
+        `x` and `residual` are [rows, width]; the weight has their dtype or float32.
         """
-        how = self._launch(x.nbytes)
-        fits = x.nbytes <= (LL_OP_BYTES if how.protocol == "ll" else SIGNAL_OP_BYTES) and x.numel() > 0
+        config = self._launch(x.nbytes)
+        fits = x.nbytes <= (LL_OP_BYTES if config.protocol == "ll" else SIGNAL_OP_BYTES) and x.numel() > 0
         plain = all(tensor.is_contiguous() for tensor in (x, residual, weight)) and residual.dtype == x.dtype
-        if not (fits and plain and x.dtype in VALUES and weight.dtype in (x.dtype, torch.float32)):
+        if not (fits and plain and x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float32)):
             residual += self.all_reduce(x)
             return ops.rms_norm(residual, weight, eps)
         normed = torch.empty_like(x)
         self._library.call(
-            "all_reduce_norm", self.handle, x.data_ptr(), x.data_ptr(), x.shape[0], x.shape[1], VALUES[x.dtype],
-            PROTOCOLS.index(how.protocol), how.blocks, how.threads, how.chunk, residual.data_ptr(), normed.data_ptr(),
-            weight.data_ptr(), int(weight.dtype == torch.float32), eps, _stream(x),
+            "all_reduce_norm", self.handle, x.data_ptr(), x.data_ptr(), x.shape[0], x.shape[1], DTYPES[x.dtype],
+            PROTOCOLS.index(config.protocol), config.blocks, config.threads, config.chunk, residual.data_ptr(),
+            normed.data_ptr(), weight.data_ptr(), int(weight.dtype == torch.float32), eps, _stream(x),
         )  # fmt: skip
         return normed
 
     def candidate_options(self, size: int, algorithm: str = "nvrar") -> list[dict[str, int | str]]:
-        """What `yalis bench allreduce --tune` measures for messages of `size` bytes; baselines have words only."""
-        launches = candidate_launches(size, self._owners_of(algorithm), self._session.max_blocks)
+        """Return the options that `yalis bench allreduce --tune` measures. The baselines use the LL protocol only."""
+        launches = candidate_launches(size, self._num_shards_of(algorithm), self._session.max_blocks)
         if algorithm != "nvrar":
             return launches
         protocols = ["ll"] if size < 64 << 10 else ["ll", "signal"] if size <= 4 << 20 else ["signal"]
         return [{"protocol": protocol, **launch} for protocol in protocols for launch in launches]
 
-    def _owners_of(self, algorithm: str) -> int:
-        """In how many pieces a message is summed."""
-        return {"nvrar": self._owners, "ring": self.size}.get(algorithm, 1)
+    def _num_shards_of(self, algorithm: str) -> int:
+        """Return the number of shards that a message is reduced in."""
+        return {"nvrar": self._num_shards, "ring": self.size}.get(algorithm, 1)
 
     def all_reduce_with(self, x: Tensor, out: Tensor, algorithm: str = "nvrar", **options: int | str) -> Tensor:
-        """For benchmarks: nvrar with these options, or a baseline on the same words (ring, oneshot), or NVSHMEM's own.
+        """Run nvrar with these options, a baseline (ring, oneshot), or NVSHMEM's all-reduce, for benchmarks.
 
-        All take contiguous tensors; NVSHMEM's own takes those of `symmetric`, and a group of the whole world.
+        Tensors must be contiguous. NVSHMEM's needs tensors of `symmetric_tensor` and a group of all world ranks.
         """
         if algorithm == "nvshmem":
             self._library.call(
-                "library_all_reduce", x.data_ptr(), out.data_ptr(), x.numel(), VALUES[x.dtype], _stream(x)
+                "nvshmem_all_reduce", x.data_ptr(), out.data_ptr(), x.numel(), DTYPES[x.dtype], _stream(x)
             )
             return out
-        if algorithm not in ("nvrar", *ALGORITHMS):
+        if algorithm not in ("nvrar", *BASELINES):
             raise YalisError(f"unknown algorithm {algorithm!r}; accepted: nvrar, ring, oneshot, nvshmem")
-        how = choose_launch(Choice("nvrar", options), x.nbytes, self._owners_of(algorithm), self._session.max_blocks)
+        num_shards, max_blocks = self._num_shards_of(algorithm), self._session.max_blocks
+        config = choose_launch(Choice("nvrar", options), x.nbytes, num_shards, max_blocks)
         if algorithm == "nvrar":
-            self.launch(x, out, how)
+            self.launch(x, out, config)
             return out
-        number = ALGORITHMS[algorithm]
-        if algorithm not in self._flat:  # every rank comes here at the same time
-            size = self._library.call("flat_bytes", number, self.size, LL_OP_BYTES)
+        code = BASELINES[algorithm]
+        if algorithm not in self._flat_handles:  # collective: every rank gets here at the same time
+            size = self._library.call("flat_bytes", code, self.size, LL_OP_BYTES)
             offsets = uint64s(self._session.reserve(self.torch_group, size, f"the {algorithm} of group {self._name}"))
-            self._flat[algorithm] = self._library.call(
-                "flat_group", number, self.size, self.rank, LL_OP_BYTES, int32s(self._ranks), offsets, self._timeout
-            )
+            self._flat_handles[algorithm] = self._library.call(
+                "create_flat_group", code, self.size, self.rank, LL_OP_BYTES, int32s(self._ranks), offsets,
+                self._timeout,
+            )  # fmt: skip
             self.barrier()
         self._library.call(
-            "flat_all_reduce", self._flat[algorithm], number, x.data_ptr(), out.data_ptr(), x.numel(),
-            VALUES[x.dtype], how.blocks, how.threads, how.chunk, _stream(x),
+            "flat_all_reduce", self._flat_handles[algorithm], code, x.data_ptr(), out.data_ptr(), x.numel(),
+            DTYPES[x.dtype], config.blocks, config.threads, config.chunk, _stream(x),
         )  # fmt: skip
         return out
 
-    def symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor at the same place of every arena, which NVSHMEM's own collectives need. Every rank calls this."""
+    def symmetric_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor at the same offset of every arena, as NVSHMEM's collectives need. Every rank calls this."""
         size = torch.Size(shape).numel() * dtype.itemsize
         offsets = self._session.reserve(self.torch_group, size, "a symmetric tensor")
         if len(set(offsets)) != 1:
-            raise YalisFailure("the ranks' arenas are not filled alike, so a tensor has no common place in them")
-        held = _Memory(self._library.call("arena") + offsets[0], size)
-        return torch.as_tensor(held, device=self._session.device).view(dtype).view(shape)
+            raise YalisFailure("a symmetric tensor has no common offset, because the ranks' arenas differ in use")
+        memory = _DeviceMemory(self._library.call("arena") + offsets[0], size)
+        return torch.as_tensor(memory, device=self._session.device).view(dtype).view(shape)
 
 
 class NvrarBackend(CustomAllReduceBackend):
     name = "nvrar"
 
-    def _start(self) -> None:
+    def _initialize(self) -> None:
         self._session = Session(self.world, self.device) if self.world.size > 1 else None
 
     @classmethod
     def unusable(cls, world: World, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.version.cuda is None:
-            lacking = missing()
-            return "it joins NVIDIA GPUs, and torch sees none here" + (f"; besides, {lacking}" if lacking else "")
+            also = missing()
+            return "nvrar needs NVIDIA GPUs, and torch finds none" + (f"; also, {also}" if also else "")
         if torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
             return "nvrar needs a GPU of compute capability 7.0 or newer"
         return missing() or super().unusable(world, device)
 
     def check(self) -> None:
         if self._session is not None and self._session.status.reported:
-            raise YalisFailure(f"{self.world.name(self.world.rank)}: {self._session.describe()}")
+            raise YalisFailure(f"{self.world.name(self.world.rank)}: {self._session.describe_timeout()}")
 
-    def wrap_group(self, under: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
-        assert self._session is not None  # a world of one has no such groups
-        nodes = self.topology.by_node(ranks)
-        tuned = self.table.for_nodes(nodes)
+    def wrap_group(self, torch_group: TorchGroup, name: str, ranks: Sequence[int]) -> Communicator:
+        assert self._session is not None  # groups of several ranks need a world of several ranks
+        timings = self.table.for_nodes(self.topology.by_node(ranks))
         node_of = [self.topology.node_of[rank] for rank in ranks]
-        return NvrarGroup(under, self._session, name, ranks, node_of, lambda size: tuned.best(size, "nvrar"))
+        return NvrarGroup(torch_group, self._session, name, ranks, node_of, lambda size: timings.best(size, "nvrar"))
 
     def close(self) -> None:
         if self._session is not None:
@@ -335,8 +340,8 @@ class NvrarBackend(CustomAllReduceBackend):
         super().close()
 
 
-class _Memory:
-    """A range of device memory, as torch takes one in."""
+class _DeviceMemory:
+    """A range of device memory, exposed to torch through the CUDA array interface."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}

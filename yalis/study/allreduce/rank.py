@@ -105,7 +105,7 @@ class Told(CustomAllReduceGroup):
     def workspace(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._options.get("algorithm") != "nvshmem":
             return super().workspace(shape, dtype, device)
-        reserved: Tensor = self._group.symmetric(shape, dtype)
+        reserved: Tensor = self._group.symmetric_tensor(shape, dtype)
         return reserved
 
 
