@@ -35,7 +35,7 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
   storm)
     for nodes in ${SHAPES:-1+1 2+2 1+1+1+1 2+2+2+2 4+4 1+1+1+1+1+1+1+1 1+1+1 2+2+2}; do
       YALIS_NVRAR_FLAGS=-DNVRAR_JITTER YALIS_NVRAR_ARENA=400 step "storm-$nodes" \
-        "$python" -m tests.gpu.nvrar_job storms "$nodes" ops="${OPS:-20000}"
+        "$python" -m tests.gpu.nvrar_job stress "$nodes" ops="${OPS:-20000}"
     done
     ;;
   bench) # every way at its best, by the same search

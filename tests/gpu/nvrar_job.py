@@ -1,7 +1,7 @@
-"""What ranks that share a GPU do with nvrar; rank 0 prints what came of it, as JSON.
+"""Jobs that test nvrar between ranks that share a GPU; rank 0 prints the outcome as JSON.
 
-Run as `python -m tests.gpu.nvrar_job JOB NODES [key=number ...]`; NODES, like 2+2, says how many ranks share each
-logical node. Results are compared on the device, so that operations follow each other as fast as they can.
+Run as `python -m tests.gpu.nvrar_job JOB NODES [key=number ...]`. NODES, such as 2+2, gives the ranks of each logical
+node. Results are compared on the device, so that operations run back to back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from yalis.comm.allreduce_op import AllReduceOp
 from yalis.comm.base import CommBackend
-from yalis.comm.nvrar.group import MAX_MESSAGE_BYTES, Launch, NvrarGroup
+from yalis.comm.nvrar.group import MAX_MESSAGE_BYTES, LaunchConfig, NvrarGroup
 from yalis.comm.selection import open_backend
 from yalis.comm.topology import Topology
 from yalis.errors import first_line
@@ -30,35 +30,35 @@ from yalis.launch.serving import serving
 from yalis.launch.world import World
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-POOL = 1 << 20  # elements from which operations take theirs
-# Few elements mostly, as far as one operation goes sometimes, and rarely several operations for one message.
+POOL = 1 << 20  # elements of the input pool; an operation uses a slice of it
+# Mostly small messages, some as long as one operation allows, and few that take several operations.
 SIZES = (1, 7, 64, 1000, 5000, 16384, 40001, 131072, 262144, 600_001)
 WEIGHTS = (3, 3, 3, 8, 8, 8, 8, 4, 2, 1)
 
 
 class Pools:
-    """Whole numbers, whose sum is exact, and random ones; any rank knows what the others bring."""
+    """Inputs of one group: integers, whose sums are exact, and random floats. Every rank can compute the sums."""
 
     def __init__(self, ranks: list[int], rank: int, device: torch.device) -> None:
-        self.mine: dict[tuple[torch.dtype, bool], Tensor] = {}
+        self.own: dict[tuple[torch.dtype, bool], Tensor] = {}
         self.sums: dict[tuple[torch.dtype, bool], Tensor] = {}
-        for whole in (True, False):
+        for integers in (True, False):
             total = torch.zeros(POOL, dtype=torch.float64)
             for other in ranks:
                 noise = torch.Generator().manual_seed(other + 1)
                 numbers = torch.randint(-4, 5, (POOL,), generator=noise).double()
-                numbers = numbers if whole else torch.rand(POOL, generator=noise, dtype=torch.float64) - 0.5
+                numbers = numbers if integers else torch.rand(POOL, generator=noise, dtype=torch.float64) - 0.5
                 for dtype in DTYPES:
-                    key = dtype, whole
+                    key = dtype, integers
                     drawn = numbers.to(dtype)
                     self.sums[key] = self.sums.get(key, total.clone()) + drawn.double()
                     if other == rank:
-                        self.mine[key] = drawn.to(device)
+                        self.own[key] = drawn.to(device)
         self.sums = {key: total.to(key[0] if key[1] else torch.float32).to(device) for key, total in self.sums.items()}
 
 
-class Storm:
-    """Operations of every kind in an order that all ranks draw alike."""
+class StressTest:
+    """Random operations, in the same order on all ranks."""
 
     def __init__(
         self, world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, seed: int
@@ -67,148 +67,150 @@ class Storm:
         self.pools = [Pools(ranks, world.rank, device) for _, ranks in groups]
         self.random = random.Random(seed)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
-        # One for each group: ranks of different ones sum different numbers.
+        # One per group, because groups have different inputs.
         self.digests = [torch.zeros((), dtype=torch.int64, device=device) for _ in groups]
-        self.kept: list[Tensor] = []
 
     def step(self) -> None:
-        """One operation with its check, all on the current stream; nothing waits for it."""
+        """Launch one operation and its check on the current stream, without synchronizing."""
         draw = self.random
         which = draw.randrange(len(self.groups))
         group, ranks = self.groups[which]
-        dtype, whole = draw.choice(DTYPES), draw.random() < 0.6
+        dtype, integers = draw.choice(DTYPES), draw.random() < 0.6
         count = draw.choices(SIZES, WEIGHTS)[0] + draw.randrange(64)
         start = draw.randrange(POOL - count)
         protocol = draw.choice(("ll", "signal"))
-        how = Launch(protocol, draw.choice((1, 2, 4, 8, 16)), draw.choice((128, 2048, 8192, 65536)))
-        how = Launch(how.protocol, min(how.blocks, group._session.max_blocks), how.chunk)
-        pools, key = self.pools[which], (dtype, whole)
-        x = pools.mine[key][start : start + count]
+        config = LaunchConfig(protocol, draw.choice((1, 2, 4, 8, 16)), draw.choice((128, 2048, 8192, 65536)))
+        config = LaunchConfig(config.protocol, min(config.blocks, group._session.max_blocks), config.chunk)
+        pools, key = self.pools[which], (dtype, integers)
+        x = pools.own[key][start : start + count]
         out = torch.full((count + 1,), float("nan"), dtype=dtype, device=self.device)[draw.randrange(2) :][:count]
         if draw.random() < 0.5:
             out.copy_(x)
-            group.launch(out, out, how)
+            group.launch(out, out, config)
         else:
-            group.launch(x, out, how)
-        right = pools.sums[key][start : start + count]
-        if whole:
-            self.wrong += (out != right).sum()
+            group.launch(x, out, config)
+        expected = pools.sums[key][start : start + count]
+        if integers:
+            self.wrong += (out != expected).sum()
         else:
             bound = torch.finfo(dtype).eps * len(ranks) * 2
-            self.wrong += (~((out.float() - right).abs() <= bound)).sum()
+            self.wrong += (~((out.float() - expected).abs() <= bound)).sum()
         bits = out.view(torch.int32 if dtype == torch.float32 else torch.int16).to(torch.int64)
         self.digests[which].mul_(31).add_(bits.sum() + (bits * 3 + 1).square_().sum())
 
-    def settle(self) -> dict[str, object]:
-        """What went wrong in all of it, over all ranks."""
+    def finish(self) -> dict[str, object]:
+        """Return the wrong elements over all ranks, and whether each group has identical bits on all ranks."""
         torch.cuda.synchronize(self.device)
-        told = self.world.all_gather_object([int(self.wrong), [int(digest) for digest in self.digests]])
-        alike = True
+        outcomes = self.world.all_gather_object([int(self.wrong), [int(digest) for digest in self.digests]])
+        identical = True
         for which, (_, ranks) in enumerate(self.groups):
-            alike = alike and len({told[rank][1][which] for rank in ranks}) == 1
-        return {"wrong": sum(one[0] for one in told), "alike": self.all_agree(alike)}
+            identical = identical and len({outcomes[rank][1][which] for rank in ranks}) == 1
+        return {"wrong": sum(wrong for wrong, _ in outcomes), "identical": self.all_agree(identical)}
 
     def all_agree(self, mine: bool) -> bool:
         return all(self.world.all_gather_object(mine))
 
 
-def beside(device: torch.device) -> Callable[[], None]:
-    """A matmul on a stream of its own that takes the whole GPU for a while; call it again and again."""
+def background_matmul(device: torch.device) -> Callable[[], None]:
+    """Return a function that launches a matmul of the whole GPU on its own stream, unless one is still running."""
     stream = torch.cuda.Stream(device)
     a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
 
-    def go() -> None:
+    def launch() -> None:
         if stream.query():
             with torch.cuda.stream(stream):
                 torch.mm(a, a)
 
-    return go
+    return launch
 
 
-def storm(
-    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+def stress_eager(
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """Eager operations with random delays, and a large matmul beside."""
-    weather = Storm(world, groups, device, seed=asked.get("seed", 1))
-    mine = random.Random(world.rank)  # delays differ between ranks
-    matmul = beside(device)
-    ops = asked.get("ops", 20_000)
+    """Eager operations with random delays, next to a large matmul."""
+    test = StressTest(world, groups, device, seed=options.get("seed", 1))
+    delays = random.Random(world.rank)  # differ between ranks
+    matmul = background_matmul(device)
+    ops = options.get("ops", 20_000)
     for done in range(ops):
-        if mine.random() < 0.02:
-            torch.cuda._sleep(mine.randrange(2_000_000))  # on the stream, up to about a millisecond
-        if mine.random() < 0.002:
-            time.sleep(mine.random() * 0.02)
+        if delays.random() < 0.02:
+            torch.cuda._sleep(delays.randrange(2_000_000))  # on the stream, up to about a millisecond
+        if delays.random() < 0.002:
+            time.sleep(delays.random() * 0.02)
         if done % 16 == 0:
             matmul()
         if done % 512 == 0:
             torch.cuda.current_stream(device).synchronize()
-        weather.step()
-    return {"ops": ops, **weather.settle()}
+        test.step()
+    return {"ops": ops, **test.finish()}
 
 
-def replay(
-    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+def stress_graphs(
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """The same in graphs, replayed in random order, with eager operations between."""
-    weather = Storm(world, groups, device, seed=asked.get("seed", 2))
-    each, ops = 50, asked.get("ops", 20_000)
-    weather.step()
+    """Operations in CUDA graphs, replayed in random order, with eager operations in between."""
+    test = StressTest(world, groups, device, seed=options.get("seed", 2))
+    ops_per_graph, ops = 50, options.get("ops", 20_000)
+    test.step()
     torch.cuda.synchronize(device)
     graphs = []
     for _ in range(4):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(each):
-                weather.step()
+            for _ in range(ops_per_graph):
+                test.step()
         graphs.append(graph)
-    order, mine, matmul = random.Random(5), random.Random(world.rank), beside(device)
-    for turn in range(ops // each):
-        if mine.random() < 0.2:
-            torch.cuda._sleep(mine.randrange(2_000_000))
+    order, delays, matmul = random.Random(5), random.Random(world.rank), background_matmul(device)
+    for turn in range(ops // ops_per_graph):
+        if delays.random() < 0.2:
+            torch.cuda._sleep(delays.randrange(2_000_000))
         matmul()
         graphs[order.randrange(4)].replay()
         if turn % 4 == 0:
-            weather.step()
-    return {"ops": ops, **weather.settle()}
+            test.step()
+    return {"ops": ops, **test.finish()}
 
 
-def storms(
-    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+def stress(
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """Both, in one launch."""
-    return {"eager": storm(world, groups, device, asked), "graphs": replay(world, groups, device, asked)}
+    """Both stress tests, in one job."""
+    return {
+        "eager": stress_eager(world, groups, device, options),
+        "graphs": stress_graphs(world, groups, device, options),
+    }
 
 
 def norm(
-    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """The epilogue against plain torch."""
-    group, worst, alike = groups[0][0], 0.0, True
+    """Compare all_reduce_norm with plain torch."""
+    group, worst, identical = groups[0][0], 0.0, True
     for dtype in DTYPES:
         for rows, width in ((1, 8), (1, 4096), (7, 576), (33, 1000), (16, 8192)):
-            for wide in (False, True):
+            for fp32_weight in (False, True):
                 noise = torch.Generator(device).manual_seed(rows + width)
                 residual = torch.randn(rows, width, generator=noise, device=device).to(dtype)
-                weight = torch.randn(width, generator=noise, device=device).to(torch.float32 if wide else dtype)
+                weight = torch.randn(width, generator=noise, device=device).to(torch.float32 if fp32_weight else dtype)
                 x = torch.randn(rows, width, generator=noise, device=device).to(dtype) * (world.rank + 1)
                 summed = group.all_reduce(x, torch.empty_like(x))
                 kept = residual + summed
                 scale = torch.rsqrt(kept.float().pow(2).mean(-1, keepdim=True) + 1e-5)
-                right = (kept.float() * scale * weight.float()).to(dtype)
+                expected = (kept.float() * scale * weight.float()).to(dtype)
                 normed = group.all_reduce_norm(x, residual, weight, 1e-5)
-                assert torch.equal(residual, kept), f"{dtype} {rows}x{width}: another residual"
-                apart = (normed.float() - right.float()).abs() / right.float().abs().clamp(min=0.1)
-                worst = max(worst, float(apart.max()) / torch.finfo(dtype).eps)
-                held = hashlib.sha256(normed.float().cpu().numpy().tobytes()).hexdigest()
-                alike = alike and len(set(world.all_gather_object(held))) == 1
-    return {"worst_ulps": worst, "alike": alike}
+                assert torch.equal(residual, kept), f"{dtype} {rows}x{width}: wrong residual"
+                error = (normed.float() - expected.float()).abs() / expected.float().abs().clamp(min=0.1)
+                worst = max(worst, float(error.max()) / torch.finfo(dtype).eps)
+                digest = hashlib.sha256(normed.float().cpu().numpy().tobytes()).hexdigest()
+                identical = identical and len(set(world.all_gather_object(digest))) == 1
+    return {"worst_ulps": worst, "identical": identical}
 
 
 def compiled(
-    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """torch.compile keeps the operation as one node, and gives what eager gives."""
-    total = AllReduceOp(groups[0][0])
+    """torch.compile keeps the operation as one node and returns the same result as eager mode."""
+    all_reduce = AllReduceOp(groups[0][0])
     names: list[str] = []
 
     def keep(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -216,21 +218,21 @@ def compiled(
         return module.forward
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:
-        return total(x @ weight).relu() + 1
+        return all_reduce(x @ weight).relu() + 1
 
     x, weight = torch.ones(16, 64, device=device) * (world.rank + 1), torch.eye(64, device=device) * 2
     eager = layer(x, weight)
     torch.compile(layer, backend=keep, fullgraph=True)(x, weight)
     torch._dynamo.reset()
     inductor = torch.compile(layer, fullgraph=True)(x, weight)
-    right = 2 * sum(range(1, world.size + 1)) + 1
-    return {"nodes": names, "eager": bool((eager == right).all()), "compiled": bool((inductor == right).all())}
+    expected = 2 * sum(range(1, world.size + 1)) + 1
+    return {"nodes": names, "eager": bool((eager == expected).all()), "compiled": bool((inductor == expected).all())}
 
 
 def long(
-    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """More than is nvrar's elsewhere, in a graph, which could not hold what NCCL does between ranks of one GPU."""
+    """A message longer than MAX_MESSAGE_BYTES in a CUDA graph, which cannot capture NCCL if ranks share a GPU."""
     group = groups[0][0]
     x = torch.ones(MAX_MESSAGE_BYTES // 2 + 4097, dtype=torch.bfloat16, device=device) * (world.rank + 1)
     out = torch.zeros_like(x)
@@ -241,68 +243,68 @@ def long(
         group.all_reduce(x, out)
     out.zero_()
     graph.replay()
-    right = sum(range(1, world.size + 1))
-    return {"eager": bool((eager == right).all()), "captured": bool((out == right).all())}
+    expected = sum(range(1, world.size + 1))
+    return {"eager": bool((eager == expected).all()), "captured": bool((out == expected).all())}
 
 
 def small(
-    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """A few of everything, to run under compute-sanitizer; with overrun=1 rank 1 first writes past a tensor's end."""
-    if asked.get("overrun"):
+    """A few operations, for compute-sanitizer. With overrun=1, rank 1 first writes past the end of a tensor."""
+    if options.get("overrun"):
         x, out = torch.ones(1 << 18, device=device), torch.zeros(1 if world.rank == 1 else 1 << 18, device=device)
-        groups[0][0].launch(x, out, Launch("ll", 1, 8192))
-    weather = Storm(world, groups, device, seed=3)
-    for _ in range(asked.get("ops", 30)):
-        weather.step()
-    return weather.settle()
+        groups[0][0].launch(x, out, LaunchConfig("ll", 1, 8192))
+    test = StressTest(world, groups, device, seed=3)
+    for _ in range(options.get("ops", 30)):
+        test.step()
+    return test.finish()
 
 
 def leave(
-    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, asked: dict[str, int]
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """The last rank is killed (how=0) or stands still (how=1) among operations; the others never finish theirs."""
-    weather = Storm(world, groups, device, seed=4)
+    """The last rank is killed (how=0) or hangs (how=1) between operations, so the others cannot finish theirs."""
+    test = StressTest(world, groups, device, seed=4)
     for done in range(100_000):
         if done == 300 and world.rank == world.size - 1:
             torch.cuda.synchronize(device)
             print(json.dumps({"left": time.time()}), file=sys.stderr, flush=True)
-            if asked["how"] == 0:
+            if options["how"] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(120)
         if done % 64 == 0:
             torch.cuda.current_stream(device).synchronize()
             world.all_gather_object(done)
-        weather.step()
+        test.step()
     return {}
 
 
-JOBS = {"storms": storms, "norm": norm, "compiled": compiled, "long": long, "small": small, "leave": leave}
+JOBS = {"stress": stress, "norm": norm, "compiled": compiled, "long": long, "small": small, "leave": leave}
 
 
 def make_groups(backend: CommBackend, world: World) -> list[tuple[NvrarGroup, list[int]]]:
-    everyone = list(range(world.size))
-    groups = [("all", everyone)]
-    if world.size >= 4:  # the other kind of a 2D grid's groups: every second rank
+    all_ranks = list(range(world.size))
+    groups = [("all", all_ranks)]
+    if world.size >= 4:  # every second rank, like the column groups of a 2D grid
         half = world.rank % 2
-        groups.append((f"half {half}", [rank for rank in everyone if rank % 2 == half]))
-    made = []
+        groups.append((f"half {half}", [rank for rank in all_ranks if rank % 2 == half]))
+    created = []
     for name, ranks in groups:
         group = backend.group(name, ranks)
         assert isinstance(group, NvrarGroup)
-        made.append((group, ranks))
-    return made
+        created.append((group, ranks))
+    return created
 
 
 def main() -> int:
-    """As the commands do it: a rank other than 0 serves, and rank 0 says what ended the job."""
+    """Run like a CLI command: ranks other than 0 serve, and rank 0 prints why the job ended."""
     job, nodes, *rest = sys.argv[1:]
-    asked = {key: int(number) for key, _, number in (word.partition("=") for word in rest)}
+    options = {key: int(number) for key, _, number in (argument.partition("=") for argument in rest)}
     counts = [int(count) for count in nodes.split("+")]
     world = join(sum(counts), [__spec__.name, *sys.argv[1:]])
     try:
         with serving(world) if world.rank else nullcontext():
-            take_part(job, world, counts, asked)
+            run_job(job, world, counts, options)
     except Exception as error:
         explained = world.explain(error)
         if world.rank == 0:
@@ -314,15 +316,15 @@ def main() -> int:
     return 0
 
 
-def take_part(job: str, world: World, counts: list[int], asked: dict[str, int]) -> None:
+def run_job(job: str, world: World, counts: list[int], options: dict[str, int]) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda:0")
     topology = Topology(tuple(node for node, count in enumerate(counts) for _ in range(count)))
-    for _ in range(asked.get("times", 1)):  # an engine after an engine
+    for _ in range(options.get("times", 1)):  # one backend after another
         backend = open_backend("nvrar", world, device, topology)
-        found = JOBS[job](world, make_groups(backend, world), device, asked)
+        outcome = JOBS[job](world, make_groups(backend, world), device, options)
         if world.rank == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(outcome), flush=True)
         backend.close()
 
 

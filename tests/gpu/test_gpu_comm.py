@@ -1,4 +1,4 @@
-"""The contract of communicators between ranks that share one GPU."""
+"""All collectives of each communication backend between ranks that share one GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("backend", ["torch", "mpi"])
-def test_the_whole_contract(backend: str, size: int) -> None:
+def test_all_collectives(backend: str, size: int) -> None:
     launcher = mpirun(size) if backend == "mpi" else []
     done = run(*launcher, *CHECKS, "all", backend, str(size), "cuda:0")
     assert done.returncode == 0, done.stderr
@@ -22,7 +22,7 @@ def test_the_whole_contract(backend: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("nodes", ["1+1", "2+2", "2+1"])
-def test_the_whole_contract_between_nodes(nodes: str) -> None:
+def test_all_collectives_over_several_nodes(nodes: str) -> None:
     size = sum(map(int, nodes.split("+")))
     done = run(*CHECKS, "all", "hierarchical", str(size), "cuda:0", nodes)
     assert done.returncode == 0, done.stderr

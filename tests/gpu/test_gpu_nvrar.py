@@ -1,4 +1,4 @@
-"""nvrar between ranks that share one GPU under MPS, with logical nodes."""
+"""nvrar between ranks that share one GPU under MPS, on logical nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if build.missing() is not None:
 ROOT = Path(__file__).resolve().parents[2]
 JOB = [sys.executable, "-m", "tests.gpu.nvrar_job"]
 SHAPES = ["1+1", "2+2", "1+1+1+1", "2+2+2+2", "4+4", "1+1+1+1+1+1+1+1", "1+1+1", "2+2+2", "2+1"]
-# For a first look: YALIS_NVRAR_OPS=2000.
+# For a quick run: YALIS_NVRAR_OPS=2000.
 OPS = int(os.environ.get("YALIS_NVRAR_OPS", "20000"))
 
 
@@ -36,90 +36,92 @@ def run(mps: Mps | None, *command: str, timeout: float = 200, **extra: str) -> s
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+def parse_outcome(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    outcome: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
 
 
 @pytest.mark.parametrize("nodes", ["1+1", "2+2", "2+1", "1+1+1"])
-def test_the_whole_contract(mps: Mps, nodes: str) -> None:
+def test_all_collectives(mps: Mps, nodes: str) -> None:
     size = sum(map(int, nodes.split("+")))
-    answer = told(run(mps, *CHECKS, "all", "nvrar", str(size), "cuda:0", nodes))
-    assert min(answer["checks"]) > 300  # type: ignore[call-overload]
+    outcome = parse_outcome(run(mps, *CHECKS, "all", "nvrar", str(size), "cuda:0", nodes))
+    assert min(outcome["checks"]) > 300  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("nodes", SHAPES)
 def test_operations_back_to_back(mps: Mps, nodes: str) -> None:
-    """Random sizes, types, launches, delays before and inside operations, two groups, a matmul beside: no wrong bit."""
-    storms = (*JOB, "storms", nodes, f"ops={OPS}")
+    """Random sizes, dtypes, launch parameters and delays, two groups, a concurrent matmul: no wrong bit."""
+    stress = (*JOB, "stress", nodes, f"ops={OPS}")
     flags = "-DNVRAR_JITTER"
-    answer = told(run(mps, *storms, YALIS_NVRAR_FLAGS=flags, YALIS_NVRAR_TIMEOUT="60", YALIS_NVRAR_ARENA="400"))
-    right = {"ops": OPS, "wrong": 0, "alike": True}
-    assert answer == {"eager": right, "graphs": right}
+    outcome = parse_outcome(
+        run(mps, *stress, YALIS_NVRAR_FLAGS=flags, YALIS_NVRAR_TIMEOUT="60", YALIS_NVRAR_ARENA="400")
+    )
+    expected = {"ops": OPS, "wrong": 0, "identical": True}
+    assert outcome == {"eager": expected, "graphs": expected}
 
 
-def test_one_engine_after_another(mps: Mps) -> None:
-    assert told(run(mps, *JOB, "small", "2+1", "ops=50", "times=3")) == {"wrong": 0, "alike": True}
+def test_sessions_one_after_another(mps: Mps) -> None:
+    assert parse_outcome(run(mps, *JOB, "small", "2+1", "ops=50", "times=3")) == {"wrong": 0, "identical": True}
 
 
 @pytest.mark.parametrize("nodes", ["2+2", "1+1+1"])
-def test_residual_and_norm_in_the_same_kernel(mps: Mps, nodes: str) -> None:
-    answer = told(run(mps, *JOB, "norm", nodes))
-    assert answer["alike"]
-    assert answer["worst_ulps"] < 3  # type: ignore[operator]
+def test_fused_residual_and_norm(mps: Mps, nodes: str) -> None:
+    outcome = parse_outcome(run(mps, *JOB, "norm", nodes))
+    assert outcome["identical"]
+    assert outcome["worst_ulps"] < 3  # type: ignore[operator]
 
 
-def test_a_graph_holds_very_long_sums(mps: Mps) -> None:
-    assert told(run(mps, *JOB, "long", "1+1")) == {"eager": True, "captured": True}
+def test_graph_captures_very_long_messages(mps: Mps) -> None:
+    assert parse_outcome(run(mps, *JOB, "long", "1+1")) == {"eager": True, "captured": True}
 
 
-def test_compile_keeps_the_operation(mps: Mps) -> None:
-    answer = told(run(mps, *JOB, "compiled", "1+1"))
-    assert any("yalis.all_reduce_" in name for name in answer["nodes"])  # type: ignore[attr-defined]
-    assert answer["eager"]
-    assert answer["compiled"]
+def test_torch_compile_keeps_one_node(mps: Mps) -> None:
+    outcome = parse_outcome(run(mps, *JOB, "compiled", "1+1"))
+    assert any("yalis.all_reduce_" in name for name in outcome["nodes"])  # type: ignore[attr-defined]
+    assert outcome["eager"]
+    assert outcome["compiled"]
 
 
 @pytest.mark.parametrize("overrun", [0, 1])
 def test_memcheck_is_clean(overrun: int) -> None:
-    """And is not where an operation writes past its output: nvrar's kernels, and only they, are watched.
+    """With `overrun`, memcheck must find the write past the output. Only nvrar's kernels are checked.
 
-    Without MPS, under which compute-sanitizer does not run: ranks take turns, so this is small.
+    compute-sanitizer does not run under MPS. Without MPS the ranks time-slice the GPU, so this test is small.
     """
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         pytest.skip("needs compute-sanitizer")
-    chosen = "--kernel-name" if "--kernel-name" in run(None, sanitizer, "--help").stdout else "--kernel-regex"
-    of_kernels = ["--report-api-errors", "no"]  # NCCL tries calls that may fail
-    watched = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9", *of_kernels]
-    watched += [chosen, "kns=nvrar"]
-    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that a tensor's end is an allocation's
-    done = run(None, *watched, *JOB, "small", "1+1", "ops=20", f"overrun={overrun}", timeout=400, **apart)
-    told = done.stdout[-4000:] + done.stderr[-2000:]
-    if overrun:  # in rank 1, which rank 0 started
-        assert "Invalid __global__ write" in done.stdout, told
-        assert done.returncode != 0, told
+    kernel_filter = "--kernel-name" if "--kernel-name" in run(None, sanitizer, "--help").stdout else "--kernel-regex"
+    kernels_only = ["--report-api-errors", "no"]  # NCCL makes calls that may fail
+    memcheck = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9", *kernels_only]
+    memcheck += [kernel_filter, "kns=nvrar"]
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a tensor then ends where its allocation ends
+    done = run(None, *memcheck, *JOB, "small", "1+1", "ops=20", f"overrun={overrun}", timeout=400, **uncached)
+    output = done.stdout[-4000:] + done.stderr[-2000:]
+    if overrun:  # in rank 1, a child process of rank 0
+        assert "Invalid __global__ write" in done.stdout, output
+        assert done.returncode != 0, output
         return
-    assert done.returncode == 0, told
-    assert "Invalid" not in done.stdout, told
+    assert done.returncode == 0, output
+    assert "Invalid" not in done.stdout, output
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert json.loads(lines[-1]) == {"wrong": 0, "alike": True}
+    assert json.loads(lines[-1]) == {"wrong": 0, "identical": True}
 
 
-@pytest.mark.parametrize(("how", "patience"), [(0, 60), (1, 4)])
-def test_a_rank_that_leaves_is_reported(mps: Mps, how: int, patience: int) -> None:
-    """Killed: the watch hears of it and the device's waits end. Standing still: a wait times out and says where."""
+@pytest.mark.parametrize(("how", "timeout"), [(0, 60), (1, 4)])
+def test_dead_or_hanging_rank_is_reported(mps: Mps, how: int, timeout: int) -> None:
+    """The liveness check finds a killed rank and ends all device waits. A hanging rank makes a wait time out."""
     try:
-        done = run(mps, *JOB, "leave", "1+1+1", f"how={how}", timeout=100, YALIS_NVRAR_TIMEOUT=str(patience))
+        done = run(mps, *JOB, "leave", "1+1+1", f"how={how}", timeout=100, YALIS_NVRAR_TIMEOUT=str(timeout))
         ended = time.time()
     finally:
-        mps.stop()  # what a killed process had in flight leaves the others of its daemon undefined
+        mps.stop()  # MPS clients are in an undefined state after one of them was killed
         mps.start()
     assert done.returncode not in (0, None)
     left = next(json.loads(line)["left"] for line in done.stderr.splitlines() if line.startswith('{"left"'))
     assert "rank 2" in done.stderr, done.stderr
     if how == 1:
         assert "s in the all-reduce of group all" in done.stderr
-        assert "phase between nodes" in done.stderr
-    assert ended - left < patience + 20
+        assert "phase inter-node exchange" in done.stderr
+    assert ended - left < timeout + 20

@@ -25,7 +25,7 @@ _LINK = {"latency": float, "seconds_per_byte": float, "*": float}
 
 
 def label(row: Row) -> str:
-    """Return backend and options, such as "hierarchical between=halving chunk=65536" or "mpi ring"."""
+    """Return backend and options, such as "hierarchical inter=halving chunk=65536" or "mpi ring"."""
     options = row["options"]
     if set(options) == {"algorithm"}:
         return f"{row['backend']} {options['algorithm']}"
