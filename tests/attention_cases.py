@@ -1,4 +1,4 @@
-"""Random steps over a paged cache, and attention written token by token in float64 to check them."""
+"""Random steps over a paged KV cache, and attention written token by token in float64 to compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from yalis.kernels import reference
 
 @dataclass(frozen=True)
 class Case:
-    """A step: each sequence as (cached tokens before it, tokens it brings)."""
+    """A step. Each sequence is (cached tokens, new tokens)."""
 
     sequences: tuple[tuple[int, int], ...]
     kv_heads: int = 2
@@ -27,11 +27,11 @@ class Case:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    in_order: bool = False  # blocks in a row instead of shuffled
+    in_order: bool = False  # contiguous blocks instead of shuffled ones
 
     @property
     def params(self) -> AttentionParams:
-        # Not the usual 1 / sqrt(head_dim), so that a backend that ignores it is caught.
+        # Not the usual 1 / sqrt(head_dim), so that a backend that ignores the scale fails.
         return AttentionParams(0.3 / math.sqrt(self.head_dim) + 0.2, self.window, self.softcap)
 
     @property
@@ -46,31 +46,31 @@ class Case:
 @dataclass(frozen=True)
 class Step:
     batch: ForwardBatch
-    cache: LayerCache  # of a pool whose unused slots hold NaN
+    cache: LayerCache  # unused slots hold NaN
     q: Tensor
-    k: Tensor  # the step's own keys and values, not yet written
+    k: Tensor  # keys and values of the new tokens, not yet written to the cache
     v: Tensor
     expected: Tensor  # [T, H, D] float64, on the CPU
 
 
 def make_step(case: Case, slowly: bool = True) -> Step:
-    """`slowly`: expect what attend_one says; otherwise what the reference of the kernels says, checked beside it."""
+    """Make the tensors of a step. `expected` is computed by attend_one if `slowly`, else by kernels/reference.py."""
     rng = random.Random(case.seed)
     torch.manual_seed(case.seed)
     size, dim = case.block_size, case.head_dim
     contexts = [cached + count for cached, count in case.sequences]
     blocks = [-(-context // size) for context in contexts]
-    numbers = list(range(1, sum(blocks) + 4))
+    block_ids = list(range(1, sum(blocks) + 4))
     if not case.in_order:
-        rng.shuffle(numbers)
+        rng.shuffle(block_ids)
     tables = torch.zeros(len(blocks), max(blocks) + 1, dtype=torch.int32)
-    shape = (len(numbers) + 1, size, case.kv_heads, dim)
+    shape = (len(block_ids) + 1, size, case.kv_heads, dim)
     cache_k, cache_v = torch.full(shape, math.nan, dtype=case.dtype), torch.full(shape, math.nan, dtype=case.dtype)
-    # Block tables are padded with 0, which may hold another sequence's numbers.
+    # Block tables are padded with 0, and block 0 may hold the data of another sequence.
     cache_k[0], cache_v[0] = torch.randn(shape[1:]), torch.randn(shape[1:])
     heads = case.kv_heads * case.group
     tokens = sum(count for _, count in case.sequences)
-    # Views into one wider tensor, as a fused projection gives them.
+    # Views of one tensor, as a fused QKV projection returns them.
     joint = torch.randn(tokens, heads + 2 * case.kv_heads, dim).to(case.dtype)
     q, k, v = joint.split((heads, case.kv_heads, case.kv_heads), dim=1)
     expected = torch.empty(tokens, heads, dim, dtype=torch.float64)
@@ -78,17 +78,17 @@ def make_step(case: Case, slowly: bool = True) -> Step:
     slots: list[int] = []
     row = 0
     for i, ((cached, count), context) in enumerate(zip(case.sequences, contexts, strict=True)):
-        own = [numbers.pop(0) for _ in range(blocks[i])]
-        tables[i, : len(own)] = torch.tensor(own)
-        where = [own[p // size] * size + p % size for p in range(context)]
+        table = [block_ids.pop(0) for _ in range(blocks[i])]
+        tables[i, : len(table)] = torch.tensor(table)
+        context_slots = [table[p // size] * size + p % size for p in range(context)]
         keys, values = (torch.randn(context, case.kv_heads, dim).to(case.dtype) for _ in range(2))
         keys[cached:], values[cached:] = k[row : row + count], v[row : row + count]
         for cache, rows in ((cache_k, keys), (cache_v, values)):
-            cache.flatten(0, 1)[where[:cached]] = rows[:cached]
+            cache.flatten(0, 1)[context_slots[:cached]] = rows[:cached]
         for j in range(count if slowly else 0):
             expected[row + j] = attend_one(q[row + j].double(), keys.double(), values.double(), cached + j, case.params)
         positions += range(cached, context)
-        slots += where[cached:]
+        slots += context_slots[cached:]
         row += count
     lens = tuple(count for _, count in case.sequences)
     start = torch.tensor([0, *lens]).cumsum(0).int()
@@ -109,16 +109,16 @@ def make_step(case: Case, slowly: bool = True) -> Step:
 
 
 def expect(step: Step, params: AttentionParams) -> Tensor:
-    """The reference's answer in float64, from a copy of the cache that holds the step's own keys and values."""
+    """Return the result of kernels/reference.py in float64, over a copy of the cache with the new keys and values."""
     batch = step.batch
     k, v = (x.double() for x in step.cache)
     k.flatten(0, 1)[batch.kv_slots], v.flatten(0, 1)[batch.kv_slots] = step.k.double(), step.v.double()
-    where = (batch.query_start, batch.context_len, batch.block_tables)
-    return reference.paged_attention(step.q.double(), k, v, *where, params.scale, params.window, params.softcap).cpu()
+    indices = (batch.query_start, batch.context_len, batch.block_tables)
+    return reference.paged_attention(step.q.double(), k, v, *indices, params.scale, params.window, params.softcap).cpu()
 
 
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: int, params: AttentionParams) -> Tensor:
-    """One token's attention, head by head and key by key. q [H, D], keys and values [context, K, D]."""
+    """Return the attention of one token, head by head and key by key. q [H, D], keys and values [context, K, D]."""
     heads, group = q.shape[0], q.shape[0] // keys.shape[1]
     first = 0 if params.window is None else max(0, position - params.window + 1)
     rows = []
@@ -129,22 +129,22 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: int, params: A
             if params.softcap is not None:
                 score = params.softcap * math.tanh(score / params.softcap)
             scores.append(score)
-        top = max(scores)
-        weights = torch.tensor([math.exp(s - top) for s in scores], dtype=torch.float64)
+        max_score = max(scores)
+        weights = torch.tensor([math.exp(s - max_score) for s in scores], dtype=torch.float64)
         rows.append((weights[:, None] * values[first : position + 1, head // group]).sum(0) / weights.sum())
     return torch.stack(rows)
 
 
 def move(step: Step, device: str) -> Step:
-    def there(x: object) -> object:
+    def to_device(x: object) -> object:
         return x.to(device) if isinstance(x, Tensor) else x
 
-    batch = ForwardBatch(**{name: there(value) for name, value in vars(step.batch).items()})  # type: ignore[arg-type]
+    batch = ForwardBatch(**{name: to_device(value) for name, value in vars(step.batch).items()})  # type: ignore[arg-type]
     joint = torch.cat((step.q, step.k, step.v), dim=1).to(device)
     q, k, v = joint.split((step.q.shape[1], step.k.shape[1], step.v.shape[1]), dim=1)
     return Step(batch, LayerCache(*(x.to(device) for x in step.cache)), q, k, v, step.expected)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest expected number; NaN stays NaN."""
+    """Return the largest absolute difference divided by the largest expected magnitude; NaN if any output is NaN."""
     return float((out.double().cpu() - expected).abs().max() / expected.abs().max())

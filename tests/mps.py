@@ -1,4 +1,4 @@
-"""The daemon under which kernels of several processes run at once; without it they take turns of milliseconds."""
+"""The CUDA MPS daemon, which lets kernels of several processes run at once. Without it they are time-sliced."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class Mps:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **self.environment}, check=True)
 
     def stop(self) -> None:
-        control, everything = ["nvidia-cuda-mps-control"], {**os.environ, **self.environment}
-        subprocess.run(control, env=everything, input="quit -t 1", text=True, timeout=60, check=False)
+        command, environment = ["nvidia-cuda-mps-control"], {**os.environ, **self.environment}
+        subprocess.run(command, env=environment, input="quit -t 1", text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""What tests with several ranks on the one GPU share."""
+"""Fixtures for tests that run several ranks on one GPU."""
 
 from __future__ import annotations
 

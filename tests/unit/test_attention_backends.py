@@ -1,4 +1,4 @@
-"""Every backend that runs on a CPU against attention written token by token, over random mixes of phases."""
+"""All backends that run on a CPU against attention written token by token, over mixes of prefill and decode."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def test_softcap(name: str, window: int | None) -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn, most: int) -> Case:
-    sequence = st.tuples(st.integers(0, most), st.one_of(st.just(1), st.integers(1, most // 2)))
+def cases(draw: st.DrawFn, max_len: int) -> Case:
+    sequence = st.tuples(st.integers(0, max_len), st.one_of(st.just(1), st.integers(1, max_len // 2)))
     return Case(
         tuple(draw(st.lists(sequence, min_size=1, max_size=4))),
         kv_heads=draw(st.integers(1, 2)),
         group=draw(st.integers(1, 4)),
         head_dim=draw(st.sampled_from([16, 20, 64])),
         block_size=draw(st.sampled_from([8, 16, 32])),
-        window=draw(st.one_of(st.none(), st.integers(1, most))),
+        window=draw(st.one_of(st.none(), st.integers(1, max_len))),
         softcap=draw(st.sampled_from([None, None, 1.5])),
         seed=draw(st.integers(0, 1000)),
         in_order=draw(st.booleans()),
@@ -100,8 +100,8 @@ def test_native_random(case: Case) -> None:
     check("native", case)
 
 
-def test_native_reads_long_contexts_in_pieces() -> None:
-    """More keys than one pass scores, more heads of a group than one pass serves, a window that starts between."""
+def test_native_with_several_tiles_of_keys_and_heads() -> None:
+    """More keys than KEY_TILE, more query heads per KV head than HEAD_TILE, and a window that starts within a tile."""
     for window in (None, 130):
         check("native", Case(((300, 1), (64, 1), (63, 1), (127, 1)), kv_heads=1, group=18, window=window))
 
@@ -118,14 +118,14 @@ def test_triton_random(case: Case) -> None:
     check("triton", case)
 
 
-def test_layers_of_different_windows_share_a_step() -> None:
+def test_layers_with_different_windows_share_a_step() -> None:
     case = Case(MIXES["mixed"], window=4)
     for name in TOLERANCE:
         backend = BACKENDS.load(name)(case.needs)
-        near, far = make_step(case), make_step(Case(MIXES["mixed"]))
-        ops.write(near.k, near.v, *near.cache, near.batch.kv_slots)
-        shared = backend.prepare(near.batch)
-        for step, window in ((near, 4), (far, None), (near, 4)):
+        windowed, full = make_step(case), make_step(Case(MIXES["mixed"]))
+        ops.write(windowed.k, windowed.v, *windowed.cache, windowed.batch.kv_slots)
+        shared = backend.prepare(windowed.batch)
+        for step, window in ((windowed, 4), (full, None), (windowed, 4)):
             params = Case(MIXES["mixed"], window=window).params
-            out = backend.attend(near.q, near.cache, near.batch, shared, params)
+            out = backend.attend(windowed.q, windowed.cache, windowed.batch, shared, params)
             assert relative_error(out, step.expected) < TOLERANCE[name]

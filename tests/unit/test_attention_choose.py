@@ -1,4 +1,4 @@
-"""Which backend is taken, and the sentence where a named one cannot be."""
+"""Selection of the attention backend, and the messages if a named one cannot be used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from yalis.kernels import native
 NEEDS = Case(((0, 1),)).needs
 
 
-def test_auto_takes_native_on_a_cpu() -> None:
+def test_auto_selects_native_on_a_cpu() -> None:
     assert choose_backend("auto", NEEDS).name == "native"
     assert choose_backend("auto", replace(NEEDS, softcap=True, window=True, head_dim=20)).name == "native"
 
 
-def test_auto_takes_sdpa_where_native_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_sdpa_where_native_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("auto", replace(NEEDS, dtype=torch.bfloat16)).name == "sdpa"
     monkeypatch.setattr(native, "_loaded", native.Unavailable("no C compiler; install gcc"))
     assert choose_backend("auto", NEEDS).name == "sdpa"
@@ -29,16 +29,16 @@ def test_auto_takes_sdpa_where_native_cannot_serve(monkeypatch: pytest.MonkeyPat
         choose_backend("native", NEEDS)
 
 
-def test_orders_name_every_backend() -> None:
+def test_preference_lists_cover_every_backend() -> None:
     assert {*ON_GPU, *ON_CPU} == set(BACKENDS.names())
 
 
-def test_unknown_name_lists_the_known() -> None:
+def test_unknown_backend_message_lists_the_known() -> None:
     with pytest.raises(YalisError, match=r"unknown attention backend .flsh.; accepted: auto, sdpa, .*, flash, native"):
         choose_backend("flsh", NEEDS)
 
 
-def test_unusable_name_says_why_and_what_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_backend_message_has_reason_and_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(YalisError, match=r"'triton' cannot be used here: it needs a GPU.*: auto, sdpa, flex, native$"):
         choose_backend("triton", NEEDS)
@@ -46,7 +46,7 @@ def test_unusable_name_says_why_and_what_is_usable(monkeypatch: pytest.MonkeyPat
         choose_backend("flash", NEEDS)
 
 
-def test_interpreted_triton_is_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_triton_supports_float32_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_backend("triton", NEEDS).name == "triton"
@@ -63,8 +63,8 @@ def test_interpreted_triton_is_for_float32(monkeypatch: pytest.MonkeyPatch) -> N
         ({"head_dim": 264}, "at most 256"),
     ],
 )
-def test_flash_says_what_it_lacks(change: dict[str, object], reason: str) -> None:
+def test_reasons_why_flash_is_unusable(change: dict[str, object], reason: str) -> None:
     needs = replace(NEEDS, device=torch.device("cuda"), dtype=torch.bfloat16)
-    found = BACKENDS.load("flash").unusable(replace(needs, **change))  # type: ignore[arg-type]
-    assert found is not None
-    assert reason in found
+    message = BACKENDS.load("flash").unusable(replace(needs, **change))  # type: ignore[arg-type]
+    assert message is not None
+    assert reason in message

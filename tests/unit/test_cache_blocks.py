@@ -13,23 +13,24 @@ from yalis.cache.blocks import BlockAllocator, hash_block, root_hash
 
 
 def chain(tokens: list[int], size: int, salt: str = "") -> list[bytes]:
-    names, parent = [], root_hash(salt)
+    """Return the block hashes of a sequence."""
+    hashes, parent = [], root_hash(salt)
     for start in range(0, len(tokens) - size + 1, size):
         parent = hash_block(parent, tokens[start : start + size])
-        names.append(parent)
-    return names
+        hashes.append(parent)
+    return hashes
 
 
-def test_names_say_the_whole_prefix() -> None:
-    names = chain([1, 2, 3, 4, 5, 6], 2)
-    assert len(set(names)) == 3
-    assert chain([1, 2, 3, 4], 2) == names[:2]
-    assert chain([9, 2, 3, 4], 2)[1] != names[1]  # same block, other parent
-    assert chain([1, 2], 2, "long_rope") != names[:1]
+def test_hashes_cover_the_whole_prefix() -> None:
+    hashes = chain([1, 2, 3, 4, 5, 6], 2)
+    assert len(set(hashes)) == 3
+    assert chain([1, 2, 3, 4], 2) == hashes[:2]
+    assert chain([9, 2, 3, 4], 2)[1] != hashes[1]  # same tokens, another parent
+    assert chain([1, 2], 2, "long_rope") != hashes[:1]
     assert hash_block(b"", [1, 256]) != hash_block(b"", [256, 1])
 
 
-def test_names_do_not_depend_on_the_process() -> None:
+def test_hashes_do_not_depend_on_the_process() -> None:
     code = "from yalis.cache.blocks import *; print(hash_block(root_hash(''), [1, 2]).hex())"
     for seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": seed}
@@ -42,20 +43,20 @@ def test_the_allocator_and_the_scheduler_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_freed_block_is_found_again_until_it_is_needed() -> None:
+def test_a_freed_block_stays_cached_until_it_is_evicted() -> None:
     allocator = BlockAllocator(3, 2)
-    names = chain([1, 2, 3, 4, 5, 6], 2)
+    hashes = chain([1, 2, 3, 4, 5, 6], 2)
     blocks = allocator.allocate(3)
-    for block, name in zip(blocks, names, strict=True):
-        allocator.register(block, name)
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        allocator.register(block, block_hash)
     allocator.free(blocks)
     allocator.check()
     assert allocator.available == 3
-    assert allocator.match(names) == blocks
-    # The end of the chain goes first: the beginning is worth more.
-    [taken] = allocator.allocate(1)
-    assert taken == blocks[2]
-    assert allocator.match(names) == blocks[:2]
+    assert allocator.match(hashes) == blocks
+    # The end of the sequence is evicted first: more requests can share its beginning.
+    [evicted] = allocator.allocate(1)
+    assert evicted == blocks[2]
+    assert allocator.match(hashes) == blocks[:2]
     assert allocator.counters.evictions == 1
     allocator.share(blocks[:2])
     assert allocator.counters.hits == 2
@@ -63,7 +64,7 @@ def test_a_freed_block_is_found_again_until_it_is_needed() -> None:
     allocator.check()
 
 
-def test_longest_unused_goes_first() -> None:
+def test_eviction_is_least_recently_used_first() -> None:
     allocator = BlockAllocator(2, 1)
     first, second = allocator.allocate(2)
     allocator.register(first, b"first")
@@ -71,20 +72,20 @@ def test_longest_unused_goes_first() -> None:
     allocator.free([first])
     allocator.free([second])
     allocator.share(allocator.match([b"first"]))
-    allocator.free([first])  # now the one used last
+    allocator.free([first])  # now the most recently used
     assert allocator.allocate(1) == [second]
 
 
-def test_free_blocks_are_taken_before_kept_ones() -> None:
+def test_free_blocks_are_allocated_before_cached_ones() -> None:
     allocator = BlockAllocator(2, 1)
     [block] = allocator.allocate(1)
-    allocator.register(block, b"kept")
+    allocator.register(block, b"cached")
     allocator.free([block])
     assert allocator.allocate(1) != [block]
-    assert allocator.match([b"kept"]) == [block]
+    assert allocator.match([b"cached"]) == [block]
 
 
-def test_shared_blocks_live_as_long_as_someone_holds_them() -> None:
+def test_shared_blocks_stay_in_use_while_referenced() -> None:
     allocator = BlockAllocator(1, 1)
     [block] = allocator.allocate(1)
     allocator.register(block, b"x")
@@ -95,10 +96,10 @@ def test_shared_blocks_live_as_long_as_someone_holds_them() -> None:
     allocator.free([block])
     assert allocator.available == 1
     assert allocator.shortage([block], 0) == 0
-    assert allocator.shortage([block], 1) == 1  # reviving it leaves none to allocate
+    assert allocator.shortage([block], 1) == 1  # sharing it leaves none to allocate
 
 
-def test_one_content_has_one_block() -> None:
+def test_equal_content_keeps_its_first_block() -> None:
     allocator = BlockAllocator(2, 1)
     first, second = allocator.allocate(2)
     allocator.register(first, b"x")
@@ -109,10 +110,10 @@ def test_one_content_has_one_block() -> None:
     allocator.check()
 
 
-def test_misuse_is_refused() -> None:
+def test_misuse_raises() -> None:
     allocator = BlockAllocator(2, 1)
     [block] = allocator.allocate(1)
-    with pytest.raises(RuntimeError, match="2 blocks were asked for and 1"):
+    with pytest.raises(RuntimeError, match="2 blocks were requested and 1"):
         allocator.allocate(2)
     allocator.free([block])
     with pytest.raises(RuntimeError, match="freed twice"):
@@ -121,17 +122,17 @@ def test_misuse_is_refused() -> None:
         allocator.register(block, b"x")
 
 
-def test_check_sees_a_lost_block() -> None:
+def test_check_detects_a_lost_block() -> None:
     allocator = BlockAllocator(2, 1)
     allocator._free.pop()
     with pytest.raises(RuntimeError, match="not 2 blocks"):
         allocator.check()
-    allocator._free.append(1)  # the same one twice
+    allocator._free.append(1)  # listed twice
     with pytest.raises(RuntimeError, match="not 2 blocks"):
         allocator.check()
 
 
-def test_without_reuse_nothing_is_kept() -> None:
+def test_without_prefix_reuse_nothing_is_cached() -> None:
     allocator = BlockAllocator(1, 1, prefix_reuse=False)
     [block] = allocator.allocate(1)
     allocator.register(block, b"x")
@@ -143,7 +144,7 @@ def test_without_reuse_nothing_is_kept() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 8), st.booleans())
 def test_random_use_matches_a_plain_model(seed: int, num_blocks: int, reuse: bool) -> None:
-    """Against plain dictionaries: who holds which block, and what each block was last said to contain."""
+    """Compare with plain dictionaries of the blocks each holder references and of the registered contents."""
     rng = random.Random(seed)
     allocator = BlockAllocator(num_blocks, 1, reuse)
     holders: list[list[int]] = []
@@ -156,21 +157,21 @@ def test_random_use_matches_a_plain_model(seed: int, num_blocks: int, reuse: boo
             count = rng.randint(0, allocator.available)
             blocks = allocator.allocate(count)
             assert len(set(blocks)) == count
-            assert not held & set(blocks), "a block in use was handed out"
+            assert not held & set(blocks), "a block in use was allocated"
             for block in blocks:
                 content.pop(block, None)
             holders.append(blocks)
         elif action == 1 and holders:
             allocator.free(holders.pop(rng.randrange(len(holders))))
         elif action == 2 and held:
-            block, name = rng.choice(sorted(held)), bytes([rng.randrange(6)])
-            if reuse and block not in content and name not in content.values():
-                content[block] = name
-            allocator.register(block, name)
+            block, block_hash = rng.choice(sorted(held)), bytes([rng.randrange(6)])
+            if reuse and block not in content and block_hash not in content.values():
+                content[block] = block_hash
+            allocator.register(block, block_hash)
         elif action == 3:
-            name = bytes([rng.randrange(6)])
-            found = allocator.match([name])
-            assert found == [block for block, known in content.items() if known == name]
+            block_hash = bytes([rng.randrange(6)])
+            found = allocator.match([block_hash])
+            assert found == [block for block, known in content.items() if known == block_hash]
             allocator.share(found)
             holders.append(found)
         allocator.check()

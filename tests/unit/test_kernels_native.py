@@ -1,4 +1,4 @@
-"""The native kernels against their plain references, and how they are built, shared and done without."""
+"""The CPU kernels against plain torch, how they are compiled and cached, and the fallback without them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
 from yalis.kernels import native, ops
 
-ABSENT = native.Unavailable("no C compiler; install gcc")
+UNAVAILABLE = native.Unavailable("no C compiler; install gcc")
 
 
 def both(op, *args):
-    """What the library gives, and what the plain version of the same op gives in float64."""
+    """Return the result of the native kernel, and that of the plain torch path of the same op in float64."""
     assert native.load() is not None, native.reason()
     wide = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
     return op(*args), op(*wide)
@@ -32,7 +32,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def strided(rows: int, cols: int, gap: int) -> torch.Tensor:
-    """Rows that do not touch and start anywhere in memory."""
+    """Return random rows that are `gap` elements apart and not aligned."""
     return torch.randn(rows, cols + gap)[:, gap:]
 
 
@@ -49,11 +49,11 @@ def test_linear(rows: int, out: int, depth: int, gap: int, bias: bool, seed: int
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 48])
 @pytest.mark.parametrize("shape", [(960, 576), (577, 1536), (5000, 64)])
-def test_linear_over_threads(rows: int, shape: tuple[int, int]) -> None:
+def test_linear_with_several_threads(rows: int, shape: tuple[int, int]) -> None:
     assert close(*both(ops.linear, torch.randn(rows, shape[1]), torch.randn(shape) / shape[1] ** 0.5))
 
 
-def test_a_row_is_the_same_in_any_batch() -> None:
+def test_a_row_does_not_depend_on_the_batch_size() -> None:
     x, weight = torch.randn(ops.NATIVE_MAX_ROWS, 200), torch.randn(333, 200)
     whole = ops.linear(x, weight)
     for rows in (1, 2, 5, 8, 9, 17):
@@ -62,7 +62,7 @@ def test_a_row_is_the_same_in_any_batch() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 40), cols=st.integers(1, 700), gap=st.integers(0, 2), seed=st.integers(0, 99))
-def test_rows(rows: int, cols: int, gap: int, seed: int) -> None:
+def test_row_operations(rows: int, cols: int, gap: int, seed: int) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(cols)
     assert close(*both(ops.rms_norm, strided(rows, cols, gap), weight, 1e-5))
@@ -71,7 +71,7 @@ def test_rows(rows: int, cols: int, gap: int, seed: int) -> None:
     assert close(*both(ops.gated, 5 * strided(rows, 2 * cols, gap), "silu"))
 
 
-def test_silu_far_out() -> None:
+def test_silu_of_large_inputs() -> None:
     x = torch.tensor([[-1e4, -90.0, -87.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 1e4] + 10 * [1.0]])
     assert close(*both(ops.gated, x, "silu"))
     assert ops.gated(torch.tensor([[torch.nan, 1.0, 1.0, 1.0]]), "silu").isnan().tolist() == [[True, False]]
@@ -82,7 +82,7 @@ def test_silu_far_out() -> None:
     tokens=st.integers(1, 40), heads=st.integers(1, 6), half=st.integers(1, 20), rest=st.integers(0, 9),
     more=st.integers(0, 3), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_heads(tokens: int, heads: int, half: int, rest: int, more: int, seed: int) -> None:
+def test_rotary_and_head_norm(tokens: int, heads: int, half: int, rest: int, more: int, seed: int) -> None:
     torch.manual_seed(seed)
     dim = 2 * half + rest
     x = torch.randn(tokens, heads + more, dim)[:, :heads]
@@ -91,24 +91,24 @@ def test_heads(tokens: int, heads: int, half: int, rest: int, more: int, seed: i
     assert close(*both(ops.rms_norm, x, torch.randn(dim), 1e-6))
 
 
-def test_other_dtypes_take_the_plain_path() -> None:
+def test_other_dtypes_use_plain_torch() -> None:
     x, weight = torch.randn(2, 8, dtype=torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)
     assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
     assert ops.rms_norm(x, torch.ones(8), 1e-5).dtype == torch.bfloat16
 
 
-ASK = "import torch; from yalis.kernels import native; print(native.load() is not None, native.reason())"
+PRINT_STATE = "import torch; from yalis.kernels import native; print(native.load() is not None, native.reason())"
 
 
-def ask(cache: Path, **variables: str) -> subprocess.Popen[str]:
+def start_process(cache: Path, **variables: str) -> subprocess.Popen[str]:
     environment = {"PATH": "/usr/bin:/bin:/usr/local/bin", "YALIS_CACHE": str(cache), **variables}
-    return subprocess.Popen([sys.executable, "-c", ASK], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", PRINT_STATE], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_ranks_may_build_at_once(tmp_path: Path) -> None:
-    asked = [ask(tmp_path) for _ in range(3)]
-    assert [process.communicate(timeout=120)[0].strip() for process in asked] == ["True None"] * 3
-    assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"], "nothing half made is left"
+def test_ranks_may_compile_at_the_same_time(tmp_path: Path) -> None:
+    processes = [start_process(tmp_path) for _ in range(3)]
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["True None"] * 3
+    assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"], "no temporary files are left"
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_ranks_may_build_at_once(tmp_path: Path) -> None:
         ({"CC": "/no/such/cc -x"}, "C compiler /no/such/cc was not found\n"),
     ],
 )
-def test_the_reason_where_it_cannot_be_built(variables: dict[str, str], reason: str, tmp_path: Path) -> None:
-    out, _ = ask(tmp_path, **variables).communicate(timeout=120)
+def test_the_reason_if_it_cannot_be_compiled(variables: dict[str, str], reason: str, tmp_path: Path) -> None:
+    out, _ = start_process(tmp_path, **variables).communicate(timeout=120)
     assert out.startswith(f"False {reason}")
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    out, _ = ask(tmp_path / "file").communicate(timeout=120)
+    out, _ = start_process(tmp_path / "file").communicate(timeout=120)
     assert out.startswith("False they do not load: ")
 
 
-def test_one_openmp_runtime() -> None:
+def test_only_one_openmp_runtime_is_loaded() -> None:
     ops.linear(torch.randn(4, 576), torch.randn(960, 576))
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     runtimes = [path for path in mapped if any(name in Path(path).name for name in ("gomp", "iomp", "libomp"))]
@@ -138,17 +138,17 @@ def test_one_openmp_runtime() -> None:
     assert len(runtimes) == 1
 
 
-def test_an_engine_without_it_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_it_generates_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = make_prompts(1, (5, 9, 2), shared=2)
     ref = make_reference(CASES[0], tmp_path, 1, prompts, 8)
     tokens, replays = [], []
-    for absent in (False, True):
-        if absent:
-            monkeypatch.setattr(native, "_loaded", ABSENT)
+    for unavailable in (False, True):
+        if unavailable:
+            monkeypatch.setattr(native, "_loaded", UNAVAILABLE)
         with LLM(str(ref.path), device="cpu", max_model_len=50) as llm:
             outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
             tokens.append([output.token_ids for output in outputs])
             replays.append(llm._engine.runner.graphs.replays)
-            assert llm._engine.runner.backend.name == ("sdpa" if absent else "native")
+            assert llm._engine.runner.backend.name == ("sdpa" if unavailable else "native")
     assert tokens == [ref.tokens, ref.tokens]
     assert replays[0] > 0 == replays[1]

@@ -1,4 +1,4 @@
-"""The search for launches of attention, in Triton's interpreter: what is tried, left out, and told."""
+"""The search for attention launch configurations, in Triton's interpreter: candidates, rejections and tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def tune(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script, for small heads on a CPU, where nothing can be captured."""
+    """Load the script, set to small heads on a CPU, without graph capture."""
     path = Path(__file__).parents[2] / "benchmarks" / "tune_attention.py"
     spec = importlib.util.spec_from_file_location("tune_attention", path)
     assert spec is not None

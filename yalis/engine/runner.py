@@ -29,7 +29,7 @@ from yalis.engine.oom import (
 from yalis.engine.packing import Packer
 from yalis.engine.step_profiler import StepProfiler
 from yalis.kernels import ops
-from yalis.layers.attention import uneven_edges
+from yalis.layers.attention import head_padding
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
 from yalis.parallel.memory import rank_memory
@@ -107,9 +107,9 @@ class Runner:
         self._block_bytes = 0  # of the KV cache, once it has its memory
         grid = self.grid
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
-        edges = uneven_edges(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
+        padding = head_padding(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
         needs = AttentionNeeds(
-            len(heads) + sum(edges), len(kv_heads), spec.head_dim, self.dtype, device, self.block_size,
+            len(heads) + sum(padding), len(kv_heads), spec.head_dim, self.dtype, device, self.block_size,
             window=any(spec.windows), softcap=spec.attention_softcap is not None,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)

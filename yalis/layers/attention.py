@@ -1,4 +1,4 @@
-"""Self-attention: project, rotate, write the cache, attend, project back."""
+"""Self-attention: QKV projection, rotary embedding, KV cache write, attention, output projection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from yalis.spec import ModelSpec
 
 
 class SelfAttention(nn.Module):
-    """This rank's query heads and the key/value heads they read."""
+    """The query heads of this rank and the KV heads that they attend to."""
 
     def __init__(
         self, spec: ModelSpec, grid: Grid, layer: int, prefix: str, dtype: torch.dtype, device: torch.device
@@ -25,7 +25,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
         self.num_heads, self.num_kv_heads, self.head_dim = len(heads), len(kv_heads), spec.head_dim
-        self.before, self.behind = uneven_edges(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
+        self.pad_before, self.pad_after = head_padding(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
         self.params = AttentionParams(spec.attention_scale, spec.windows[layer], spec.attention_softcap)
         shards = _qkv_shards(spec, prefix, heads, kv_heads)
         self.qkv = column_parallel(grid, shards, spec.hidden_size, spec.qkv_bias, dtype, device)
@@ -46,40 +46,44 @@ class SelfAttention(nn.Module):
         step: StepAttention,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """What x, normed, attends to; of these rows, if not of all."""
+        """Return the attention output of x [T, hidden / c], already normed; with `rows`, of these rows of x only.
+
+        Keys and values of all tokens are written to the cache in either case.
+        """
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], H + 2 * K, self.head_dim)
         q_norm, k_norm = (None if head is None else head.weight for head in (self.q_norm, self.k_norm))
         q = ops.rope_write(qkv, *rope, *cache, step.batch.kv_slots, q_norm, k_norm, self.eps)
-        if self.before or self.behind:
-            q = pad(q, (0, 0, self.before, self.behind))
+        if self.pad_before or self.pad_after:
+            q = pad(q, (0, 0, self.pad_before, self.pad_after))
         attended = step.attend(q, cache, self.params)
-        if self.before or self.behind:
-            attended = attended[:, self.before : self.before + H]
+        if self.pad_before or self.pad_after:
+            attended = attended[:, self.pad_before : self.pad_before + H]
         attended = attended.reshape(x.shape[0], H * self.head_dim)
         y: Tensor = self.out(attended if rows is None else ops.gather_rows(attended, rows))
         return y
 
 
-def uneven_edges(heads: range, kv_heads: range, group: int) -> tuple[int, int]:
-    """Query heads missing before and behind these, where a share begins or ends inside a key/value head's group.
+def head_padding(heads: range, kv_heads: range, group: int) -> tuple[int, int]:
+    """Return how many zero query heads to add before and after the heads of this rank.
 
-    Backends want as many queries for each key/value head; empty ones fill the gap. A lone key/value head has no gap.
+    Backends need equally many query heads for each KV head. If the shard starts or ends inside the `group` of a KV
+    head, the missing ones are padded. With a single KV head no padding is needed.
     """
     return (heads.start % group, -heads.stop % group) if len(kv_heads) > 1 else (0, 0)
 
 
 def _qkv_shards(spec: ModelSpec, prefix: str, heads: range, kv_heads: range) -> list[RowShard]:
-    """Rows of q, k and v for these heads, from three matrices or from a fused one that stacks them."""
+    """Return the rows of q, k and v for these heads, from three matrices or from one fused QKV matrix."""
     D = spec.head_dim
     sizes = {"q": spec.num_heads * D, "k": spec.num_kv_heads * D, "v": spec.num_kv_heads * D}
-    shards, at = [], 0
+    shards, offset = [], 0
     for part, size in sizes.items():
         kept = heads if part == "q" else kv_heads
         if spec.fused_projections:
-            rows = range(at + kept.start * D, at + kept.stop * D)
+            rows = range(offset + kept.start * D, offset + kept.stop * D)
             shards.append(RowShard(f"{prefix}.qkv_proj", sum(sizes.values()), rows))
         else:
             shards.append(RowShard(f"{prefix}.{part}_proj", size, range(kept.start * D, kept.stop * D)))
-        at += size
+        offset += size
     return shards

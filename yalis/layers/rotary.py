@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the scalings the families use."""
+"""Rotary position embedding (RoPE), with the scaling types of the supported model families."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from yalis.spec import RopeSpec
 
 
 class Rotary(nn.Module):
-    """A table of cosines and sines, a row per position; a model with two sets of factors has a second table below it.
+    """Table of cosines and sines, one row [2 * dim] per position.
 
-    A batch's `rope_rows` pick the rows: the position, or position + `length` for the second table.
+    Models with longrope scaling have a second table for long contexts, appended to the first. `rope_rows` of a batch
+    selects the rows: the position, or position + `length` for the second table.
     """
 
     cos_sin: Tensor
@@ -26,19 +27,23 @@ class Rotary(nn.Module):
         self.register_buffer("cos_sin", torch.cat(tables).to(device=device, dtype=dtype), persistent=False)
 
     def rows(self, rope_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of a batch, [T, 1, dim] each: looked up once a step, used by every layer."""
+        """Return cosines and sines of a batch, [T, 1, dim] each. Called once per step; all layers use the result."""
         cos, sin = ops.gather_rows(self.cos_sin, rope_rows).unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
 
 
 def _table(spec: RopeSpec, length: int, long: bool) -> Tensor:
+    """Return [length, 2 * dim]: cosines, then sines. The sines of the first half are negated, as the kernels expect."""
     freqs = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(spec, long))
     cos, sin = freqs.cos() * spec.scale, freqs.sin() * spec.scale
     return torch.cat((cos, cos, -sin, sin), dim=-1)
 
 
 def inverse_frequencies(spec: RopeSpec, long: bool = False) -> Tensor:
-    """[dim / 2] in fp32, step by step as the reference computes them: an ulp here is an angle far down the context."""
+    """Return the inverse frequencies, [dim / 2] float32; `long` selects the long-context factors of longrope.
+
+    The order of operations is that of Transformers: at large positions, one ulp here changes the angle visibly.
+    """
     plain = 1.0 / spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim)
     if spec.kind == "default":
         return plain
@@ -53,7 +58,7 @@ def inverse_frequencies(spec: RopeSpec, long: bool = False) -> Tensor:
 
 
 def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Divide the frequencies of long wavelengths by `factor`, keep short ones, and interpolate in between."""
     wavelength = 2 * math.pi / plain
     blend = (spec.original_max / wavelength - spec.low) / (spec.high - spec.low)
     blended = (1 - blend) * (plain / spec.factor) + blend * plain
@@ -62,10 +67,11 @@ def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
 
 
 def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
-    """Dimensions that turn often keep their frequency, those that turn rarely are stretched, with a ramp between."""
+    """Keep frequencies of dimensions that rotate often, divide slow ones by `factor`, with a ramp in between."""
 
-    def dimension(turns: float) -> float:
-        return spec.dim * math.log(spec.original_max / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+    def dimension(rotations: float) -> float:
+        """Return the dimension that makes `rotations` turns over the original context length."""
+        return spec.dim * math.log(spec.original_max / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = dimension(spec.high), dimension(spec.low)
     if spec.truncate:
