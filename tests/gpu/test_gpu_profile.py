@@ -34,7 +34,7 @@ def test_the_parts_of_a_step(eager: bool) -> None:
         assert row["accounted"] == pytest.approx(1, abs=TOLERANCE)
         assert row["matmul_ms"] > row["attention_ms"] > 0
         assert row["communication_ms"] == 0
-    print({name: result.parameters[name] for name in ("unwatched_decode_ms", "profiling_overhead")})
+    print({name: result.parameters[name] for name in ("unprofiled_decode_ms", "profiling_overhead")})
     prefill, decode = result.rows
     assert (prefill["steps"], decode["steps"]) == (2, 64)
     assert prefill["idle_ms"] < 0.5 * prefill["ms"]

@@ -24,7 +24,7 @@ def test_every_rank_is_profiled(model: str, tmp_path: Path, capsys: pytest.Captu
     for row in result.rows:
         assert row["communication_ms"] > 0
         assert row["matmul_ms"] > 0
-        assert row["ms"] == pytest.approx(sum(row[f"{part}_ms"] for part in CATEGORIES))
+        assert row["ms"] == pytest.approx(sum(row[f"{category}_ms"] for category in CATEGORIES))
         assert 0.5 < row["accounted"] < 1.5  # roughly right even on a busy machine
     # A token for every sequence takes as long on one rank as on another.
     decode = [row["ms"] for row in result.rows if row["phase"] == "decode"]

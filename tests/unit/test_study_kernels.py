@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from yalis.cli.main import main
 from yalis.errors import YalisError
 from yalis.perfmodel.floors import ModelDims
-from yalis.study import bandwidth
+from yalis.study import bandwidth, results
 from yalis.study.kernels import benchmark, cases
 from yalis.study.kernels.backends import NativeBackend, TritonBackend
 from yalis.study.kernels.cases import KernelsPlan, list_cases, matrices
@@ -36,8 +37,8 @@ def test_every_operation_matches_its_reference_and_has_a_floor() -> None:
     result = benchmark.measure(plan(), "yalis bench kernels", messages.append)
     found = {(row["kernel"], row["shape"].split()[0]) for row in result.rows}
     assert {kernel for kernel, _ in found} == {
-        "linear", "linear, gate", "norm", "add, norm", "gate", "rope, write", "feed", "take", "argmax",
-        "argmax, settle", "attention", "prompt attention", "step",
+        "linear", "linear, gate", "norm", "add, norm", "gate", "rope, write", "use last tokens", "gather rows",
+        "argmax", "pick greedy", "attention", "prefill attention", "step",
     }  # fmt: skip
     assert {shape for kernel, shape in found if kernel == "linear"} == set(matrices(TINY))
     assert len(result.rows) == 2 * (6 + 4 + 4 + 1 + 1) + 1
@@ -53,10 +54,19 @@ def test_every_operation_matches_its_reference_and_has_a_floor() -> None:
     num_weights = 128 * 64 + 64 * 64 + 192 * 64 + 64 * 96 + 300 * 64
     assert step["floor_us"] == pytest.approx(1e6 * 4 * num_weights / 1e9)
     # Two prompts of three blocks each: token n attends to n keys, at two multiply-adds per element of a head.
-    prompt = next(row for row in result.rows if row["kernel"] == "prompt attention")
+    prompt = next(row for row in result.rows if row["kernel"] == "prefill attention")
     assert (prompt["shape"], prompt["rows"]) == ("2 x 48 tokens", 96)
     assert prompt["gflop_per_s"] * prompt["us"] * 1e3 == pytest.approx(2 * 4 * 4 * 16 * sum(range(1, 49)))
     assert prompt["gb_per_s"] * prompt["us"] * 1e3 == pytest.approx(4 * 96 * 16 * (4 + 4 + 2 + 2))
+
+
+def test_old_results_get_the_new_names_of_operations() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "kernels.json"
+    old = {row["kernel"] for row in json.loads(path.read_text())["rows"]}
+    new = {row["kernel"] for row in results.read(path).rows}
+    assert {"take", "feed", "step, dependent launches"} <= old
+    assert {"gather rows", "use last tokens", "step, PDL"} <= new
+    assert not new & {"take", "feed", "argmax, settle", "prompt attention", "step, dependent launches"}
 
 
 class MissingElement(NativeBackend):
@@ -121,7 +131,7 @@ def test_speed_is_shown_in_the_unit_that_bounds_the_kernel(
         lines = capsys.readouterr().out.splitlines()
         assert lines[1] == f"measured here: {ceilings}"
         speeds = {line[:26].rstrip(): line.split()[-2] for line in lines[3:]}
-        assert speeds["prompt attention"][1:] == speeds["linear"][1:] == unit
+        assert speeds["prefill attention"][1:] == speeds["linear"][1:] == unit
         assert speeds["argmax"].endswith("B/s")  # it has no FLOPs
 
 

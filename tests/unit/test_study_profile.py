@@ -34,7 +34,7 @@ def test_a_profile_is_printed_plotted_and_written(
     prefill, decode = result.rows
     assert (prefill["phase"], prefill["steps"], decode["phase"], decode["steps"]) == ("prefill", 2, "decode", 12)
     for row in result.rows:
-        assert row["ms"] == pytest.approx(sum(row[f"{part}_ms"] for part in CATEGORIES))
+        assert row["ms"] == pytest.approx(sum(row[f"{category}_ms"] for category in CATEGORIES))
         assert row["matmul_ms"] > 0
         assert row["attention_ms"] > 0
         assert row["idle_ms"] > 0
@@ -43,14 +43,14 @@ def test_a_profile_is_printed_plotted_and_written(
         assert off == any(note.startswith(row["phase"]) for note in result.notes)
         assert 0.5 < row["accounted"] < 1.1
     assert result.parameters["split"] == "tp1"
-    assert result.parameters["unwatched_decode_ms"] > 0
+    assert result.parameters["unprofiled_decode_ms"] > 0
     names = {one["name"]: one for one in result.parameters["names"]["decode"][0]}
     if native.load() is not None:  # calls of replayed steps are recorded too
         # Two layers of four linears each, and the LM head, in each of 7 profiled steps.
         assert names["native::linear"]["count"] == 7 * (2 * 4 + 1)
         assert names["native::attend"]["count"] == 7 * 2
     assert "matmul" in out
-    assert "the parts add up to" in out
+    assert "the categories add up to" in out
 
 
 def test_profiling_changes_no_tokens(model: str) -> None:
@@ -100,7 +100,13 @@ def test_invalid_workloads_are_refused(model: str, args: str, message: str, caps
 
 def test_times_are_summarized_over_ranks() -> None:
     rows = [
-        {"phase": "decode", "rank": rank, "ms": 4.0, **{f"{part}_ms": 0.0 for part in CATEGORIES}, "matmul_ms": matmul}
+        {
+            "phase": "decode",
+            "rank": rank,
+            "ms": 4.0,
+            **{f"{category}_ms": 0.0 for category in CATEGORIES},
+            "matmul_ms": matmul,
+        }
         for rank, matmul in ((0, 1.0), (1, 3.0))
     ]
     summary = {one["part"]: (one["max_ms"], one["mean_ms"], one["imbalance"]) for one in summarize_ranks(rows)}

@@ -27,9 +27,9 @@ Measure = Callable[[argparse.Namespace, str, Callable[[str], None]], "Result | N
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark")
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark")
     about = "time to first token and decode step time, compared with the device's floor and with other engines"
-    latency = kinds.add_parser("latency", help=about, description=about)
+    latency = benchmarks.add_parser("latency", help=about, description=about)
     latency.add_argument("--batch", metavar="1,8", type=_sizes, default=(1, 8), help="batch sizes (default: 1,8)")
     _add_numbers(latency, prompt_len=64, output_len=64, warmup=1, repeats=3, seed=0)
     latency.add_argument(
@@ -46,9 +46,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     _add_shared_flags(latency)
     for name, module in (("throughput", bench_throughput), ("scaling", bench_scaling), ("compare", bench_compare)):
-        module.add_flags(kinds.add_parser(name, help=module.ABOUT, description=module.ABOUT))
+        module.add_flags(benchmarks.add_parser(name, help=module.ABOUT, description=module.ABOUT))
     about = "idle time of pipeline stages, by number of micro-batches"
-    pipeline = kinds.add_parser("pipeline", help=about, description=about)
+    pipeline = benchmarks.add_parser("pipeline", help=about, description=about)
     pipeline.add_argument(
         "--cuts", metavar="1,2,4,8", type=_sizes, default=(1, 2, 4, 8),
         help="numbers of micro-batches to measure (default: 1,2,4,8)",
@@ -56,9 +56,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_numbers(pipeline, prompts=8, prompt_len=128, warmup=1, repeats=5, seed=0)
     _add_shared_flags(pipeline)
     about = bench_allreduce.ABOUT
-    bench_allreduce.add_flags(kinds.add_parser("allreduce", help=about, description=about))
+    bench_allreduce.add_flags(benchmarks.add_parser("allreduce", help=about, description=about))
     about = "kernels of a decode step and prefill attention, compared with torch and with the device's floor"
-    kernels = kinds.add_parser("kernels", help=about, description=about)
+    kernels = benchmarks.add_parser("kernels", help=about, description=about)
     rows = (1, 2, 4, 8, 16, 32, 64)
     kernels.add_argument(
         "--rows",

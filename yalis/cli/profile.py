@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON to this folder")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="plot the parts as stacked bars, as FILE.png and FILE.svg"
+        "--plot", type=Path, metavar="FILE", help="plot the categories as stacked bars, as FILE.png and FILE.svg"
     )
     add_engine_flags(parser)
     add_common_flags(parser, json="print the result as one JSON object")

@@ -30,7 +30,7 @@ from yalis.study.topology import llm_topology
 from yalis.study.workloads import Workload, random_prompt
 from yalis.types import SamplingParams
 
-#: Largest relative difference between the sum of the parts and the wall time that needs no note.
+#: Largest relative difference between the sum of the categories and the wall time that needs no note.
 TOLERANCE = 0.02
 # Unprofiled decode steps that are needed to report the overhead of the profiler.
 _MIN_UNPROFILED = 3
@@ -76,20 +76,20 @@ class PhaseProfile:
         return [self._row(phase, rank, batch) for rank in range(len(self.runs[0][1]))]
 
     def _row(self, phase: str, rank: int, batch: int) -> Row:
-        part_ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        category_ns: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         total_ns, wall_ns, steps, sequences = 0, 0, 0, 0
         for run_ns, ranks in self.runs:
             wall_ns += run_ns
             total_ns += sum(step.total_ns for step in ranks[rank].steps)
             for step in phase_steps(ranks[rank], phase):
                 steps, sequences = steps + 1, sequences + step.info.num_sequences
-                part_ns["idle"] += step.idle_ns
+                category_ns["idle"] += step.idle_ns
                 for category, ns in step.category_ns.items():
-                    part_ns[category] += ns
+                    category_ns[category] += ns
         # Prefill is reported as a whole, decode per token of every sequence.
         times = len(self.runs) if phase == PREFILL else sequences / batch
-        row: Row = {"phase": phase, "rank": rank, "steps": steps, "ms": sum(part_ns.values()) / times / 1e6}
-        row.update({f"{part}_ms": ns / times / 1e6 for part, ns in part_ns.items()})
+        row: Row = {"phase": phase, "rank": rank, "steps": steps, "ms": sum(category_ns.values()) / times / 1e6}
+        row.update({f"{category}_ms": ns / times / 1e6 for category, ns in category_ns.items()})
         row["accounted"] = total_ns / wall_ns
         return row
 
@@ -149,7 +149,7 @@ def measure(
         "split": _label(config),
         "over_ranks": summarize_ranks(rows),
         "names": {phase: phases[phase].names(phase) for phase in PHASES},
-        "unwatched_decode_ms": unprofiled_ms,
+        "unprofiled_decode_ms": unprofiled_ms,
         "profiling_overhead": None if unprofiled_ms is None else decode_ms / unprofiled_ms - 1,
     }
     result = results.new("profile", parameters, rows, command, [device], topology=topology)
@@ -208,7 +208,7 @@ def _label(config: EngineConfig) -> str:
 
 def _notes(result: results.Result) -> list[str]:
     notes = [
-        f"{row['phase']} on rank {row['rank']}: the parts add up to {row['accounted']:.1%} of the wall time"
+        f"{row['phase']} on rank {row['rank']}: the categories add up to {row['accounted']:.1%} of the wall time"
         for row in result.rows
         if abs(row["accounted"] - 1) > TOLERANCE
     ]

@@ -231,5 +231,5 @@ def yalis_backends(device: torch.device) -> list[tuple[str, Backend]]:
     if device.type == "cuda":
         if find_spec("triton") is None:
             raise YalisError("triton is not installed, which the GPU kernels need; type: pip install triton")
-        return [("", TritonBackend()), (", dependent launches", TritonBackend(pdl=True))]
+        return [("", TritonBackend()), (", PDL", TritonBackend(pdl=True))]
     return [("", NativeBackend())]

@@ -165,15 +165,17 @@ def _token_ops(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: 
         ids = [torch.randint(-dims.vocab, dims.vocab, (rows,), device=device) for _ in range(_MAX_COPIES)]
         last = torch.randint(dims.vocab, (2 * rows,), device=device)
         copies: list[tuple[Any, ...]] = [(x, last, request_slots) for x in ids]
-        yield KernelCase("feed", f"{2 * rows} slots", rows, 4.0 * ids[0].nbytes, 0.0, _call("use_last_tokens"), copies)
+        yield KernelCase(
+            "use last tokens", f"{2 * rows} slots", rows, 4.0 * ids[0].nbytes, 0.0, _call("use_last_tokens"), copies
+        )
         copies = [(table, x.remainder(dims.vocab)) for x in ids]
         moved = 2.0 * rows * dims.hidden * dtype.itemsize
-        yield KernelCase("take", f"{dims.vocab}x{dims.hidden}", rows, moved, 0.0, _call("gather_rows"), copies)
+        yield KernelCase("gather rows", f"{dims.vocab}x{dims.hidden}", rows, moved, 0.0, _call("gather_rows"), copies)
         logits = _inputs(rows, dims.vocab, dtype=dtype, device=device)
         moved = float(logits[0].nbytes)
         yield KernelCase("argmax", f"{dims.vocab}", rows, moved, 0.0, _call("argmax"), [(x,) for x in logits])
         copies = [(x, last, request_slots) for x in logits]
-        yield KernelCase("argmax, settle", f"{dims.vocab}", rows, moved, 0.0, _call("pick_greedy"), copies)
+        yield KernelCase("pick greedy", f"{dims.vocab}", rows, moved, 0.0, _call("pick_greedy"), copies)
 
 
 def _decode_attention(
@@ -215,7 +217,7 @@ def _attention_case(
     flops = 4.0 * dims.heads * dims.head_dim * pairs
     kernel, shape = "attention", f"{context} tokens"
     if prefill:
-        kernel, shape = "prompt attention", f"{sequences} x {shape}"
+        kernel, shape = "prefill attention", f"{sequences} x {shape}"
     return KernelCase(kernel, shape, rows, float(moved), flops, _call("attention"), copies)
 
 

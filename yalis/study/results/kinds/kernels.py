@@ -20,6 +20,15 @@ from yalis.study.results.column import Column, with_spread
 from yalis.study.results.kind import Metric, ResultKind
 from yalis.study.results.result import Result, Row
 
+#: Operations by their names before schema version 5.
+_RENAMED_OPERATIONS = {
+    "feed": "use last tokens",
+    "take": "gather rows",
+    "argmax, settle": "pick greedy",
+    "prompt attention": "prefill attention",
+    "step, dependent launches": "step, PDL",
+}
+
 
 class Kernels(ResultKind):
     name = "kernels"
@@ -44,6 +53,12 @@ class Kernels(ResultKind):
     added_parameters = frozenset({"prompts", "prompt_len"})  # prefill attention was not measured before
     section = SHARE_OF_FLOOR
     report_order = 50
+
+    def _upgrade_row(self, row: Any, version: int) -> Any:
+        row = super()._upgrade_row(row, version)
+        if isinstance(row, dict) and isinstance(name := row.get("kernel"), str):
+            row["kernel"] = _RENAMED_OPERATIONS.get(name, name)
+        return row
 
     def title(self, result: Result) -> str:
         return f"Kernels of a decode step, {result.parameters['dtype']}"

@@ -68,7 +68,10 @@ class Profile(ResultKind):
         "split": str,
         "profiling_overhead": (float,),
     }
-    renamed_parameters = {"watching_costs": "profiling_overhead"}
+    renamed_parameters = {
+        "watching_costs": "profiling_overhead",
+        "unwatched_decode_ms": "unprofiled_decode_ms",
+    }
     section = Section(
         "Time breakdown",
         "The timeline of each rank. Communication includes waiting for other ranks. Idle is the sum of the gaps in "
