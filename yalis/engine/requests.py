@@ -136,7 +136,7 @@ class RequestGroup:
     """Requests whose output is read by the same caller, either as results or as events.
 
     A result is delivered once: by take_results(), or with the request's last event from next_event(). Deltas are not
-    stored but taken from the completion when its event is read, so output that nobody reads as events costs no memory.
+    stored but taken from the completion when its event is read, so unread output costs no memory.
     """
 
     def __init__(self) -> None:
