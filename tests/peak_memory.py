@@ -1,4 +1,4 @@
-"""How much memory a piece of work took at most, beyond what the process held before."""
+"""Measure the peak memory of a function."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def peak_extra_bytes(work: Callable[[], None]) -> int:
-    """Resident memory, file pages included, measured by the kernel."""
+    """Return the peak resident memory of `work` above the current one, in bytes; file pages are included."""
     try:
         _RESET.write_text("5")
     except OSError:
-        pytest.skip("the kernel does not let the peak of resident memory be reset")
+        pytest.skip("the kernel does not allow resetting the peak of resident memory")
     before = _kilobytes("VmRSS")
     work()
     return (_kilobytes("VmHWM") - before) * 1024

@@ -1,4 +1,4 @@
-"""A headless Chromium that a test loads pages in, spoken to over a pipe: no port, no driver, no package."""
+"""A headless Chromium to load pages in, controlled over a pipe, without a port, driver or package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-# A browser that calls home would be told apart from a page that does only with effort.
+# Background traffic of the browser would be mistaken for requests of the page.
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-sync", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -26,13 +26,13 @@ _FLAGS = (
 
 
 class Page:
-    """One tab. What it asks the network for and complains about is kept."""
+    """One tab. Records the URLs it requests, and its console messages and exceptions."""
 
     def __init__(self, write: int, read: int) -> None:
-        self._write, self._read, self._rest = write, read, b""
+        self._write, self._read, self._buffer = write, read, b""
         self._next, self._session = 0, ""
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         self._loaded = False
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -40,7 +40,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Ask the browser, and wait for its answer."""
+        """Send a DevTools command and return its result."""
         self._next += 1
         message: dict[str, Any] = {"id": self._next, "method": method, "params": parameters}
         if self._session:
@@ -67,59 +67,59 @@ class Page:
         return done["result"].get("value")
 
     def screenshot(self, file: Path) -> None:
-        """The whole page, as PNG."""
+        """Save the whole page as PNG."""
         height = self.evaluate("document.documentElement.scrollHeight")
         width = self.evaluate("document.documentElement.clientWidth")
         area = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         taken = self.call("Page.captureScreenshot", format="png", clip=area, captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(taken["data"]))
 
-    def _receive(self, patience: float = 30) -> Any:
-        end = time.monotonic() + patience
-        while b"\0" not in self._rest:
+    def _receive(self, timeout: float = 30) -> Any:
+        end = time.monotonic() + timeout
+        while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], max(0, end - time.monotonic()))
             more = os.read(self._read, 1 << 20) if ready else b""
             assert more, "the browser did not answer"
-            self._rest += more
-        text, _, self._rest = self._rest.partition(b"\0")
+            self._buffer += more
+        text, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(text)
-        self._hear(message.get("method", ""), message.get("params", {}))
+        self._handle_event(message.get("method", ""), message.get("params", {}))
         return message
 
-    def _hear(self, event: str, told: dict[str, Any]) -> None:
+    def _handle_event(self, event: str, params: dict[str, Any]) -> None:
         if event == "Page.loadEventFired":
             self._loaded = True
         elif event == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(params["request"]["url"])
         elif event in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
-            self.complaints.append(json.dumps(told))
+            self.errors.append(json.dumps(params))
 
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """A page of a browser that keeps its things in `folder`; the test skips where none is installed."""
+    """Yield a page of a browser with its profile in `folder`; skips the test if no browser is installed."""
     program = next((found for name in NAMES if (found := shutil.which(name))), None)
     if program is None:
         pytest.skip("no Chromium is installed; tests/system/install.sh installs one as root on Debian")
-    (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+    (child_in, parent_out), (parent_in, child_out) = os.pipe(), os.pipe()
 
-    def wire() -> None:
-        # The browser reads from 3 and writes to 4; both may be in use by the pipes themselves.
-        reading, writing = os.dup2(theirs_in, 30), os.dup2(theirs_out, 31)
+    def connect_pipes() -> None:
+        # The browser reads from fd 3 and writes to fd 4; the pipes themselves may use these numbers.
+        reading, writing = os.dup2(child_in, 30), os.dup2(child_out, 31)
         os.dup2(reading, 3)
         os.dup2(writing, 4)
 
     process = subprocess.Popen(
         [program, *_FLAGS, f"--user-data-dir={folder}"],
-        preexec_fn=wire, close_fds=False,
+        preexec_fn=connect_pipes, close_fds=False,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    os.close(theirs_in)
-    os.close(theirs_out)
+    os.close(child_in)
+    os.close(child_out)
     try:
-        yield Page(ours_out, ours_in)
+        yield Page(parent_out, parent_in)
     finally:
         process.kill()
         process.wait()
-        os.close(ours_out)
-        os.close(ours_in)
+        os.close(parent_out)
+        os.close(parent_in)

@@ -1,4 +1,4 @@
-"""Loading a whole model takes its parameters and, beside them, less than one tensor."""
+"""Peak memory of loading a model: its parameters plus less than one tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from yalis.parallel.plan import Grid
 from yalis.spec import read_spec
 
 
-def test_peak_memory_is_the_model_and_less_than_a_tensor(tmp_path):
+def test_loading_needs_less_than_one_tensor_of_extra_memory(tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=65_536,
         hidden_size=512,
@@ -33,4 +33,4 @@ def test_peak_memory_is_the_model_and_less_than_a_tensor(tmp_path):
     largest = 65_536 * 512 * 4
     assert size > 1.5 * largest
     extra = peak_extra_bytes(lambda: model.load(checkpoint)) - size
-    assert extra < largest / 2, f"{extra / 2**20:.0f} MiB beside the parameters"
+    assert extra < largest / 2, f"{extra / 2**20:.0f} MiB in addition to the parameters"

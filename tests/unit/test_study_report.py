@@ -351,4 +351,4 @@ def test_a_browser_shows_it_without_a_network(folder: Path, tmp_path: Path) -> N
         tab.open(page, width=420)
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert set(tab.requests) == {page.resolve().as_uri()}
-        assert tab.complaints == []
+        assert tab.errors == []

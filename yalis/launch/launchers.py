@@ -40,7 +40,7 @@ class LaunchInfo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """One way to start ranks. Names are stored in results and are what the user types."""
+    """A program that starts ranks. `name` is what the user types, and is stored in results."""
 
     name: str
     rank_variable: str

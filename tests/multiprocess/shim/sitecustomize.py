@@ -1,4 +1,4 @@
-"""On the PYTHONPATH of a test's job: Python imports this in every process before anything else."""
+"""Installs a fault in a test's ranks: Python imports this at startup, because the folder is on their PYTHONPATH."""
 
 from tests.multiprocess.fault import install
 
