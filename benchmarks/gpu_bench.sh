@@ -1,10 +1,10 @@
 #!/bin/bash
-# One GPU against its floors: Llama-3.1-8B's shape with random weights, and others. usage: gpu_bench.sh FOLDER [STEP ...]
-# Steps: table job startup profile (if none is named), shapes batches contexts plots eager compile kernels attention tests.
-# BESIDE="vllm transformers" has these peers beside in table and job.
-# What each prints goes into FOLDER/STEP.txt, results as JSON into FOLDER/STEP; the table of targets comes last.
-# LIMIT is what a step may take, in seconds; WARMUP and REPEATS are runs of a workload. With the Python that holds the GPU's torch as
-# $PYTHON. The compile cache that startup makes anew is FOLDER/cache: with YALIS_CACHE the same, later steps find it warm.
+# Benchmark one GPU with the shape of Llama-3.1-8B (random weights) and others. usage: gpu_bench.sh FOLDER [STEP ...]
+# Steps: table job startup profile (default), shapes batches contexts plots eager compile kernels attention tests.
+# The output of a step goes to FOLDER/STEP.txt and its results to FOLDER/STEP as JSON. The table of targets comes last.
+# BESIDE="vllm transformers" also measures these engines in the steps table and job.
+# LIMIT is the time limit of a step in seconds; WARMUP and REPEATS are runs of a workload. PYTHON is the Python that has
+# the GPU's torch. The step startup clears the compile cache FOLDER/cache; set YALIS_CACHE to it to reuse it later.
 . "$(dirname "$0")/steps.sh"
 steps=${*:-table job startup profile}
 LIMIT=${LIMIT:-280} LINES_SHOWN=${LINES_SHOWN:-40}
@@ -13,7 +13,7 @@ shapes=${SHAPES:-benchmarks/shapes}
 beside=()
 for peer in ${BESIDE:-}; do beside+=(--peer "$peer"); done
 
-# latency STEP SHAPE FLAG ...: with all prompts in one step, as the peers do it
+# latency STEP SHAPE FLAG ...: prefill all prompts in one step, as the other engines do
 latency() {
   local name=$1 shape=$2
   shift 2
@@ -25,12 +25,12 @@ latency() {
 workloads() {
   local output=$1
   shift
-  for each in "$@"; do printf -- '--workload %sx%s ' "$each" "$output"; done
+  for shape in "$@"; do printf -- '--workload %sx%s ' "$shape" "$output"; done
 }
 
-# From the start of the process to its first token, in seconds.
+# Time from the start of the process to its first token, in seconds.
 startup() {
-  unset TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR # which would be warm
+  unset TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR # these may be warm
   YALIS_CACHE=$folder/cache "$python" - "$(date +%s.%N)" "$shapes" <<'P'
 import sys, time
 from yalis import LLM, SamplingParams
@@ -51,7 +51,7 @@ for name in $steps; do
   table)
     latency table llama-3.1-8b $(workloads 257 1x128 16x128 64x512) $(workloads 513 16x2480) "${beside[@]}"
     ;;
-  job) WARMUP=0 REPEATS=1 latency job llama-3.1-8b --workload 16x2480x33 --workload poster "${beside[@]}" ;; # the first warms up
+  job) WARMUP=0 REPEATS=1 latency job llama-3.1-8b --workload 16x2480x33 --workload poster "${beside[@]}" ;; # the first workload is the warm-up
   startup)
     rm -rf "$folder/cache"
     step startup-cold bash -c startup

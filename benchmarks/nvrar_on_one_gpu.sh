@@ -1,8 +1,9 @@
 #!/bin/bash
-# nvrar between ranks that share one GPU: builds it, checks it, measures it. usage: nvrar_on_one_gpu.sh FOLDER [STEP ...]
-# Steps: build, smoke, contract, storm, bench, plain, decode, tests; all but the last if none is named. Results go into FOLDER.
-# LIMIT: seconds that a step may take; OPS and SHAPES of storms, SIZES, BACKENDS, PLAIN and WAYS of benchmarks. With the Python that
-# holds the GPU's torch as $PYTHON; MPS is started here, and stopped.
+# Build, test and benchmark nvrar between ranks that share one GPU. usage: nvrar_on_one_gpu.sh FOLDER [STEP ...]
+# Steps: build smoke contract storm bench plain decode tests (default: all but tests). Results go to FOLDER.
+# LIMIT is the time limit of a step in seconds. OPS and SHAPES (ranks per node) set the stress test storm; SIZES,
+# BACKENDS, PLAIN (NODESxRANKS) and WAYS (all-reduce backends of decode) set the benchmarks. PYTHON is the Python that
+# has the GPU's torch. CUDA MPS is started here, and stopped.
 . "$(dirname "$0")/steps.sh"
 steps=${*:-build smoke contract storm bench plain decode}
 LIMIT=${LIMIT:-300} LINES_SHOWN=${LINES_SHOWN:-1} BACKENDS=${BACKENDS:-torch,mpi,nvrar,ring,oneshot,nvshmem}
@@ -10,7 +11,7 @@ ranks=(mpirun --allow-run-as-root --oversubscribe --bind-to none -n)
 export CUDA_MPS_PIPE_DIRECTORY=$folder/mps CUDA_MPS_LOG_DIRECTORY=$folder/mps OMP_NUM_THREADS=1 YALIS_NVRAR_TIMEOUT=20
 mkdir -p "$folder/mps"
 
-if [[ $steps == *tests* ]]; then # which start MPS themselves
+if [[ $steps == *tests* ]]; then # they start MPS themselves
   step tests "$python" -m pytest tests/gpu/test_gpu_nvrar.py -p no:cacheprovider -rfEs --durations=10
 fi
 nvidia-cuda-mps-control -d || exit 1
@@ -38,22 +39,22 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
         "$python" -m tests.gpu.nvrar_job stress "$nodes" ops="${OPS:-20000}"
     done
     ;;
-  bench) # every way at its best, by the same search
+  bench) # each backend with its best settings, found by the same search
     YALIS_NVRAR_ARENA=600 step bench-tuned "$python" -m yalis bench allreduce --ranks 8 --ranks-per-node 2 --ranks-per-gpu 8 \
       --device cuda --tune --repeats 15 --sizes "${SIZES:-32K,128K,512K,1M}" --dtypes bfloat16 \
       --backends "${BACKENDS//mpi,/}" --out "$folder" --plot "$folder/allreduce-4x2-tuned"
     ;;
-  plain) # without a search, eager and in graphs; ranks are mpirun's, which backend mpi needs
-    for each in ${PLAIN:-2x1 2x2 4x2}; do
-      YALIS_NVRAR_ARENA=600 step "bench-$each" "${ranks[@]}" $((${each%x*} * ${each#*x})) "$python" -m yalis bench allreduce \
-        --ranks-per-node "${each#*x}" --ranks-per-gpu 8 --device cuda --repeats 15 --sizes "${SIZES:-32K,128K,512K,1M}" \
-        --dtypes bfloat16 --backends "$BACKENDS" --out "$folder" --plot "$folder/allreduce-$each"
+  plain) # without a search, eager and in graphs; started by mpirun, which the backend mpi needs
+    for grid in ${PLAIN:-2x1 2x2 4x2}; do
+      YALIS_NVRAR_ARENA=600 step "bench-$grid" "${ranks[@]}" $((${grid%x*} * ${grid#*x})) "$python" -m yalis bench allreduce \
+        --ranks-per-node "${grid#*x}" --ranks-per-gpu 8 --device cuda --repeats 15 --sizes "${SIZES:-32K,128K,512K,1M}" \
+        --dtypes bfloat16 --backends "$BACKENDS" --out "$folder" --plot "$folder/allreduce-$grid"
     done
     ;;
-  decode) # a step of a whole model, 2 nodes of 2 ranks, by each backend
-    for way in ${WAYS:-nvrar torch hierarchical mpi}; do
-      step "decode-$way" "${ranks[@]}" 4 "$python" -m yalis bench latency --model benchmarks/shapes/llama-3.2-1b.json --load random \
-        --dtype bfloat16 --tp 4 --ranks-per-node 2 --ranks-per-gpu 4 --allreduce "$way" --batch 1,16 --prompt-len 128 \
+  decode) # decode steps of a whole model on 2 nodes of 2 ranks, with each all-reduce backend
+    for backend in ${WAYS:-nvrar torch hierarchical mpi}; do
+      step "decode-$backend" "${ranks[@]}" 4 "$python" -m yalis bench latency --model benchmarks/shapes/llama-3.2-1b.json --load random \
+        --dtype bfloat16 --tp 4 --ranks-per-node 2 --ranks-per-gpu 4 --allreduce "$backend" --batch 1,16 --prompt-len 128 \
         --output-len 65 --repeats 1 --memory-fraction 0.15 --max-num-seqs 16 --out "$folder/decode"
     done
     ;;

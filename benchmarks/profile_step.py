@@ -1,4 +1,4 @@
-"""The kernels of a decode step with their times, and the gaps between them.
+"""Profile a decode step on a GPU: the time of each kernel, and the gaps and overlap between them.
 
 python benchmarks/profile_step.py [--model CONFIG] [--batch 1,16] [--prompt-len 128] [--eager] [--json FILE]
 """
@@ -30,7 +30,9 @@ def main() -> None:
     args = parser.parse_args()
     batches = [int(part) for part in args.batch.split(",")]
     blocks = max(batches) * ((args.prompt_len + 128) // resolve_block_size(None, torch.device("cuda")) + 1)
-    tokens = max(2048, max(batches) * args.prompt_len)  # all prompts in one step: nobody decodes beside them
+    tokens = max(
+        2048, max(batches) * args.prompt_len
+    )  # prefill all prompts in one step, so that no sequence decodes during prefill
     with LLM(
         args.model, load="random", max_num_seqs=max(batches), max_batch_tokens=tokens, kv_blocks=blocks,
         prefix_reuse=False, eager=args.eager,
@@ -43,13 +45,13 @@ def main() -> None:
 
 
 def show(batch: int, times: StepTimes) -> None:
-    tell(f"batch {batch}: {times.us:.0f} us a step, gaps {times.gaps:.0f} us, overlap {times.overlap:.0f} us")
+    print_line(f"batch {batch}: {times.us:.0f} us a step, gaps {times.gaps:.0f} us, overlap {times.overlap:.0f} us")
     for kernel in times.kernels:
         if kernel.us >= 0.001 * times.us:
-            tell(f"{kernel.us:>9.1f} us{kernel.us / times.us:>7.1%}{kernel.count:>8.1f} x  {kernel.name[:90]}")
+            print_line(f"{kernel.us:>9.1f} us{kernel.us / times.us:>7.1%}{kernel.count:>8.1f} x  {kernel.name[:90]}")
 
 
-def tell(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 

@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it, which are called with FOLDER [STEP ...]: goes to the repository's root, makes the
-# folder, and takes it off the arguments. They set LIMIT and LINES_SHOWN where the caller has not.
+# Sourced by the other scripts here, which are called with FOLDER [STEP ...]. Changes to the root of the repository,
+# creates FOLDER and removes it from the arguments. The scripts set defaults for LIMIT and LINES_SHOWN.
 set -u
 [ $# -gt 0 ] || { echo "usage: $0 FOLDER [STEP ...]" >&2 && exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -8,8 +8,8 @@ shift
 python=${PYTHON:-python3}
 failures=0
 
-# step NAME COMMAND ...: what it prints goes into FOLDER/NAME.txt and NAME.err; the end is shown, and failures are counted.
-# One that is out of time hears Ctrl-C, and keeps what it has done.
+# step NAME COMMAND ...: run a command with its output in FOLDER/NAME.txt and NAME.err, show the last lines and count
+# failures. After LIMIT seconds it gets SIGINT, so that it can save its partial results.
 step() {
   local name=$1 began=$SECONDS
   shift
@@ -18,7 +18,7 @@ step() {
     tail -n "$LINES_SHOWN" "$folder/$name.txt"
   else
     failures=$((failures + 1))
-    echo "FAIL  $name ($((SECONDS - began)) s), the end of $folder/$name.txt and $name.err:"
+    echo "FAIL  $name ($((SECONDS - began)) s), last lines of $folder/$name.txt and $name.err:"
     tail -q -n 20 "$folder/$name.txt" "$folder/$name.err"
   fi
 }

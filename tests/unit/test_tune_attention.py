@@ -31,46 +31,48 @@ def tune(monkeypatch: pytest.MonkeyPatch) -> Any:
     return script
 
 
-def test_every_launch_is_tried_once_the_present_one_first(tune: Any) -> None:
-    now = tune.present(CPU)
-    for programs in (now.programs, 3):
-        found = tune.list_candidates(now, (32, 64, 128, 256), (2, 4, 8), (1, 2, 3), (1, 2, 4, 8, programs))
-        assert found[0] == now
-        assert len({one.shape for one in found}) == 36
+def test_every_candidate_is_tried_once_the_current_one_first(tune: Any) -> None:
+    current = tune.current_candidate(CPU)
+    for programs in (current.programs, 3):
+        found = tune.list_candidates(current, (32, 64, 128, 256), (2, 4, 8), (1, 2, 3), (1, 2, 4, 8, programs))
+        assert found[0] == current
+        assert len({one.config for one in found}) == 36
 
 
-def test_a_search_keeps_what_is_right_and_fits(
+def test_a_search_keeps_candidates_that_are_correct_and_fit(
     tune: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [tune.make_step(sequences, keys, 1, CPU, 1, torch.float32) for sequences, keys in ((1, 200), (2, 40))]
-    wanted = [(32, 8), (64, 1), (64, 8), (128, 1), (256, 1)]
-    candidates = [tune.Candidate(keys, 2, 2, programs) for keys, programs in wanted]
-    kernels, attend, chosen = tune.kernels, tune.kernels.paged_attention, tune.kernels.decode_config
+    tried = [(32, 8), (64, 1), (64, 8), (128, 1), (256, 1)]
+    candidates = [tune.Candidate(keys, 2, 2, programs) for keys, programs in tried]
+    kernels, attend, original = tune.kernels, tune.kernels.paged_attention, tune.kernels.decode_config
     launches = []
 
-    def watched(*args: Any) -> torch.Tensor:
-        shape, programs = kernels.decode_config(), args[6].target_programs // tune.gpu_limits(CPU).num_sms
-        launches.append((shape.block_n, programs))
-        if shape.block_n == 128:
+    def recorded(*args: Any) -> torch.Tensor:
+        config, programs = kernels.decode_config(), args[6].target_programs // tune.gpu_limits(CPU).num_sms
+        launches.append((config.block_n, programs))
+        if config.block_n == 128:
             raise OutOfResources(300_000, 232_448, "shared memory")
         out: torch.Tensor = attend(*args)
         return out * 1.1 if launches[-1] == (64, 8) else out
 
-    monkeypatch.setattr(kernels, "paged_attention", watched)
+    monkeypatch.setattr(kernels, "paged_attention", recorded)
     found = tune.sweep(candidates, steps, time.monotonic() + 1000)
-    assert list(dict.fromkeys(launches)) == wanted
+    assert list(dict.fromkeys(launches)) == tried
     assert [(one.keys, one.programs) for one in found] == [(32, 8), (64, 1), (256, 1)]
     assert all(len(times) == 2 and min(times) > 0 for times in found.values())
-    assert "Candidate(keys=64, warps=2, stages=2, programs=8) is wrong: off by 1.0e-01" in capsys.readouterr().out
-    assert kernels.decode_config is chosen
+    assert (
+        "Candidate(keys=64, warps=2, stages=2, programs=8) is wrong: relative error 1.0e-01" in capsys.readouterr().out
+    )
+    assert kernels.decode_config is original
     assert not tune.sweep(candidates, steps, time.monotonic() - 1)
 
 
-def test_the_best_come_first_and_the_present_one_is_marked(tune: Any) -> None:
-    fast, even, now = (tune.Candidate(keys, 4, 2, 1) for keys in (32, 64, 128))
-    found = {now: [4.0, 3.0], even: [2.0, 2.0], fast: [1.0, 5.0]}
-    told = list(tune.tabulate(found, [("1 x 200", 4_000_000), ("16 x 200", 8_000_000)], now, 1))
-    assert [line.split() for line in told if line[:20].isspace()] == [
+def test_tables_are_sorted_and_mark_the_current_candidate(tune: Any) -> None:
+    fast, even, current = (tune.Candidate(keys, 4, 2, 1) for keys in (32, 64, 128))
+    found = {current: [4.0, 3.0], even: [2.0, 2.0], fast: [1.0, 5.0]}
+    lines = list(tune.tabulate(found, [("1 x 200", 4_000_000), ("16 x 200", 8_000_000)], current, 1))
+    assert [line.split() for line in lines if line[:20].isspace()] == [
         ["1", "32", "4", "2", "1", "1.00", "4.00"],
         ["3", "128", "4", "2", "1", "4.00", "1.00", "now"],
         ["1", "64", "4", "2", "1", "2.00", "4.00"],
