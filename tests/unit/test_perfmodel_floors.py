@@ -1,4 +1,4 @@
-"""The floors against the figures measured machines were compared with, and against sums done the slow way."""
+"""Floors against published figures, and against sums computed the slow way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def decode_ms(batch: int, context: float) -> float:
     return 1e3 * floor_s(work.bytes, work.flops, H200_READ, H200_FLOPS)
 
 
-def test_parameter_counts_are_the_published_ones() -> None:
+def test_parameter_counts_match_the_published_ones() -> None:
     assert LLAMA_8B.params == 8_030_261_248
     assert SMOLLM2.params == 134_515_008
 
@@ -45,7 +45,9 @@ def prefill_s(lengths: list[int]) -> float:
 
 def test_prefill_floors_of_llama_8b_on_an_h200() -> None:
     assert prefill_s([2480] * 16) == pytest.approx(0.74, rel=0.01)
-    assert prefill_s([16]) == pytest.approx(1e-3 * decode_ms(1, 0), rel=1e-4)  # short prompts wait for the weights
+    assert prefill_s([16]) == pytest.approx(
+        1e-3 * decode_ms(1, 0), rel=1e-4
+    )  # short prompts are bound by reading the weights
 
 
 def test_floor_of_a_whole_job() -> None:
@@ -54,23 +56,23 @@ def test_floor_of_a_whole_job() -> None:
     assert prefill + decode == pytest.approx(10.6, rel=0.005)
 
 
-def test_smollm2_reads_538_megabytes_a_step() -> None:
+def test_smollm2_reads_538_megabytes_per_step() -> None:
     work = decode_work(SMOLLM2, [0])
     assert work.bytes == pytest.approx(538e6, rel=0.001)
     assert work.weight_bytes == SMOLLM2.params * 4  # tied: the table is read once, as lm_head
     assert 1e3 * floor_s(work.bytes, work.flops, 26.8e9, 1e15) == pytest.approx(20, rel=0.01)
 
 
-def test_bytes_and_operations_cross_near_170_rows() -> None:
-    def bound_by_bytes(batch: int) -> bool:
+def test_decode_becomes_compute_bound_near_170_sequences() -> None:
+    def is_memory_bound(batch: int) -> bool:
         work = decode_work(LLAMA_8B, [0] * batch)
         return work.bytes / H200_READ > work.flops / H200_FLOPS
 
-    assert bound_by_bytes(165)
-    assert not bound_by_bytes(175)
+    assert is_memory_bound(165)
+    assert not is_memory_bound(175)
 
 
-def test_an_untied_table_costs_only_the_rows_looked_up() -> None:
+def test_an_untied_embedding_table_costs_only_the_rows_looked_up() -> None:
     tied = dataclasses.replace(LLAMA_8B, tied=True)
     more = decode_work(LLAMA_8B, [10] * 3).weight_bytes - decode_work(tied, [10] * 3).weight_bytes
     assert more == 3 * 4096 * 2
@@ -91,7 +93,7 @@ def test_attention_counts_each_visible_pair(window: int | None) -> None:
     assert decode_work(dims, [12]).kv_bytes == min(12, window or 12) * 2 * 30 * 3 * 64 * 4
 
 
-def test_parameter_count_of_every_family_is_that_of_transformers() -> None:
+def test_parameter_counts_of_all_families_match_transformers() -> None:
     import torch
     from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
@@ -110,6 +112,6 @@ def test_parameter_count_of_every_family_is_that_of_transformers() -> None:
         assert ModelDims.of(read_spec(fields), 2, 2).params == sum(p.numel() for p in model.parameters()), config
 
 
-def test_the_arithmetic_needs_no_torch() -> None:
+def test_floors_do_not_import_torch() -> None:
     code = "import sys, yalis.perfmodel.floors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

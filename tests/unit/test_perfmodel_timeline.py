@@ -1,4 +1,4 @@
-"""The arithmetic of a timeline: who has which instant, and what the gaps add up to."""
+"""Breaking a timeline down: each instant counts for one category, and gaps add up to idle time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from yalis.perfmodel.timeline import (
     CATEGORIES,
     Span,
+    assign_time,
     break_down,
-    by_name,
     categorize,
-    claim,
     device_windows,
     flatten,
     host_windows,
+    time_by_name,
 )
 
-#: One name of each kind, beside one that only holds others.
+#: One name of each category and its priority.
 NAMES = {"native::linear": 0, "native::attend": 1, "aten::add": 2, "comm::all_reduce": 3}
 
 
@@ -80,48 +80,48 @@ def test_kernels_of_a_gpu(name: str, category: str) -> None:
     assert categorize(name, on_gpu=True) == category
 
 
-def told(spans: list[Span], *windows: tuple[int, int]) -> list[dict[str, int]]:
-    """The parts that are not zero, of each window."""
-    found = break_down(flatten(claim(spans)), windows)
-    parts = [{**one.spent, "idle": one.idle} for one in found]
+def non_zero_parts(spans: list[Span], *windows: tuple[int, int]) -> list[dict[str, int]]:
+    """Return the categories of each window that are not zero."""
+    found = break_down(flatten(assign_time(spans)), windows)
+    parts = [{**one.category_ns, "idle": one.idle_ns} for one in found]
     return [{name: ns for name, ns in one.items() if ns} for one in parts]
 
 
-def test_a_call_has_the_time_of_those_inside_it() -> None:
+def test_a_call_includes_nested_calls() -> None:
     spans = [
-        Span("yalis::anything", 0, 100),  # holds the others
+        Span("yalis::anything", 0, 100),  # wraps the others
         Span("comm::all_reduce", 10, 40),
         Span("aten::add", 20, 30),
         Span("aten::reshape", 50, 80),
         Span("aten::copy_", 55, 70),
     ]
-    assert told(spans, (0, 100)) == [{"communication": 30, "other": 15, "idle": 55}]
+    assert non_zero_parts(spans, (0, 100)) == [{"communication": 30, "other": 15, "idle": 55}]
 
 
-def test_a_kernel_that_is_launched_early_begins_when_the_one_before_ends() -> None:
+def test_an_early_launched_kernel_begins_when_the_previous_one_ends() -> None:
     spans = [Span("aten::add", 0, 10, lane=7), Span("aten::mm", 4, 20, lane=7)]
-    assert told(spans, (0, 20)) == [{"other": 10, "matmul": 10}]
+    assert non_zero_parts(spans, (0, 20)) == [{"other": 10, "matmul": 10}]
 
 
-def test_communication_behind_computing_costs_nothing() -> None:
+def test_communication_that_overlaps_with_computation_costs_nothing() -> None:
     spans = [Span("comm::all_reduce", 0, 30, lane=1), Span("aten::mm", 10, 20, lane=2)]
-    assert told(spans, (0, 40)) == [{"communication": 20, "matmul": 10, "idle": 10}]
+    assert non_zero_parts(spans, (0, 40)) == [{"communication": 20, "matmul": 10, "idle": 10}]
 
 
-def test_windows_cut_what_crosses_them() -> None:
+def test_windows_split_intervals_that_cross_them() -> None:
     spans = [Span("aten::mm", 5, 25), Span("aten::mm", 30, 32)]
     windows = host_windows([0, 10, 20], 40)
     assert windows == [(0, 10), (10, 20), (20, 40)]
-    assert told(spans, *windows) == [{"matmul": 5, "idle": 5}, {"matmul": 10}, {"matmul": 7, "idle": 13}]
+    assert non_zero_parts(spans, *windows) == [{"matmul": 5, "idle": 5}, {"matmul": 10}, {"matmul": 7, "idle": 13}]
 
 
-def test_a_device_is_behind_its_host() -> None:
-    # The host begins steps at 0, 2 and 4; what each asked for runs from 10, 20 and 30 on.
+def test_device_windows_follow_the_kernels_not_the_host() -> None:
+    # The host begins steps at 0, 2 and 4; the kernels of each start at 10, 20 and 30.
     spans = [Span("_gemv_kernel", start, start + 8, issued=issued) for start, issued in ((30, 5), (10, 1), (20, 3))]
     assert device_windows([0, 2, 4], 40, spans) == [(0, 20), (20, 30), (30, 40)]
 
 
-def test_an_earlier_step_keeps_the_device_from_the_first_one_watched() -> None:
+def test_the_first_window_begins_after_kernels_of_earlier_steps() -> None:
     spans = [
         Span("_gemv_kernel", 0, 9, issued=-5),
         Span("_gemv_kernel", 9, 12, issued=1),
@@ -135,16 +135,16 @@ def test_a_step_without_kernels_takes_no_time() -> None:
     assert device_windows([0, 10, 20], 30, spans) == [(0, 6), (6, 6), (6, 30)]
 
 
-def test_names_count_where_they_begin() -> None:
-    pieces = claim([Span("aten::mm", 0, 4), Span("aten::mm", 12, 30), Span("aten::add", 22, 40, lane=1)])
-    found = [(one.name, one.count, one.ns) for one in by_name(pieces, [(10, 20), (20, 30)])]
+def test_an_interval_counts_in_the_window_where_it_begins() -> None:
+    intervals = assign_time([Span("aten::mm", 0, 4), Span("aten::mm", 12, 30), Span("aten::add", 22, 40, lane=1)])
+    found = [(one.name, one.count, one.ns) for one in time_by_name(intervals, [(10, 20), (20, 30)])]
     assert found == [("aten::add", 1, 18), ("aten::mm", 1, 18)] or found == [("aten::mm", 1, 18), ("aten::add", 1, 18)]
 
 
 SPANS = st.lists(
     st.builds(
         lambda name, start, length, lane: Span(name, start, start + length, lane),
-        st.sampled_from([*NAMES, "yalis::holder"]),
+        st.sampled_from([*NAMES, "yalis::wrapper"]),
         st.integers(0, 30),
         st.integers(0, 12),
         st.integers(0, 2),
@@ -154,20 +154,20 @@ SPANS = st.lists(
 
 
 @given(SPANS, st.lists(st.integers(0, 45), min_size=2, max_size=4, unique=True))
-def test_every_instant_counts_once(spans: list[Span], cuts: list[int]) -> None:
-    """Against a plain count, instant by instant."""
-    cuts.sort()
-    windows = list(pairwise(cuts))
+def test_every_instant_counts_once(spans: list[Span], edges: list[int]) -> None:
+    """Compare with a count of every nanosecond."""
+    edges.sort()
+    windows = list(pairwise(edges))
     taken: dict[int, dict[int, int]] = {}  # by lane and instant
     ordered = sorted((span for span in spans if span.name in NAMES), key=lambda span: (span.start, -span.end))
     for span in ordered:
         lane = taken.setdefault(span.lane, {})
         for instant in range(span.start, span.end):
             lane.setdefault(instant, NAMES[span.name])
-    for (begin, end), found in zip(windows, break_down(flatten(claim(spans)), windows), strict=True):
+    for (begin, end), found in zip(windows, break_down(flatten(assign_time(spans)), windows), strict=True):
         expected = dict.fromkeys([*CATEGORIES, "idle"], 0)
         for instant in range(begin, end):
-            here = [lane[instant] for lane in taken.values() if instant in lane]
-            expected[CATEGORIES[min(here)] if here else "idle"] += 1
-        assert {**found.spent, "idle": found.idle} == expected
+            running = [lane[instant] for lane in taken.values() if instant in lane]
+            expected[CATEGORIES[min(running)] if running else "idle"] += 1
+        assert {**found.category_ns, "idle": found.idle_ns} == expected
         assert found.total == end - begin

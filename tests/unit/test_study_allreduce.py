@@ -19,7 +19,7 @@ from yalis.study import plots, results
 from yalis.study.allreduce.benchmark import AllReducePlan, check_sums, make_row, save_table
 from yalis.study.allreduce.cost_model import CostModel
 from yalis.study.allreduce.in_lab import LabPlan
-from yalis.study.allreduce.rank import Sum, enter
+from yalis.study.allreduce.trial import ExpectedSum, start_trial
 from yalis.study.results import Row
 from yalis.study.results.kinds import allreduce
 
@@ -132,27 +132,27 @@ def test_a_backend_without_room_has_a_row_and_a_lost_rank_none(kind: type[YalisE
     def refuse(*_: object) -> torch.Tensor:
         raise kind("no room for that")
 
-    wanted = Sum.draw("seed", 0, 2, 8, torch.float32)
+    expected = ExpectedSum.draw("seed", 0, 2, 8, torch.float32)
     group: Any = SimpleNamespace(workspace=refuse)
     told: Any = None
     with pytest.raises(YalisFailure) if kind is YalisFailure else nullcontext():
-        told = enter(None, None, group, wanted, "eager", torch.device("cpu"), True)  # type: ignore[arg-type]
+        told = start_trial(None, None, group, expected, "eager", torch.device("cpu"), True)  # type: ignore[arg-type]
     assert told == (None if kind is YalisFailure else "no room for that")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_sum_is_known_to_every_rank(dtype: torch.dtype) -> None:
-    ranks = [Sum.draw("seed", rank, 5, 1000, dtype) for rank in range(5)]
-    assert len({float(one.mine[0]) for one in ranks}) == 5
-    total = sum(one.mine.double() for one in ranks)
+    ranks = [ExpectedSum.draw("seed", rank, 5, 1000, dtype) for rank in range(5)]
+    assert len({float(one.input[0]) for one in ranks}) == 5
+    total = sum(one.input.double() for one in ranks)
     assert all(torch.equal(one.total, total) for one in ranks)
     rounded = torch.zeros(1000, dtype=dtype)
     for one in ranks:
-        rounded += one.mine  # rounded at every step, the worst that a backend may do
-    assert ranks[0].fault(rounded) is None
-    lacking = (total - ranks[3].mine.double()).to(dtype)
-    assert "elements are not the sum" in str(ranks[0].fault(lacking))
-    assert ranks[0].fault(torch.full((1000,), float("nan"))) == "1000 of 1000 elements are not the sum"
+        rounded += one.input  # rounded at every step, the worst that a backend may do
+    assert ranks[0].find_error(rounded) is None
+    lacking = (total - ranks[3].input.double()).to(dtype)
+    assert "elements are not the sum" in str(ranks[0].find_error(lacking))
+    assert ranks[0].find_error(torch.full((1000,), float("nan"))) == "1000 of 1000 elements are not the sum"
 
 
 def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:

@@ -186,14 +186,15 @@ class _Session:
             windows = timeline.device_windows(self._begins, end, spans)
         else:
             windows = timeline.host_windows(self._begins, end)
-        pieces = timeline.claim(spans, self._on_gpu)
-        times_by_step = timeline.break_down(timeline.flatten(pieces), windows)
+        intervals = timeline.assign_time(spans, self._on_gpu)
+        times_by_step = timeline.break_down(timeline.flatten(intervals), windows)
         names = {}
         for phase in PHASES:
             phase_windows = [window for window, step in zip(windows, self.steps, strict=True) if step.phase == phase]
-            names[phase] = timeline.by_name(pieces, phase_windows)[:MAX_NAMES]
+            names[phase] = timeline.time_by_name(intervals, phase_windows)[:MAX_NAMES]
         steps = [
-            StepProfile(info, times.spent, times.idle) for info, times in zip(self.steps, times_by_step, strict=True)
+            StepProfile(info, times.category_ns, times.idle_ns)
+            for info, times in zip(self.steps, times_by_step, strict=True)
         ]
         return RankProfile(end, steps, names)
 

@@ -1,6 +1,6 @@
-"""How fast a step could be at best: the bytes it must read and the operations it must do, over what the machine can do.
+"""Floors: roofline lower bounds of the time of a step, from the bytes it must read and the FLOPs it must do.
 
-Pure arithmetic. A matrix of p parameters costs 2p operations a token; bytes are those read, each once a step.
+A matrix of p parameters costs 2p FLOPs per token. Bytes are those read, each once per step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from yalis.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The sizes that decide a model's cost. Every layer is attention and a gated MLP."""
+    """The dimensions that determine a model's cost. Every layer is attention and a gated MLP."""
 
     hidden: int
     layers: int
@@ -23,14 +23,14 @@ class ModelDims:
     intermediate: int
     vocab: int
     tied: bool  # lm_head is the embedding table
-    weight_bytes: float = 2.0  # bytes per weight as it is read
+    weight_bytes: float = 2.0  # bytes per weight as stored
     kv_bytes: float = 2.0  # bytes per element of the KV cache
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     sandwich_norms: bool = False
-    windows: tuple[int | None, ...] = ()  # a sliding window per layer; empty: every layer sees everything
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: full attention in every layer
 
     @classmethod
     def of(cls, spec: ModelSpec, weight_bytes: float, kv_bytes: float) -> ModelDims:
@@ -55,13 +55,13 @@ class ModelDims:
 
     @property
     def matrix_params(self) -> int:
-        """What every token is multiplied by, in all layers, lm_head apart."""
+        """Parameters of the matrices in all layers, without lm_head."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.intermediate)
 
     @property
     def small_params(self) -> int:
-        """Norms and biases."""
+        """Parameters of norms and biases."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         layer = (4 if self.sandwich_norms else 2) * self.hidden
         layer += 2 * self.head_dim if self.qk_norm else 0
@@ -72,7 +72,7 @@ class ModelDims:
 
     @property
     def table_params(self) -> int:
-        """One vocabulary matrix: the embedding table, or lm_head."""
+        """Parameters of one vocabulary matrix: the embedding table, or lm_head."""
         return self.vocab * self.hidden
 
     @property
@@ -89,7 +89,7 @@ class ModelDims:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step must read and do."""
+    """The bytes a step must read and the FLOPs it must do."""
 
     weight_bytes: float
     kv_bytes: float
@@ -101,7 +101,7 @@ class Work:
 
 
 def decode_work(dims: ModelDims, contexts: Sequence[float]) -> Work:
-    """One token for each sequence, attending to so many tokens (a mean over steps may be fractional)."""
+    """Return the work of decoding one token per sequence. Context lengths may be fractional, as means over steps."""
     batch = len(contexts)
     attended = sum(min(n, window or n) for n in contexts for window in dims.layer_windows())
     return Work(
@@ -112,33 +112,32 @@ def decode_work(dims: ModelDims, contexts: Sequence[float]) -> Work:
 
 
 def prefill_work(dims: ModelDims, lengths: Sequence[int], sampled_rows: int | None = None) -> Work:
-    """Whole prompts of these lengths, causal attention; lm_head only for the sampled rows (by default one a prompt).
+    """Return the work of prefilling prompts of these lengths, with lm_head for the sampled rows: by default one each.
 
-    Every layer counts for every token, as published floors count it: what an engine leaves out of its last layer, where
-    nobody asks for it, puts it nearer to this floor.
-    """
+    Every layer counts for every token, as in published floors. An engine that skips unneeded tokens in the last layer
+    gets closer to this floor."""
     rows = len(lengths) if sampled_rows is None else sampled_rows
     pairs = sum(_causal_pairs(n, window) for n in lengths for window in dims.layer_windows())
     matrices = dims.matrix_params * sum(lengths) + dims.table_params * rows
     return Work(
         weight_bytes=_weight_bytes(dims, sum(lengths)),
-        kv_bytes=0,  # what a step has just made need not be read
+        kv_bytes=0,  # keys and values of the same step need not be read from memory
         flops=2 * matrices + 4 * dims.heads * dims.head_dim * pairs,
     )
 
 
 def floor_s(bytes_read: float, flops: float, bandwidth: float, flop_rate: float) -> float:
-    """Seconds: the slower of reading at `bandwidth` bytes/s and computing at `flop_rate` FLOP/s."""
+    """Return the longer of reading at `bandwidth` bytes/s and computing at `flop_rate` FLOP/s, in seconds."""
     return max(bytes_read / bandwidth, flops / flop_rate)
 
 
 def _weight_bytes(dims: ModelDims, tokens: int) -> float:
-    """All weights once; of the embedding table the tokens' rows, unless it is lm_head too."""
+    """Return the bytes of all weights, plus the looked-up rows of the embedding table unless it is tied to lm_head."""
     looked_up = 0 if dims.tied else tokens * dims.hidden
     return (dims.matrix_params + dims.small_params + dims.table_params + looked_up) * dims.weight_bytes
 
 
 def _causal_pairs(length: int, window: int | None) -> int:
-    """The (query, key) pairs of a causal layer; with a window, a query sees itself and those just before it."""
-    seen = min(window or length, length)
-    return seen * (seen + 1) // 2 + (length - seen) * seen
+    """Return the (query, key) pairs of a causal layer. A window includes the query itself."""
+    width = min(window or length, length)
+    return width * (width + 1) // 2 + (length - width) * width

@@ -102,7 +102,7 @@ class AllReducePlan:
 
 def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report) -> Result | None:
     """Start the ranks, or join those a launcher started, and measure. Returns None on all ranks except rank 0."""
-    from yalis.study.allreduce.rank import take_part
+    from yalis.study.allreduce.rank import run_rank
 
     launch = detect_launcher()
     size = ranks if ranks is not None else launch.size
@@ -114,9 +114,9 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
     try:
         if world.rank:
             with serving(world):
-                take_part(world, plan, lambda text: None)
+                run_rank(world, plan, lambda text: None)
             return None
-        measured = take_part(world, plan, report)
+        measured = run_rank(world, plan, report)
         topology = topology_of(world)
     except BaseException as error:
         explained = world.explain(error)

@@ -1,4 +1,4 @@
-"""What a message takes inside a node and between nodes: what the cost model of all-reduces is fed with."""
+"""Measure the latency and bandwidth of intra-node and inter-node links, the inputs of the all-reduce cost model."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from yalis.study import bandwidth
 from yalis.study.allreduce.cost_model import LL_FACTOR
 
 if TYPE_CHECKING:
-    from yalis.study.allreduce.rank import Start
+    from yalis.study.allreduce.timing import SynchronizedTimer
 
-PINGS, _PINGS_EACH = (1 << 10, 32 << 10, 256 << 10, 1 << 20), 9
-PAIRED, _PAIRED_EACH = (4 << 10, 32 << 10, 128 << 10, 512 << 10), 9
-IN_GRAPH = 64  # operations that a graph holds, as many as a decode step of 32 layers has
+_PING_SIZES, _PING_REPEATS = (1 << 10, 32 << 10, 256 << 10, 1 << 20), 9
+_PAIR_SIZES, _PAIR_REPEATS = (4 << 10, 32 << 10, 128 << 10, 512 << 10), 9
+GRAPH_OPERATIONS = 64  # operations per CUDA graph, as many as a decode step of 32 layers has
 
 
-def links_of_messages(world: World, topology: Topology, group: Communicator) -> dict[str, Any]:
-    """By the clock of who sends a message and has it sent back."""
+def measure_by_ping(world: World, topology: Topology, group: Communicator) -> dict[str, Any]:
+    """Measure links with ping-pong messages between rank 0 and a rank of its own node, and one of another node."""
     nodes = topology.by_node()
     peers = {"inside": nodes[0][1:2], "between": nodes[1][:1] if len(nodes) > 1 else ()}
-    return {kind: asdict(_ping(world, group, *peer)) for kind, peer in peers.items() if peer}
+    return {name: asdict(_ping(world, group, *peer)) for name, peer in peers.items() if peer}
 
 
 def _ping(world: World, group: Communicator, peer: int) -> Link:
     measured = []
-    for size in PINGS:
+    for size in _PING_SIZES:
         x = torch.zeros(size, dtype=torch.uint8)
         times = []
-        for _ in range(_PINGS_EACH):
+        for _ in range(_PING_REPEATS):
             begin = time.perf_counter()
             if world.rank == 0:
                 group.send(x.clone(), peer)
@@ -47,80 +47,76 @@ def _ping(world: World, group: Communicator, peer: int) -> Link:
                 group.send(group.recv(x, 0), 0)
             times.append((time.perf_counter() - begin) / 2)
         measured.append((Load(1, 1, size), median(times)))
-    told: dict[str, float] = world.all_gather_object(asdict(fit(measured)))[0]
-    return Link(**told)
+    link: dict[str, float] = world.all_gather_object(asdict(fit(measured)))[0]
+    return Link(**link)
 
 
-def links_of_pairs(world: World, topology: Topology, nvrar: CommBackend, start: Start) -> dict[str, Any]:
-    """By nvrar itself, on GPUs: all ranks at once sum with one other each, over each kind of link, in graphs.
+def measure_by_pairs(world: World, topology: Topology, nvrar: CommBackend, timer: SynchronizedTimer) -> dict[str, Any]:
+    """Measure links on GPUs with all-reduces of pairs of ranks, which all run at once in CUDA graphs.
 
-    Between two nodes nvrar takes one round, and a ring takes two for the same bytes: what it takes longer is a round's
-    latency. What is left without rounds and bytes is fixed, the launch and end of a kernel. Nothing is measured where
-    that cannot be told apart (on one node), or somebody would have no partner.
-    """
+    Between two nodes nvrar takes one round, and a ring takes two rounds for the same bytes: the difference is the
+    latency of a round. The remaining time without rounds and bytes is fixed, the launch and end of a kernel. Returns
+    nothing on a single node, where the two cannot be separated, or if a rank would have no partner."""
     nodes = topology.by_node()
-    width = len(nodes[0])
-    if len(nodes) % 2 or any(len(ranks) != width for ranks in nodes) or (width > 1 and width % 2):
+    ranks_per_node = len(nodes[0])
+    uneven = any(len(ranks) != ranks_per_node for ranks in nodes)
+    if uneven or len(nodes) % 2 or (ranks_per_node > 1 and ranks_per_node % 2):
         return {}
-    ours = zip(nodes[::2], nodes[1::2], strict=True)
-    far = [pair for one, other in ours for pair in zip(one, other, strict=True)]
-    times, ring = (_times_of_pairs(world, far, nvrar, start, how) for how in ("nvrar", "ring"))
-    latency = max(median(ring[size] - times[size] for size in PAIRED), 0.0)
-    whole = fit([(Load(1, 1, LL_FACTOR * size), times[size]) for size in PAIRED])
-    fixed = max(whole.latency - latency, 0.0)
+    node_pairs = zip(nodes[::2], nodes[1::2], strict=True)
+    inter_pairs = [pair for one, other in node_pairs for pair in zip(one, other, strict=True)]
+    times, ring = (_pair_times(world, inter_pairs, nvrar, timer, name) for name in ("nvrar", "ring"))
+    latency = max(median(ring[size] - times[size] for size in _PAIR_SIZES), 0.0)
+    total = fit([(Load(1, 1, LL_FACTOR * size), times[size]) for size in _PAIR_SIZES])
+    fixed = max(total.latency - latency, 0.0)
     links: dict[str, Any] = {"fixed": fixed}
-    links["between"] = asdict(Link(min(latency, whole.latency), whole.seconds_per_byte))
-    if width > 1:
-        near = [ranks[first : first + 2] for ranks in nodes for first in range(0, width, 2)]
-        times = _times_of_pairs(world, near, nvrar, start, "nvrar")
-        # A half there, to be summed, and a half back.
-        rounds = [(Load(2, 2, LL_FACTOR * size), max(times[size] - fixed, 1e-9)) for size in PAIRED]
+    links["between"] = asdict(Link(min(latency, total.latency), total.seconds_per_byte))
+    if ranks_per_node > 1:
+        intra_pairs = [ranks[first : first + 2] for ranks in nodes for first in range(0, ranks_per_node, 2)]
+        times = _pair_times(world, intra_pairs, nvrar, timer, "nvrar")
+        # Reduce-scatter and all-gather of half of the message each.
+        rounds = [(Load(2, 2, LL_FACTOR * size), max(times[size] - fixed, 1e-9)) for size in _PAIR_SIZES]
         links["inside"] = asdict(fit(rounds))
     return links
 
 
-def _times_of_pairs(
-    world: World, pairs: Sequence[Sequence[int]], nvrar: CommBackend, start: Start, how: str
+def _pair_times(
+    world: World, pairs: Sequence[Sequence[int]], nvrar: CommBackend, timer: SynchronizedTimer, algorithm: str
 ) -> dict[int, float]:
-    """Seconds of an all-reduce within each of these pairs, by its bytes."""
-    mine = next(pair for pair in pairs if world.rank in pair)
-    group: Any = nvrar.group(f"pair {list(mine)} by {how}", mine)
+    """Return the seconds of an all-reduce within each pair, by message size in bytes."""
+    pair = next(pair for pair in pairs if world.rank in pair)
+    group: Any = nvrar.group(f"pair {list(pair)} by {algorithm}", pair)
     found = {}
-    for size in PAIRED:
+    for size in _PAIR_SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=nvrar.device)
-        found[size] = _seconds_each(partial(group.all_reduce_with, x, x, how, protocol="ll"), start, nvrar.device)
+        all_reduce = partial(group.all_reduce_with, x, x, algorithm, protocol="ll")
+        replay = capture_operations(all_reduce, nvrar.device)
+        found[size] = median(timer.measure_paced(lambda: None, replay, 3, _PAIR_REPEATS)) / GRAPH_OPERATIONS
     return found
 
 
-def _seconds_each(act: Callable[[], object], start: Start, device: torch.device) -> float:
-    """The slowest rank's seconds for one of many `act` in a graph."""
-    return median(start.settled(lambda: None, record(act, device), 3, _PAIRED_EACH)) / IN_GRAPH
+def capture_operations(operation: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Capture a CUDA graph of many operations. Returns a function that replays it and returns its seconds.
 
-
-def record(act: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """What replays a graph of many `act`, and returns the seconds that they took by the device's clock.
-
-    One more goes before them: once it is done all ranks have come, however late their hosts let them start.
-    """
-    act()
+    The time is the device's. One more operation is replayed before it: when that is done, all ranks have started."""
+    operation()
     bandwidth.synchronize(device)
-    first, many = _graph_of(act, 1), _graph_of(act, IN_GRAPH)
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first, many = _capture(operation, 1), _capture(operation, GRAPH_OPERATIONS)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def replay() -> float:
         first.replay()
-        began.record()
+        begin.record()
         many.replay()
-        ended.record()
+        end.record()
         bandwidth.synchronize(device)
-        return began.elapsed_time(ended) / 1e3
+        return begin.elapsed_time(end) / 1e3
 
     return replay
 
 
-def _graph_of(act: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
+def _capture(operation: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(count):
-            act()
+            operation()
     return graph

@@ -11,7 +11,7 @@ import torch
 
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
-from yalis.perfmodel.timeline import Piece, Span, break_down, by_name, categorize, flatten
+from yalis.perfmodel.timeline import Interval, Span, break_down, categorize, flatten, time_by_name
 from yalis.study.workloads import random_prompt
 from yalis.types import SamplingParams
 
@@ -76,10 +76,12 @@ def _spans(profiler: Any) -> list[Span]:
 def average_step(spans: Sequence[Span], steps: int) -> StepTimes:
     """Return means over `steps` equal steps. A kernel counts with its full time, even where others overlap it."""
     window = min(span.start for span in spans), max(span.end for span in spans)
-    pieces = [Piece(span.name, categorize(span.name, on_gpu=True) or "other", span.start, span.end) for span in spans]
-    (times,) = break_down(flatten(pieces), [window])
-    names = by_name(pieces, [window])
-    overlap = sum(one.ns for one in names) - sum(times.spent.values())
+    intervals = [
+        Interval(span.name, categorize(span.name, on_gpu=True) or "other", span.start, span.end) for span in spans
+    ]
+    (times,) = break_down(flatten(intervals), [window])
+    names = time_by_name(intervals, [window])
+    overlap = sum(one.ns for one in names) - sum(times.category_ns.values())
     ns_to_us = 1e3 * steps  # from nanoseconds of all steps to microseconds of one
     kernels = [KernelTime(one.name, one.count / steps, one.ns / ns_to_us) for one in names]
-    return StepTimes(times.total / ns_to_us, times.idle / ns_to_us, overlap / ns_to_us, kernels)
+    return StepTimes(times.total / ns_to_us, times.idle_ns / ns_to_us, overlap / ns_to_us, kernels)
