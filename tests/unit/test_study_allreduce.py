@@ -170,6 +170,9 @@ def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
     assert expected["ring"] == pytest.approx(6 * (1000 + 8192 / 4 / 2 / 1e3))
     assert CostModel.of(result, 0.0) is None  # its links were not measured
     assert results.read(results.write(result, tmp_path)) == result
+    old_row = {**result.rows[0], "options": {"between": "halving", "chunk": 1024}}
+    upgraded = results.KINDS["allreduce"].upgrade({"rows": [old_row]}, 4)
+    assert upgraded["rows"][0]["options"] == {"inter": "halving", "chunk": 1024}
     written = plots.write_plot(result, tmp_path / "plot")
     assert [path.name for path in written] == ["plot.png", "plot.svg"]
     assert written[0].read_bytes().startswith(b"\x89PNG")

@@ -74,13 +74,14 @@ class ResultKind:
         """Return the JSON object of an older schema version with today's names, and with null for new columns."""
         rows, parameters = data.get("rows"), data.get("parameters")
         if isinstance(rows, list):
-            data = {**data, "rows": [self._upgrade_row(row, version) for row in rows]}
+            data = {**data, "rows": [self.upgrade_row(row, version) for row in rows]}
         if isinstance(parameters, dict):
             renamed = {self.renamed_parameters.get(name, name): value for name, value in parameters.items()}
             data = {**data, "parameters": renamed}
         return data
 
-    def _upgrade_row(self, row: Any, version: int) -> Any:
+    def upgrade_row(self, row: Any, version: int) -> Any:
+        """Upgrade one row. A kind whose values changed overrides it."""
         if not isinstance(row, dict):
             return row
         new_names = {column.renamed_from: column.name for column in self.columns if column.renamed_from}

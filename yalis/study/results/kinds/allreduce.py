@@ -171,6 +171,12 @@ class AllReduce(ResultKind):
     )
     report_order = 30
 
+    def upgrade_row(self, row: Any, version: int) -> Any:
+        row = super().upgrade_row(row, version)
+        if isinstance(row, dict) and isinstance(options := row.get("options"), dict):  # `inter` was called `between`
+            row["options"] = {"inter" if name == "between" else name: value for name, value in options.items()}
+        return row
+
     def check_rows(self, rows: list[Any], label: str) -> None:
         super().check_rows(rows, label)
         if len({row["delay_us"] is None for row in rows}) > 1:

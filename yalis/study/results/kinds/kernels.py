@@ -54,8 +54,8 @@ class Kernels(ResultKind):
     section = SHARE_OF_FLOOR
     report_order = 50
 
-    def _upgrade_row(self, row: Any, version: int) -> Any:
-        row = super()._upgrade_row(row, version)
+    def upgrade_row(self, row: Any, version: int) -> Any:
+        row = super().upgrade_row(row, version)
         if isinstance(row, dict) and isinstance(name := row.get("kernel"), str):
             row["kernel"] = _RENAMED_OPERATIONS.get(name, name)
         return row
