@@ -10,7 +10,7 @@ from yalis.comm.base import Communicator, SingleRank
 from yalis.parallel.plan import shard
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.noise import uniform
-from yalis.sampling.sampled import Sampled
+from yalis.sampling.sampled_tokens import SampledTokens
 from yalis.sampling.sampler import Sampler
 from yalis.types import SamplingParams
 
@@ -63,10 +63,10 @@ def test_ranks_with_a_share_each_find_the_tokens_of_one(ranks: int) -> None:
     vocab, rows = 50_021, mixed_rows(54)
     logits = torch.randn(54, vocab, generator=torch.Generator().manual_seed(2)).mul_(2).cuda()
 
-    def sample(rank: int, everyone: Communicator) -> Sampled:
-        part = shard(vocab, ranks, rank)
-        batch = SamplingBatch.build(rows, part, vocab, "cuda")
-        return Sampler(part, vocab, everyone, "cuda").sample(logits[:, part.start : part.stop], batch)
+    def sample(rank: int, group: Communicator) -> SampledTokens:
+        vocab_shard = shard(vocab, ranks, rank)
+        batch = SamplingBatch.build(rows, vocab_shard, vocab, "cuda")
+        return Sampler(vocab_shard, vocab, group, "cuda").sample(logits[:, vocab_shard.start : vocab_shard.stop], batch)
 
     run_ranks(ranks, sample)  # one-time set-up of the kernels may wait
     torch.cuda.set_sync_debug_mode("error")
@@ -95,7 +95,7 @@ def test_building_and_sampling_never_wait_for_the_device() -> None:
     )  # one-time set-up of the kernels may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        waiting = sampler.sample(logits, SamplingBatch.build(rows, range(8191), 8191, "cuda")).begin_copy()
+        waiting = sampler.sample(logits, SamplingBatch.build(rows, range(8191), 8191, "cuda")).start_copy()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     tokens, logprobs = waiting.to_host()

@@ -272,7 +272,7 @@ def test_a_failed_step_breaks_the_engine(ref, monkeypatch):
 def test_nan_logits_raise_a_message(ref, temperature):
     with LLM(str(ref.path), device="cpu", kv_blocks=64) as llm:
         llm._engine.runner.model.norm.weight.fill_(float("nan"))
-        with pytest.raises(YalisError, match="NaN instead of numbers: its weights are damaged"):
+        with pytest.raises(YalisError, match="logits are NaN: its weights are damaged"):
             llm.generate(ref.prompts, plain(temperature=temperature, logprobs=1))
 
 

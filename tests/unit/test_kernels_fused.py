@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from yalis.kernels import ops, reference
-from yalis.sampling.shards import best
+from yalis.sampling.vocab_shards import row_max
 
 fused = pytest.importorskip("yalis.kernels.fused", reason="triton is not installed")
 
@@ -120,7 +120,7 @@ def test_argmax(vocab: int, dtype: torch.dtype) -> None:
     logits[4] = torch.tensor([-0.0, 0.0]).repeat(vocab)[:vocab]
     found = fused.argmax(logits)
     assert found.dtype == torch.int64
-    assert found.tolist() == best(logits)[1].flatten().tolist()
+    assert found.tolist() == row_max(logits)[1].flatten().tolist()
     assert found.tolist() == logits.argmax(1).tolist()
 
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from yalis.comm.base import SingleRank
 from yalis.sampling import filters
 from yalis.sampling.batch import SamplingBatch, SamplingRow
-from yalis.sampling.drawing import Drawing
-from yalis.sampling.noise import token_words
-from yalis.sampling.sampled import Sampled
+from yalis.sampling.noise import hash_tokens
+from yalis.sampling.random_sampling import RandomSampling
+from yalis.sampling.sampled_tokens import SampledTokens
 from yalis.sampling.sampler import Sampler
-from yalis.sampling.shards import Shards
+from yalis.sampling.vocab_shards import VocabShards
 from yalis.types import SamplingParams
 
 
-def sample(logits: Tensor, rows: list[SamplingRow]) -> Sampled:
+def sample(logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:
     vocab = logits.shape[1]
     batch = SamplingBatch.build(rows, range(vocab), vocab, "cpu")
     return Sampler(range(vocab), vocab, SingleRank(), "cpu").sample(logits, batch)
@@ -55,9 +55,9 @@ def kept(logits: Tensor, params: SamplingParams) -> Tensor:
     """Which tokens our filters let a row draw: bool [R, V]."""
     vocab = logits.shape[1]
     batch = SamplingBatch.build([SamplingRow(params, 0, 0)] * len(logits), range(vocab), vocab, "cpu")
-    assert batch.draw is not None
-    drawing = Drawing(logits, batch.draw, Shards(range(vocab), vocab, SingleRank()))
-    return drawing.noisy(token_words(torch.arange(vocab)), drawing.offers()) > -math.inf
+    assert batch.random is not None
+    drawing = RandomSampling(logits, batch.random, VocabShards(range(vocab), vocab, SingleRank()))
+    return drawing.perturbed_scores(hash_tokens(torch.arange(vocab)), drawing.first_message()) > -math.inf
 
 
 FILTERS = {
@@ -116,7 +116,7 @@ def test_partial_ranking_and_sorting_find_the_same_nucleus(monkeypatch: pytest.M
     scores = torch.cat((peaked, flat))
     scores -= scores.amax(1, keepdim=True)
     top_p = torch.full((4,), 0.9, dtype=torch.float64)
-    whole = Shards(range(6000), 6000, SingleRank())
+    whole = VocabShards(range(6000), 6000, SingleRank())
     alone = filters.top_p_threshold(scores[:2], top_p[:2], whole)
     assert sorts == []
     together = filters.top_p_threshold(scores, top_p, whole)
@@ -171,7 +171,7 @@ def test_noise_is_added_with_the_same_bits_in_any_batch() -> None:
     scores = torch.randn(13, vocab, generator=torch.Generator().manual_seed(0)).mul_(3)
     scores -= scores.amax(1, keepdim=True)
     top_p = torch.linspace(0.1, 0.99, 13, dtype=torch.float64)
-    whole = Shards(range(vocab), vocab, SingleRank())
+    whole = VocabShards(range(vocab), vocab, SingleRank())
     together = filters.top_p_threshold(scores, top_p, whole)
     for i in range(13):
         assert torch.equal(filters.top_p_threshold(scores[i : i + 1].clone(), top_p[i : i + 1], whole)[0], together[i])
@@ -283,11 +283,11 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
 
 
 def test_work_that_no_row_needs_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    from yalis.sampling import drawing as room
+    from yalis.sampling import random_sampling
 
     calls: list[str] = []
-    noise = room.gumbel_from
-    monkeypatch.setattr(room, "gumbel_from", lambda *a: calls.append("noise") or noise(*a))
+    noise = random_sampling.gumbel_from
+    monkeypatch.setattr(random_sampling, "gumbel_from", lambda *a: calls.append("noise") or noise(*a))
     for name in ("topk", "sort", "exp_"):
         plain = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda *a, f=plain, n=name, **k: calls.append(n) or f(*a, **k))

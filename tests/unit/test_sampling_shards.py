@@ -13,31 +13,31 @@ from torch import Tensor
 from tests.ranks import Memory, run_ranks
 from yalis.comm.base import Communicator, SingleRank
 from yalis.parallel.plan import shard
-from yalis.sampling import batch as batch_room
+from yalis.sampling import batch as batch_module
 from yalis.sampling.batch import SamplingBatch, SamplingRow
-from yalis.sampling.drawing import Drawing
-from yalis.sampling.noise import token_words
-from yalis.sampling.sampled import NO_TOKEN, Sampled
+from yalis.sampling.noise import hash_tokens
+from yalis.sampling.random_sampling import RandomSampling
+from yalis.sampling.sampled_tokens import NO_TOKEN, SampledTokens
 from yalis.sampling.sampler import Sampler
-from yalis.sampling.shards import Shards
+from yalis.sampling.vocab_shards import VocabShards
 from yalis.types import SamplingParams
 
 
-def whole(logits: Tensor, rows: list[SamplingRow]) -> Sampled:
+def whole(logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:
     vocab = logits.shape[1]
     batch = SamplingBatch.build(rows, range(vocab), vocab, "cpu")
     return Sampler(range(vocab), vocab, SingleRank(), "cpu").sample(logits, batch)
 
 
-def split(logits: Tensor, rows: list[SamplingRow], ranks: int) -> tuple[list[Sampled], list[tuple[str, int]]]:
+def split(logits: Tensor, rows: list[SamplingRow], ranks: int) -> tuple[list[SampledTokens], list[tuple[str, int]]]:
     """What each rank finds, and the messages of the first."""
     vocab = logits.shape[1]
 
-    def sample(rank: int, everyone: Memory) -> tuple[Sampled, list[tuple[str, int]]]:
-        part = shard(vocab, ranks, rank)
-        batch = SamplingBatch.build(rows, part, vocab, "cpu")
-        mine = logits[:, part.start : part.stop]  # a view with gaps between its rows, as a model may hand out
-        return Sampler(part, vocab, everyone, "cpu").sample(mine, batch), everyone.calls
+    def sample(rank: int, group: Memory) -> tuple[SampledTokens, list[tuple[str, int]]]:
+        held = shard(vocab, ranks, rank)
+        batch = SamplingBatch.build(rows, held, vocab, "cpu")
+        mine = logits[:, held.start : held.stop]  # not contiguous, as a model's output may be
+        return Sampler(held, vocab, group, "cpu").sample(mine, batch), group.calls
 
     found = run_ranks(ranks, sample)
     return [sampled for sampled, _ in found], found[0][1]
@@ -190,28 +190,30 @@ def test_penalties_and_bans_are_built_for_the_own_share() -> None:
     batch = SamplingBatch.build(rows, range(10, 20), 40, "cpu")
     assert batch.penalties is not None
     assert batch.banned is not None
-    assert batch.penalties.places.tolist() == [2, 5, 9, 12, 15, 19]
-    assert batch.penalties.minus.tolist() == [1.0, 0.75, 0.0] * 2
+    assert batch.penalties.flat_indices.tolist() == [2, 5, 9, 12, 15, 19]
+    assert batch.penalties.additive.tolist() == [1.0, 0.75, 0.0] * 2
     assert batch.banned.tolist() == [1, 11]
 
 
-def noisy_scores(logits: Tensor, rows: list[SamplingRow], part: range, everyone: Communicator) -> Tensor:
+def noisy_scores(logits: Tensor, rows: list[SamplingRow], held: range, group: Communicator) -> Tensor:
     """What a draw takes the best of, -inf where a filter drops a token."""
     vocab = logits.shape[1]
-    draw = SamplingBatch.build(rows, part, vocab, "cpu").draw
+    draw = SamplingBatch.build(rows, held, vocab, "cpu").random
     assert draw is not None
-    shards = Shards(part, vocab, everyone)
-    drawing = Drawing(logits[:, part.start : part.stop], draw, shards)
-    return drawing.noisy(token_words(torch.arange(part.start, part.stop)), shards.gather(*drawing.offers()))
+    shards = VocabShards(held, vocab, group)
+    drawing = RandomSampling(logits[:, held.start : held.stop], draw, shards)
+    return drawing.perturbed_scores(
+        hash_tokens(torch.arange(held.start, held.stop)), shards.gather(*drawing.first_message())
+    )
 
 
 @pytest.fixture
-def few_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A top_k above 4 is counted, not ranked."""
-    monkeypatch.setattr(batch_room, "_RANKED", 4)
+    monkeypatch.setattr(batch_module, "_MAX_CANDIDATES", 4)
 
 
-@pytest.mark.usefixtures("few_ranked")
+@pytest.mark.usefixtures("few_candidates")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     params=st.lists(
@@ -245,7 +247,7 @@ def test_filters_keep_the_same_set(
     assert torch.equal(torch.cat(found, 1), expected)
 
 
-@pytest.mark.usefixtures("few_ranked")
+@pytest.mark.usefixtures("few_candidates")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rows_without_any_token_left(ranks: int) -> None:
     """Nothing is right there, but nothing may break, and the ranks stay together."""

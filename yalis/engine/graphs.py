@@ -27,7 +27,7 @@ from yalis.kernels import ops
 from yalis.kernels.pdl import enable_pdl, pdl_enabled
 from yalis.kernels.replay import ReplayBuffer, record
 from yalis.log import get_logger
-from yalis.sampling.sampled import NO_TOKEN
+from yalis.sampling.sampled_tokens import NO_TOKEN
 
 log = get_logger(__name__)
 

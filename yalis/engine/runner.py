@@ -36,7 +36,7 @@ from yalis.parallel.memory import rank_memory
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, RankCoords, Split
 from yalis.sampling.batch import SamplingBatch, SamplingRow
-from yalis.sampling.sampled import Sampled
+from yalis.sampling.sampled_tokens import SampledTokens
 from yalis.sampling.sampler import Sampler
 from yalis.scheduling.plan import SequenceStep, StepOutput, StepPlan
 from yalis.spec import ModelSpec
@@ -48,10 +48,10 @@ log = get_logger(__name__)
 class PendingStep:
     """A step that was launched; `result()` waits for its tokens."""
 
-    def __init__(self, plan: StepPlan, sampled: Sampled | None, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, plan: StepPlan, sampled: SampledTokens | None, check: Callable[[], None] = lambda: None) -> None:
         """`check` raises if what a device computed is not to be believed."""
         self._plan, self._check = plan, check
-        self._sampled = sampled.begin_copy() if sampled is not None else None
+        self._sampled = sampled.start_copy() if sampled is not None else None
 
     def result(self) -> StepOutput:
         if self._sampled is None:
@@ -278,12 +278,12 @@ class Runner:
         if not sampling:
             return PendingStep(plan, None, self.check)
         if done.tokens is not None and all(_takes_the_best(step) for step in sampling):
-            return PendingStep(plan, Sampled(done.tokens, None), self.check)
+            return PendingStep(plan, SampledTokens(done.tokens, None), self.check)
         sampled = self._choose(done.out, [self._sampling_row(step) for step in sampling])
         self.last_tokens.index_copy_(0, done.owners, sampled.tokens.clamp(min=0))
         return PendingStep(plan, sampled, self.check)
 
-    def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> Sampled:
+    def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:
         batch = SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)
         return self.sampler.sample(logits, batch)
 

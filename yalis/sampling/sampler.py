@@ -1,13 +1,13 @@
-"""Logits to tokens: penalties, bans, then each row's best token or a draw. Only `Sampled.to_host` waits for the device.
+"""Samples a token from each row of logits: penalties and bans, then greedy or random sampling.
 
-Each rank holds the logits of its share of the vocabulary; all of them find the same tokens. Messages of a step:
-- greedy rows: one, in which each rank offers its best token;
-- drawn rows: one more before it, with each rank's maximum of a row and its candidates for a top_k;
+Each rank has the logits of its vocabulary shard, and all ranks sample the same tokens. Messages of a step:
+- greedy rows: one, with the best token of each rank;
+- randomly sampled rows: one before it, with the maximum of each row and the candidates for top_k;
 - log-probabilities: the same two;
-- top_p alone: four rounds of a search between these two; a top_k above 1024: four, and with a top_p nine.
-All rows of a kind share these messages, and all kinds share the first and the last.
+- top_p alone: four rounds of a search between the two; a top_k above 1024: four, and with top_p nine.
+All rows share these messages. Only `SampledTokens.to_host` waits for the device.
 
-Shapes: R rows, W this rank's share of the vocabulary.
+Shapes: R rows, W tokens in this rank's vocabulary shard.
 """
 
 from __future__ import annotations
@@ -17,62 +17,63 @@ from torch import Tensor
 
 from yalis.comm.base import Communicator
 from yalis.sampling.batch import Penalties, SamplingBatch
-from yalis.sampling.drawing import Drawing
-from yalis.sampling.noise import token_words
-from yalis.sampling.reporting import Reporting
-from yalis.sampling.sampled import NO_TOKEN, Sampled
-from yalis.sampling.shards import Shards, best
+from yalis.sampling.logprobs import LogprobsBuilder
+from yalis.sampling.noise import hash_tokens
+from yalis.sampling.random_sampling import RandomSampling
+from yalis.sampling.sampled_tokens import NO_TOKEN, SampledTokens
+from yalis.sampling.vocab_shards import VocabShards, row_max
 
 
 class Sampler:
-    """Chooses one token for each row of logits, which depends on that row alone, whatever else is in the batch."""
+    """Samples one token for each row of logits. It depends on that row alone, whatever else is in the batch."""
 
-    def __init__(self, part: range, vocab_size: int, everyone: Communicator, device: torch.device | str) -> None:
-        """`part`: the token ids whose logits this rank holds; the ranks of `everyone` hold all, in their order."""
-        self._shards = Shards(part, vocab_size, everyone)
-        self._words = token_words(torch.arange(part.start, part.stop, device=device))
+    def __init__(self, vocab_shard: range, vocab_size: int, tp_group: Communicator, device: torch.device | str) -> None:
+        """`vocab_shard`: the token ids whose logits this rank has. Shards are in the order of ranks in `tp_group`."""
+        self._shards = VocabShards(vocab_shard, vocab_size, tp_group)
+        self._token_hashes = hash_tokens(torch.arange(vocab_shard.start, vocab_shard.stop, device=device))
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """logits [R, W] of any float type, left as they are."""
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+        """Sample from logits [R, W] of any float type, which are not modified."""
         adjusted, shards = _adjust(logits, batch), self._shards
-        drawing = Drawing(adjusted, batch.draw, shards) if batch.draw is not None else None
-        reporting = Reporting(logits, batch.report, shards) if batch.report is not None else None
-        for_draw = drawing.offers() if drawing is not None else []
-        for_report = reporting.offers() if reporting is not None else []
-        answers = shards.gather(*for_draw, *for_report)
-        for_draw, for_report = answers[: len(for_draw)], answers[len(for_draw) :]
+        random = RandomSampling(adjusted, batch.random, shards) if batch.random is not None else None
+        logprobs = LogprobsBuilder(logits, batch.logprobs, shards) if batch.logprobs is not None else None
+        for_random = random.first_message() if random is not None else []
+        for_logprobs = logprobs.first_message() if logprobs is not None else []
+        gathered = shards.gather(*for_random, *for_logprobs)
+        for_random, for_logprobs = gathered[: len(for_random)], gathered[len(for_random) :]
 
-        values, places = self._choose(adjusted, drawing, for_draw)
-        closing = reporting.closing(places, for_report) if reporting is not None else []
-        values, tokens, winner, closing = shards.agree(values, places, *closing)
-        # A row of NaN has no best token; what is found there says so when it reaches the host.
+        values, indices = self._select(adjusted, random, for_random)
+        last = logprobs.last_message(indices, for_logprobs) if logprobs is not None else []
+        values, tokens, winner, last = shards.select_best(values, indices, *last)
+        # A row of NaN has no best token. to_host() raises an error for it.
         tokens = torch.where(values.isnan(), NO_TOKEN, tokens)[:, 0]
-        return Sampled(tokens, reporting.finish(for_report, winner, closing) if reporting is not None else None)
+        return SampledTokens(tokens, logprobs.build(for_logprobs, winner, last) if logprobs is not None else None)
 
-    def _choose(self, logits: Tensor, drawing: Drawing | None, answers: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The best value of each row in this share, and its place: [R, W] -> [R, 1], [R, 1]."""
-        if drawing is None:
-            return best(logits)
-        drawn_values, drawn_places = best(drawing.noisy(self._words, answers))
-        if drawing.rows is None:
-            return drawn_values, drawn_places
-        values, places = best(logits)
-        values = values.float().index_copy_(0, drawing.rows, drawn_values)
-        return values, places.index_copy_(0, drawing.rows, drawn_places)
+    def _select(self, logits: Tensor, random: RandomSampling | None, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the best value of each row in this shard and its index: [R, W] -> [R, 1], [R, 1]."""
+        if random is None:
+            return row_max(logits)
+        random_values, random_indices = row_max(random.perturbed_scores(self._token_hashes, gathered))
+        if random.rows is None:
+            return random_values, random_indices
+        values, indices = row_max(logits)
+        values = values.float().index_copy_(0, random.rows, random_values)
+        return values, indices.index_copy_(0, random.rows, random_indices)
 
 
 def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Apply penalties and bans to a copy; returns the logits themselves if there are none."""
     if batch.penalties is None and batch.banned is None:
         return logits
     logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if batch.penalties is not None:
-        _penalise(logits.view(-1), batch.penalties)
+        _apply_penalties(logits.view(-1), batch.penalties)
     if batch.banned is not None:
         logits.view(-1).index_fill_(0, batch.banned, float("-inf"))
     return logits
 
 
-def _penalise(flat: Tensor, penalties: Penalties) -> None:
-    value = flat.index_select(0, penalties.places)
-    value = torch.where(value > 0, value / penalties.repetition, value * penalties.repetition) - penalties.minus
-    flat.index_copy_(0, penalties.places, value)
+def _apply_penalties(flat: Tensor, penalties: Penalties) -> None:
+    value = flat.index_select(0, penalties.flat_indices)
+    value = torch.where(value > 0, value / penalties.repetition, value * penalties.repetition) - penalties.additive
+    flat.index_copy_(0, penalties.flat_indices, value)

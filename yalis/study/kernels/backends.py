@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from yalis.errors import YalisError
 from yalis.kernels import native, ops, reference
-from yalis.sampling.sampled import NO_TOKEN
+from yalis.sampling.sampled_tokens import NO_TOKEN
 
 EPS = 1e-5
 _ACTIVATION = "silu"
