@@ -120,9 +120,9 @@ FAULTS = """
 import json, os, signal, time
 from yalis import LLM, SamplingParams
 from yalis.errors import YalisFailure
-from yalis.launch import watch
+from yalis.launch import liveness
 
-watch.STUCK_S = 1.0  # seconds in which rank 0 must hear of a death, unless nothing of its own is under way
+liveness.STUCK_S = 1.0  # seconds for rank 0 to return from its current operation after a death
 model, note = ARGUMENTS
 sampling = SamplingParams(max_tokens=40, ignore_eos=True)
 
