@@ -21,7 +21,7 @@ class LogitTap:
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
         self.chosen: dict[tuple[int, int], int] = {}
         runner = llm._engine.runner
-        runner.graphs.choosing = False  # so that every row passes the sampler
+        runner.use_recorded_picks = False  # so that every row goes through the sampler
         launch, sample = runner.launch, runner.sampler.sample
         steps: list = []
 

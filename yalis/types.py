@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, Union
 
 from yalis.errors import YalisError
@@ -75,6 +77,55 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """Whether the next token depends on which tokens came before it, beyond the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @cached_property
+    def recorded_pick_from(self) -> int | None:
+        """The number of output tokens from which on a recorded step picks this request's tokens itself; None: never."""
+        first = 0
+        for one in fields(self):
+            number = RECORDED_PICK_RULES[one.name](getattr(self, one.name))
+            if number is None:
+                return None
+            first = max(first, number)
+        return first
+
+
+def _always(value: object) -> int | None:
+    return 0
+
+
+def _only_at(neutral: object) -> Callable[[Any], int | None]:
+    return lambda value: 0 if value == neutral else None
+
+
+def _once_reached(value: int) -> int | None:
+    return value
+
+
+#: Which sampling fields a recorded step honours. A recorded step (a CUDA graph) picks the argmax of the logits on the
+#: device. Every field of SamplingParams has a rule here that returns the number of output tokens from which on the
+#: argmax is the right token, or None if it never is. All other tokens go through the sampler.
+RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
+    # Applied on the host, before or after the step.
+    "max_tokens": _always,
+    "stop": _always,
+    "stop_token_ids": _always,
+    "ignore_eos": _always,
+    "n": _always,
+    # Used only when tokens are drawn, which `temperature` excludes.
+    "top_k": _always,
+    "top_p": _always,
+    "min_p": _always,
+    "seed": _always,
+    # Honoured by the sampler alone, unless neutral.
+    "temperature": _only_at(0.0),
+    "repetition_penalty": _only_at(1.0),
+    "presence_penalty": _only_at(0.0),
+    "frequency_penalty": _only_at(0.0),
+    "logprobs": _only_at(None),
+    # The sampler bans the tokens that would end the answer before this many.
+    "min_tokens": _once_reached,
+}
 
 
 def _several(name: str, values: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from tests.multiprocess.splits import PRESSED, Trial
 from tests.multiprocess.test_splits import Models, check, check_pressure, check_ranks, launch
 from tests.tap import check_near_ties
 from yalis import LLM, SamplingParams
+from yalis.engine.packing import StepKind
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -51,7 +52,7 @@ def open_llm(ref: Reference, dtype: str, **fields: Any) -> LLM:
 
 
 def replays(llm: LLM) -> int:
-    return llm._engine.runner.graphs.replays
+    return llm._engine.runner.executor.replays
 
 
 def plain(**fields: Any) -> SamplingParams:
@@ -87,7 +88,7 @@ def test_fp32_is_exact_and_filled_up_steps_are_too(reference: Any, case: Case) -
     ref = reference(case)
     lengths = [STEPS - 1 - place for place in range(len(ref.prompts))]
     with open_llm(ref, "float32") as llm:
-        assert llm._engine.runner.graphs.sizes == [1, 2, 4, 8, 12]
+        assert llm._engine.runner.executor.recorder.layouts[StepKind.DECODE].sizes == [1, 2, 4, 8, 12]
         outputs = llm.generate(ref.prompts, [plain(max_tokens=length) for length in lengths])
         assert replays(llm) >= 12
     for output, wanted, length in zip(outputs, ref.tokens, lengths, strict=True):

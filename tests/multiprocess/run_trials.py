@@ -97,7 +97,7 @@ def force(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
 def replays(llm: LLM) -> int | None:
     """How often this rank replayed a recorded step; unknown where replicas have an engine each."""
     runner = getattr(llm._engine, "runner", None)
-    return runner.graphs.replays if runner else None
+    return runner.executor.replays if runner else None
 
 
 def go_on(llm: LLM, prompts: list[list[int]], waves: int) -> dict[str, Any]:

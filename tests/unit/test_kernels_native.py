@@ -148,7 +148,7 @@ def test_an_engine_without_it_generates_the_same_tokens(tmp_path: Path, monkeypa
         with LLM(str(ref.path), device="cpu", max_model_len=50) as llm:
             outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
             tokens.append([output.token_ids for output in outputs])
-            replays.append(llm._engine.runner.graphs.replays)
+            replays.append(llm._engine.runner.executor.replays)
             assert llm._engine.runner.backend.name == ("sdpa" if unavailable else "native")
     assert tokens == [ref.tokens, ref.tokens]
     assert replays[0] > 0 == replays[1]

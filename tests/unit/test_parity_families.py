@@ -80,7 +80,7 @@ def check_scenario(
         assert (counted.prefix_hit_tokens > 0) == reuse
         # Gemma's own mathematics is not among the native kernels.
         replayed = backend == "native" and "gemma2" not in ref.case.name
-        assert (llm._engine.runner.graphs.replays > 0) == replayed
+        assert (llm._engine.runner.executor.replays > 0) == replayed
         if ref.case.name == "phi3-longrope":
             assert counted.rope_switches > 0
 

@@ -68,7 +68,7 @@ def test_profiling_changes_no_tokens(model: str) -> None:
             if step in (3, 8):
                 profiles.append(engine.stop_profiling())
             done.update((id, output.token_ids) for id, output in llm.poll())
-        replays = engine.runner.graphs.replays
+        replays = engine.runner.executor.replays
         assert [done[id] for id in ids] == expected
         assert [[step.info.step_id for step in ranks[0].steps] for ranks in profiles] == [
             list(range(first := profiles[0][0].steps[0].info.step_id, first + 2)),

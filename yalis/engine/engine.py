@@ -63,7 +63,7 @@ class Engine:
             self.runner.num_blocks,
         )
         self.eos = eos
-        self.stats = EngineStats(graph_bytes=self.runner.graphs.nbytes)
+        self.stats = EngineStats(graph_bytes=self.runner.executor.graph_bytes)
         self._launched: deque[PendingStep | RemoteStep] = deque()
         self._early: list[Emitted] = []  # from steps that were committed outside of step()
         self._broken: str | None = None

@@ -137,6 +137,17 @@ def cache_does_not_fit(
     )
 
 
+def step_does_not_fit(
+    lack: OutOfMemory, config: EngineConfig, device: torch.device, tokens: int, sequences: int, block_bytes: int
+) -> str:
+    """Explain that a step of these tokens did not fit; with one token per sequence, the sequences are what counts."""
+    counts, work = (tokens, 0), f"{tokens} tokens"
+    if tokens == sequences:
+        counts, work = (0, sequences), f"{sequences} sequences"
+    fits = suggest_fit(lack, config, device, *counts, block_bytes)
+    return f"{device} ran out of memory in a step of {work}: {lack}; give {', or '.join(fits)}"
+
+
 def suggest_fit(
     lack: OutOfMemory,
     config: EngineConfig,

@@ -182,7 +182,7 @@ class ReplicaRanks:
             link.close()
         if self._comm is not None:
             if self.world.failure is None:
-                self.runner.graphs.forget()  # CUDA graphs keep communicators alive, so they go first
+                self.runner.executor.release_graphs()  # CUDA graphs keep communicators alive, so they go first
             self._comm.close()
 
     def _send_all(self, message: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,22 +11,24 @@ import torch
 from torch import Tensor
 
 from yalis import env
-from yalis.attention.base import AttentionNeeds, ForwardBatch, LayerCache
+from yalis.attention.base import AttentionNeeds, LayerCache
 from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import count_blocks, longest_context, resolve_block_size, resolve_dtype
-from yalis.engine.graphs import CudaGraphs, DecodeGraphs, Forwarded, Tapes
+from yalis.engine.executor import make_executor
+from yalis.engine.forward import StepResult
 from yalis.engine.oom import (
     OutOfMemory,
     allocated_bytes,
     cache_does_not_fit,
     explain_oom,
-    suggest_fit,
+    step_does_not_fit,
     weights_do_not_fit,
 )
-from yalis.engine.packing import Packer
+from yalis.engine.packing import PackedStep, Packer
+from yalis.engine.step_layouts import StepLimits
 from yalis.engine.step_profiler import StepProfiler
 from yalis.kernels import ops
 from yalis.layers.attention import head_padding
@@ -103,8 +105,10 @@ class Runner:
         self.times = StageTimes()
         groups = (self.grid.row_group, self.grid.col_group, self.grid.tp_group, self.stage.pp_group)
         self.profiler = StepProfiler(device, groups)
-        self.caches: list[LayerCache] = []
-        self._block_bytes = 0  # of the KV cache, once it has its memory
+        self._block_bytes = 0  # of one KV block, once the cache is allocated
+        #: whether to use the tokens that recorded steps pick, where the sampling parameters allow it
+        self.use_recorded_picks = True
+        self.recorded_picks = 0  # steps in which they were used
         grid = self.grid
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
         padding = head_padding(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
@@ -113,10 +117,10 @@ class Runner:
             window=any(spec.windows), softcap=spec.attention_softcap is not None,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
-        wanted_len = longest_context(config, spec, checkpoint.label)
-        most_blocks = -(-wanted_len // self.block_size)
+        max_len = longest_context(config, spec, checkpoint.label)
+        max_blocks = -(-max_len // self.block_size)
         with explain_oom(device, partial(self._too_large, label=checkpoint.label), needed=self._held_weights()):
-            self.model = Decoder(spec, grid, self.stage, wanted_len, self.dtype, device)
+            self.model = Decoder(spec, grid, self.stage, max_len, self.dtype, device)
             self.model.load(checkpoint)
             if config.compile:
                 from yalis.models.compile import compile_blocks  # defines torch ops that only compiled blocks need
@@ -124,19 +128,18 @@ class Runner:
                 compile_blocks(self.model)
             self.vocabulary = grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.tp_group, device)
-            # A row for each slot, and one for what fills up a recorded step.
+            # A row for each request slot, and one for the padding of recorded steps.
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
-            self.packer = Packer(config.max_num_seqs, most_blocks, self.block_size, self.model.rotary.length)
-            self.graphs = self._open_graphs(config, wanted_len, most_blocks)
-        self.pool = self._make_pool(config, needs, wanted_len, settle)
-        self.caches = [LayerCache(*self.pool.layer(index)) for index in range(len(self.model.layers))]
-        if isinstance(self.graphs, CudaGraphs):
-            self._warm_up(config, wanted_len)
-            self.graphs.record(self._block_bytes)
+            self.packer = Packer(config.max_num_seqs, max_blocks, self.block_size, self.model.rotary.length)
+            limits = StepLimits(config.max_num_seqs, config.max_batch_tokens, max_len, max_blocks)
+            self.executor = make_executor(config, self.model, self.backend, grid, self.stage, self.last_tokens, limits)
+        self.pool = self._make_pool(config, needs, max_len, settle)
+        self.executor.set_kv_caches([LayerCache(*self.pool.layer(i)) for i in range(len(self.model.layers))])
+        self.executor.warm_up(self._warm_up_steps(max_len), self._block_bytes)
         self._resident = allocated_bytes(device)  # between steps
         capacity = self.pool.num_blocks * self.block_size
         # A length the user did not ask for shrinks to what the cache holds; one that was asked for is refused later.
-        self.max_model_len = wanted_len if config.max_model_len else min(wanted_len, capacity)
+        self.max_model_len = max_len if config.max_model_len else min(max_len, capacity)
         log.info("%s %s attention=%s kv_blocks=%d", self.device, self.dtype, self.backend.name, self.pool.num_blocks)
 
     @property
@@ -148,37 +151,18 @@ class Runner:
         """What this rank holds of the model."""
         return sum(x.nbytes for x in self.model.parameters())
 
-    def _open_graphs(self, config: EngineConfig, longest: int, most_blocks: int) -> DecodeGraphs:
-        def forward(batch: ForwardBatch) -> Tensor:
-            out: Tensor = self.model(batch, self.caches, self.backend)
-            return out
-
-        on_cpu = self.device.type == "cpu"
-        # Tapes hold native calls, not what a compiler makes of them.
-        if config.eager or (on_cpu and config.compile) or not (self.backend.capturable and self.grid.capturable):
-            return DecodeGraphs(forward, self.last_tokens)
-        if on_cpu:
-            return Tapes(forward, self.last_tokens, most_blocks)
-        alone = self.grid.tp_group.size == 1
-        chooses = alone and self.stage.last
-        # Between stages other streams carry something too.
-        dependent = alone and self.stage.count == 1
-        return CudaGraphs(
-            config, forward, self.last_tokens, longest, most_blocks, chooses, self._idle_hidden, dependent
-        )
-
     def _make_pool(
         self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
     ) -> KVPool:
         shape = (len(self.model.layers), self.block_size, needs.num_kv_heads, needs.head_dim)
         per_sequence = -(-max_len // self.block_size)
-        taken = 0
+        graph_bytes = 0
         if self.device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None:
             tokens = min(max_len, config.max_batch_tokens)
             with explain_oom(self.device, partial(self._step_too_large, tokens=tokens, sequences=1)):
-                taken = self._rehearse(config, needs, tokens)
+                graph_bytes = self._profile_memory(needs, tokens)
         block_bytes = KVPool.block_bytes(*shape, self.dtype)
-        blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs, taken))
+        blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs, graph_bytes))
         layers, block_size, kv_heads, head_dim = shape
         say = partial(cache_does_not_fit, config=config, blocks=blocks, block_bytes=block_bytes, device=self.device)
         with explain_oom(self.device, say, needed=blocks * block_bytes):
@@ -198,58 +182,42 @@ class Runner:
         rank = split.rank(RankCoords(0, stage.index, grid.row, grid.col))
         return rank_memory(self.spec, split, rank, self.dtype.itemsize, self.block_size).weight_bytes
 
-    def _step_too_large(self, lack: OutOfMemory, tokens: int, sequences: int) -> str:
-        """A step did not fit; that of a token for each sequence is told by those."""
-        counts, work = (tokens, 0), f"{tokens} tokens"
-        if tokens == sequences:
-            counts, work = (0, sequences), f"{sequences} sequences"
-        ways = suggest_fit(lack, self.config, self.device, *counts, self._block_bytes)
-        return f"{self.device} ran out of memory in a step of {work}: {lack}; give {', or '.join(ways)}"
+    def _step_too_large(self, oom: OutOfMemory, tokens: int, sequences: int) -> str:
+        return step_does_not_fit(oom, self.config, self.device, tokens, sequences, self._block_bytes)
 
-    def _rehearse(self, config: EngineConfig, needs: AttentionNeeds, tokens: int) -> int:
-        """Run the largest step once, so that the allocator holds its activations before the rest becomes KV blocks.
+    def _profile_memory(self, needs: AttentionNeeds, tokens: int) -> int:
+        """Run the largest prefill once, so that the caching allocator holds the peak of activation memory.
 
-        Returns the bytes that recorded steps will take, found first: recording empties the allocator.
+        The remaining GPU memory is then given to the KV cache. Returns the bytes that CUDA graphs will need. They are
+        measured first because graph capture empties the caching allocator.
         """
         blocks = -(-tokens // self.block_size)
         pool = KVPool(1, blocks, self.block_size, needs.num_kv_heads, needs.head_dim, self.dtype, self.device)
-        self.caches = [LayerCache(*pool.layer(0))] * len(self.model.layers)
-        taken = self.graphs.rehearse() if isinstance(self.graphs, CudaGraphs) else 0
-        rows = min(tokens, config.max_num_seqs)
-        # From FUSED_GATE_MIN_ROWS on some activations are never written, so the step before may take more.
+        self.executor.set_kv_caches([LayerCache(*pool.layer(0))] * len(self.model.layers))
+        graph_bytes = self.executor.measure_graphs()
+        rows = min(tokens, self.config.max_num_seqs)
+        # A step of FUSED_GATE_MIN_ROWS or more never writes some activations, so a smaller one may need more memory.
         for count in sorted({min(tokens, ops.FUSED_GATE_MIN_ROWS - 1), tokens}):
-            last = range(count - min(rows, count), count)
-            packed = self.packer.pack([_rehearsed(0, count, self.block_size)], last)
-            logits = DecodeGraphs.run(self.graphs, packed, self._idle_hidden(count)).out
+            logit_rows = range(count - min(rows, count), count)
+            packed = self.packer.pack([_dummy_prompt(0, count, self.block_size)], logit_rows)
+            logits = self.executor.dry_run(packed).out
         if self.stage.last:
-            hungriest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
-            self._choose(logits, [SamplingRow(hungriest, seed=0, position=0)] * rows)
-        return taken
+            largest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
+            self._run_sampler(logits, [SamplingRow(largest, seed=0, position=0)] * rows)
+        return graph_bytes
 
-    def _warm_up(self, config: EngineConfig, longest: int) -> None:
-        """Prompts of every kind of length once, alone and beside a decoding sequence: no request waits for a compiler.
-
-        They may write into any block: none holds anything yet.
-        """
-        longest = min(longest, self.pool.num_blocks * self.block_size)
-        sizes = [(16, 0), (32, 0), (64, 0), (65, 0), (128, 0), (600, 0), (65, 1)]
+    def _warm_up_steps(self, max_len: int) -> Iterator[PackedStep]:
+        """Yield prompts whose lengths cover all kernel variants, alone and next to a decoding sequence."""
+        config = self.config
+        max_len = min(max_len, self.pool.num_blocks * self.block_size)
+        sizes = [(16, 0), (32, 0), (64, 0), (65, 0), (128, 0), (600, 0), (65, 1)]  # (prompt tokens, decoding sequences)
         if config.max_batch_tokens >= ops.FUSED_GATE_MIN_ROWS:
             sizes.append((ops.FUSED_GATE_MIN_ROWS, 0))
-        for wanted, decoding in sizes:
-            tokens = min(wanted, config.max_batch_tokens - decoding)
-            whole, rest = divmod(tokens, longest)
-            lengths = [longest] * whole + [rest] * (rest > 0) + [1] * decoding
+        for prompt_tokens, decoding in sizes:
+            whole, rest = divmod(min(prompt_tokens, config.max_batch_tokens - decoding), max_len)
+            lengths = [max_len] * whole + [rest] * (rest > 0) + [1] * decoding
             if len(lengths) <= config.max_num_seqs:
-                steps = [_rehearsed(slot, length, self.block_size) for slot, length in enumerate(lengths)]
-                with explain_oom(self.device, partial(self._step_too_large, tokens=tokens, sequences=len(steps))):
-                    DecodeGraphs.run(self.graphs, self.packer.pack(steps), self._idle_hidden(sum(lengths)))
-
-    @torch.inference_mode()
-    def _idle_hidden(self, rows: int) -> Tensor | None:
-        """Room for what the stage before gives."""
-        if self.stage.first:
-            return None
-        return torch.zeros(rows, self.model.hidden, dtype=self.dtype, device=self.device)
+                yield self.packer.pack([_dummy_prompt(i, length, self.block_size) for i, length in enumerate(lengths)])
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
@@ -263,27 +231,28 @@ class Runner:
         ready = time.perf_counter()
         hidden = self.stage.receive((plan.num_tokens, self.model.hidden), self.dtype, self.device)
         arrived = time.perf_counter()
-        done = self.graphs.run(step, hidden)
+        result = self.executor.run(step, hidden)
         pending = None
         if self.stage.last:
-            pending = self._sample(plan, done)
+            pending = self._sample(plan, result)
         else:
-            self.stage.send(done.out.clone())  # a replay's result is overwritten by the next
+            self.stage.send(result.out.clone())  # the next replay overwrites the result
         self.times.busy += time.perf_counter() - begin - (arrived - ready)
         self.times.waiting += arrived - ready
         return pending
 
-    def _sample(self, plan: StepPlan, done: Forwarded) -> PendingStep:
+    def _sample(self, plan: StepPlan, result: StepResult) -> PendingStep:
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
             return PendingStep(plan, None, self.check)
-        if done.tokens is not None and all(_takes_the_best(step) for step in sampling):
-            return PendingStep(plan, SampledTokens(done.tokens, None), self.check)
-        sampled = self._choose(done.out, [self._sampling_row(step) for step in sampling])
-        self.last_tokens.index_copy_(0, done.owners, sampled.tokens.clamp(min=0))
+        if result.tokens is not None and self.use_recorded_picks and all(map(_accepts_recorded_pick, sampling)):
+            self.recorded_picks += 1
+            return PendingStep(plan, SampledTokens(result.tokens, None), self.check)
+        sampled = self._run_sampler(result.out, [self._sampling_row(step) for step in sampling])
+        self.last_tokens.index_copy_(0, result.request_slots, sampled.tokens.clamp(min=0))
         return PendingStep(plan, sampled, self.check)
 
-    def _choose(self, logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:
+    def _run_sampler(self, logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:
         batch = SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)
         return self.sampler.sample(logits, batch)
 
@@ -296,16 +265,16 @@ class Runner:
         return SamplingRow(params, params.seed, step.start + step.count, history=step.history, banned=banned)
 
 
-def _rehearsed(slot: int, tokens: int, block_size: int) -> SequenceStep:
-    """A prompt that nobody asked for."""
+def _dummy_prompt(request_slot: int, tokens: int, block_size: int) -> SequenceStep:
+    """Return a prompt for memory profiling and warm-up. It uses the first KV blocks."""
     return SequenceStep(
-        request_id=-1, request_slot=slot, start=0, tokens=(0,) * tokens, blocks=tuple(range(-(-tokens // block_size))),
-        samples=True, output_len=0, long_rope=False, params=SamplingParams(), history=None,
+        request_id=-1, request_slot=request_slot, start=0, tokens=(0,) * tokens,
+        blocks=tuple(range(-(-tokens // block_size))), samples=True, output_len=0, long_rope=False,
+        params=SamplingParams(), history=None,
     )  # fmt: skip
 
 
-def _takes_the_best(step: SequenceStep) -> bool:
-    """Whether the likeliest token is all that this sequence asks for."""
-    params = step.params
-    plain = params.greedy and params.logprobs is None and not params.needs_history
-    return plain and step.output_len >= params.min_tokens  # nothing is banned any more
+def _accepts_recorded_pick(step: SequenceStep) -> bool:
+    """Whether the argmax that a recorded step picked is the token that this sequence would sample."""
+    first = step.params.recorded_pick_from
+    return first is not None and step.output_len >= first

@@ -167,6 +167,18 @@ def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     return y
 
 
+def use_last_tokens(token_ids: Tensor, last_tokens: Tensor, request_slots: Tensor) -> Tensor:
+    """Return token_ids [T] with each negative id replaced by the token last sampled for its request slot.
+
+    last_tokens [max_num_seqs + 1] holds one token for each request slot, request_slots [T] the slot of each id.
+    """
+    if token_ids.is_cuda and _has_triton():
+        from yalis.kernels import token_feedback
+
+        return token_feedback.use_last_tokens(token_ids, last_tokens, request_slots, pdl_enabled())
+    return torch.where(token_ids < 0, last_tokens.index_select(0, request_slots), token_ids)
+
+
 # A compiler would take what follows of the sum before it is rounded.
 @opaque("(Tensor x, Tensor y) -> Tensor", lambda x, *_: x.shape)
 def add(x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,79 @@
+"""The computation of a step on one rank, the same whether it runs eagerly or is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
+from yalis.engine.step_layouts import StepInputs
+from yalis.kernels import ops
+from yalis.kernels.pdl import enable_pdl, pdl_enabled
+from yalis.models.decoder import Decoder
+from yalis.sampling.sampled_tokens import NO_TOKEN
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The output of a step. The next step may overwrite its tensors."""
+
+    out: Tensor  # logits [R, vocabulary share], or hidden states [T, hidden] on all but the last pipeline stage
+    request_slots: Tensor  # [R], the rows of last_tokens that the sampled tokens belong to
+    tokens: Tensor | None = None  # [R], the argmax of each row if a recorded step picked it; last_tokens has it then
+
+
+class ModelForward:
+    """Runs the model of this rank on batches."""
+
+    def __init__(
+        self, model: Decoder, backend: AttentionBackend, last_tokens: Tensor, pdl: bool = False, greedy: bool = False
+    ) -> None:
+        """`last_tokens` [max_num_seqs + 1]: the token last sampled for each request slot, and a row for padding.
+
+        `pdl`: use programmatic dependent launch. `greedy`: recorded steps pick the argmax of each row, which needs the
+        logits of the whole vocabulary.
+        """
+        self.model, self.backend, self.last_tokens = model, backend, last_tokens
+        self.kv_caches: Sequence[LayerCache] = ()  # set once they are allocated
+        self._pdl, self._greedy = pdl, greedy
+
+    @property
+    def device(self) -> torch.device:
+        return self.last_tokens.device
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Return the logits of a batch, or its hidden states on all but the last pipeline stage."""
+        out: Tensor = self.model(batch, self.kv_caches, self.backend)
+        return out
+
+    def run_recorded(self, inputs: StepInputs, uses_last_tokens: bool) -> tuple[Tensor, Tensor | None]:
+        """Run what a CUDA graph holds: the model and, where possible, the choice of tokens before and after it.
+
+        Returns the output of the model and the picked tokens [R].
+        """
+        batch, request_slots = inputs
+        with self.launch_mode():
+            if uses_last_tokens:
+                token_ids = ops.use_last_tokens(batch.token_ids, self.last_tokens, request_slots)
+                batch = replace(batch, token_ids=token_ids)
+            out = self.run(batch)
+            if not self._greedy:
+                return out, None
+            from yalis.kernels import token_feedback
+
+            return out, token_feedback.pick_greedy(out, self.last_tokens, request_slots, NO_TOKEN, pdl_enabled())
+
+    def launch_mode(self) -> AbstractContextManager[None]:
+        """Within, kernels are launched with PDL if this model uses it."""
+        return enable_pdl(self.device) if self._pdl else nullcontext()
+
+    @torch.inference_mode()
+    def make_hidden(self, tokens: int) -> Tensor | None:
+        """Return a buffer [tokens, hidden] for the output of the previous pipeline stage; None on the first stage."""
+        if self.model.embedding is not None:
+            return None
+        return torch.zeros(tokens, self.model.hidden, dtype=self.model.dtype, device=self.device)
