@@ -1,4 +1,4 @@
-"""The schema of measurements."""
+"""Results: the schema, files of older versions, and what is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     assert results.read(path) == results.read(second) == result
     assert result.versions["torch"]
     assert result.host["cores"] >= 1
-    assert [p.suffix for p in (tmp_path / "new").iterdir()] == [".json", ".json"]  # no temporary file stays
+    assert [p.suffix for p in (tmp_path / "new").iterdir()] == [".json", ".json"]  # no temporary file is left
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
         (lambda d: d.update(created="2026-01-01T00:00:00"), "it should be a time such as"),
     ],
 )
-def test_a_changed_file_is_refused(tmp_path: Path, change: Any, words: str) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path, change: Any, words: str) -> None:
     path = results.write(make(), tmp_path)
     data = json.loads(path.read_text())
     change(data)
@@ -79,7 +79,7 @@ def test_a_changed_file_is_refused(tmp_path: Path, change: Any, words: str) -> N
         results.read(path)
 
 
-KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
 FILES = {
     "latency": "latency-smollm2-135m-fp32.json",
     "throughput": "scaling-smollm2-135m/tp2-mpi/throughput-20261115T125013.json",
@@ -127,10 +127,10 @@ FILES = {
         ("allreduce", "rows 0 delay_us", None, "a 'delay_us' in some rows and none in others"),
     ],
 )
-def test_what_readers_rely_on_is_checked_in_one_place(
+def test_a_malformed_file_is_one_error_for_every_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, place: str, value: Any, words: str
 ) -> None:
-    data = json.loads((KEPT / FILES[kind]).read_text())
+    data = json.loads((COMMITTED / FILES[kind]).read_text())
     *path, last = [int(step) if step.isdigit() else step for step in place.split()]
     inside = data
     for step in path:
@@ -147,7 +147,7 @@ def test_what_readers_rely_on_is_checked_in_one_place(
         assert err.count("\n") == 1
 
 
-def test_older_versions_told_less(tmp_path: Path) -> None:
+def test_older_versions_have_fewer_columns(tmp_path: Path) -> None:
     result = make()
     path = results.write(result, tmp_path)
     data = json.loads(path.read_text())
@@ -165,12 +165,12 @@ def test_older_versions_told_less(tmp_path: Path) -> None:
 
 
 def test_names_of_version_4_are_upgraded() -> None:
-    profile, scaling = (json.loads((KEPT / FILES[kind]).read_text()) for kind in ("profile", "scaling"))
+    profile, scaling = (json.loads((COMMITTED / FILES[kind]).read_text()) for kind in ("profile", "scaling"))
     assert profile["schema_version"] < 5
-    upgraded = results.read(KEPT / FILES["profile"]).parameters
+    upgraded = results.read(COMMITTED / FILES["profile"]).parameters
     assert upgraded["profiling_overhead"] == profile["parameters"]["watching_costs"]
     assert "watching_costs" not in upgraded
-    rows = results.read(KEPT / FILES["scaling"]).rows
+    rows = results.read(COMMITTED / FILES["scaling"]).rows
     assert [row["oversubscribed"] for row in rows] == [row["crowded"] for row in scaling["rows"]]
     assert "crowded" not in rows[0]
 
@@ -182,8 +182,8 @@ def test_committed_results_can_be_read() -> None:
         result = results.read(path)
         assert result.schema_version == results.VERSION
         results.check(asdict(result), str(path))
-    held = {path.read_bytes(): path for path in found}
-    assert len(held) == len(found), "a result was committed under two names"
+    contents = {path.read_bytes(): path for path in found}
+    assert len(contents) == len(found), "a result was committed under two names"
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         results.read(tmp_path / "missing.json")
 
 
-def test_checked_on_writing_too(tmp_path: Path) -> None:
+def test_results_are_checked_when_written(tmp_path: Path) -> None:
     with pytest.raises(YalisError, match="nan as 'decode_ms'"):
         make(decode_ms=float("nan"))
     with pytest.raises(YalisError, match="lacks the column"):

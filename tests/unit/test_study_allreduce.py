@@ -1,4 +1,4 @@
-"""The all-reduce benchmark without ranks: what it accepts, what it makes of times, what it writes."""
+"""The all-reduce benchmark without ranks: its input, its rows, its summaries and its files."""
 
 from __future__ import annotations
 
@@ -56,13 +56,16 @@ def make_result(rows: list[Row], **parameters: Any) -> results.Result:
         ("--ranks 2 --sizes 6k,no", "'6k,no' is not a list of sizes, such as 8K,64K,1M"),
         ("--ranks 2 --repeats 0", "repeats is 0; give a whole number of at least 1"),
         ("--ranks 2 --tune --backends auto", "--tune measures the backends that auto chooses from; leave auto out"),
-        ("--ranks 2 --delay 1ms", "--delay is for a lab of hosts; give --hosts as well"),
+        ("--ranks 2 --delay 1ms", "--delay needs --hosts; give it as well"),
         ("--ranks 2 --hosts 2", "--hosts starts its own ranks; run it without --ranks"),
         ("--hosts 1", "--hosts is 1 and --ranks-per-host 2; give at least 2 hosts"),
-        ("--hosts 2 --delay 1", "'1' is no delay of a link; give one such as 1ms, 200us or 0"),
-        ("--hosts 2 --tune --delay 0,1ms", "--tune keeps the times of one network; give one --delay"),
-        ("--hosts 2 --ranks-per-node 2", "--ranks-per-node cuts one machine into nodes, and --hosts makes hosts"),
-        ("--hosts 2 --rate fast", "'fast' is no rate of a link; give one such as 10gbit"),
+        ("--hosts 2 --delay 1", "'1' is not a link delay; give one such as 1ms, 200us or 0"),
+        ("--hosts 2 --tune --delay 0,1ms", "--tune saves the times of one network; give a single --delay"),
+        (
+            "--hosts 2 --ranks-per-node 2",
+            "--ranks-per-node divides the ranks of one machine, and --hosts creates hosts",
+        ),
+        ("--hosts 2 --rate fast", "'fast' is not a link rate; give one such as 10gbit"),
         ("--ranks 2 --sizes 100000M", "cannot be measured; accepted: multiples of 4 up to 1024M"),
         ("--ranks 2 --dtypes ,", "no dtypes given"),
         ("--ranks 2 --baseline mpi --backends torch", "the baseline mpi is not among the backends"),
@@ -94,7 +97,7 @@ def test_sizes_and_plans() -> None:
         LabPlan(hosts=2, ranks_per_host=0)
 
 
-def test_what_times_come_to() -> None:
+def test_rows_speedups_and_ratios() -> None:
     made = make_row("torch", {}, "float32", 4000, "eager", 4, None, 2, [n * 1e-6 for n in range(1, 12)])
     assert (made["median_us"], made["low_us"], made["high_us"]) == pytest.approx((6, 2, 10))
     assert made["repeats"] == 11
@@ -107,18 +110,18 @@ def test_what_times_come_to() -> None:
     assert [one["speedup"] for one in rows] == pytest.approx([1, 2, 1.25, 2.5, 1, 3.6])
     allreduce.add_speedups(rows, "mpi")
     assert [one["speedup"] for one in rows[:4]] == pytest.approx([0.8, 1.6, 1, 2])
-    told = [(allreduce.label(one.rival), one.ours["delay_us"], one.times_faster) for one in allreduce.ratios(rows)]
-    assert [(other, delay) for other, delay, _ in told] == [("gloo", None), ("gloo", 1000.0), ("mpi ring", None)]
-    assert [faster for *_, faster in told] == pytest.approx([2, 3.6, 0.8])
+    found = [(allreduce.label(one.rival), one.ours["delay_us"], one.times_faster) for one in allreduce.ratios(rows)]
+    assert [(other, delay) for other, delay, _ in found] == [("gloo", None), ("gloo", 1000.0), ("mpi ring", None)]
+    assert [faster for *_, faster in found] == pytest.approx([2, 3.6, 0.8])
 
 
-def test_time_that_the_delay_added() -> None:
+def test_time_added_by_the_delay() -> None:
     rows = [row("gloo", 64, 100, 0.0), row("gloo", 64, 950, 1000.0), row("torch", 64, 950, 1000.0)]
     ((found, extra),) = allreduce.added_by_delay(rows)
     assert (found["backend"], extra) == ("gloo", pytest.approx(850))
 
 
-def test_wrong_sums_fail_once_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_sums_fail_after_they_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = make_row("torch", {}, "float32", 64, "eager", 4, "wrong: 1 of 16 elements are not the sum on rank 2", 1, [])
     result = make_result([row("gloo", 64, 100), {**wrong, "delay_us": None}])
     print("\n".join(results.kind_of(result).text(result)))
@@ -128,34 +131,34 @@ def test_wrong_sums_fail_once_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", [YalisError, YalisFailure])
-def test_a_backend_without_room_has_a_row_and_a_lost_rank_none(kind: type[YalisError]) -> None:
+def test_a_backend_that_cannot_hold_a_message_is_a_row_but_a_lost_rank_fails(kind: type[YalisError]) -> None:
     def refuse(*_: object) -> torch.Tensor:
-        raise kind("no room for that")
+        raise kind("the message is too large")
 
     expected = ExpectedSum.draw("seed", 0, 2, 8, torch.float32)
     group: Any = SimpleNamespace(workspace=refuse)
-    told: Any = None
+    reason: Any = None
     with pytest.raises(YalisFailure) if kind is YalisFailure else nullcontext():
-        told = start_trial(None, None, group, expected, "eager", torch.device("cpu"), True)  # type: ignore[arg-type]
-    assert told == (None if kind is YalisFailure else "no room for that")
+        reason = start_trial(None, None, group, expected, "eager", torch.device("cpu"), True)  # type: ignore[arg-type]
+    assert reason == (None if kind is YalisFailure else "the message is too large")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_sum_is_known_to_every_rank(dtype: torch.dtype) -> None:
+def test_every_rank_knows_the_expected_sum(dtype: torch.dtype) -> None:
     ranks = [ExpectedSum.draw("seed", rank, 5, 1000, dtype) for rank in range(5)]
     assert len({float(one.input[0]) for one in ranks}) == 5
     total = sum(one.input.double() for one in ranks)
     assert all(torch.equal(one.total, total) for one in ranks)
     rounded = torch.zeros(1000, dtype=dtype)
     for one in ranks:
-        rounded += one.input  # rounded at every step, the worst that a backend may do
+        rounded += one.input  # rounded at every step, the largest error a backend may have
     assert ranks[0].find_error(rounded) is None
-    lacking = (total - ranks[3].input.double()).to(dtype)
-    assert "elements are not the sum" in str(ranks[0].find_error(lacking))
+    incomplete = (total - ranks[3].input.double()).to(dtype)
+    assert "elements are not the sum" in str(ranks[0].find_error(incomplete))
     assert ranks[0].find_error(torch.full((1000,), float("nan"))) == "1000 of 1000 elements are not the sum"
 
 
-def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
+def test_a_result_is_written_and_plotted(tmp_path: Path) -> None:
     sizes = (8192, 65536)
     rows = [
         row(name, size, 100 + size / 100, delay) for delay in (0.0, 1e3) for name in ("gloo", "torch") for size in sizes
@@ -166,7 +169,9 @@ def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
     assert model is not None
     assert not list(model.nvrar_crossovers())  # only on GPUs
     expected = model.expected_us(8192)
-    assert expected["hierarchical"] == pytest.approx(1000 + 2 * 10 + 12.288)  # one exchange of half, two phases inside
+    assert expected["hierarchical"] == pytest.approx(
+        1000 + 2 * 10 + 12.288
+    )  # one exchange of half between nodes, two phases within
     assert expected["ring"] == pytest.approx(6 * (1000 + 8192 / 4 / 2 / 1e3))
     assert CostModel.of(result, 0.0) is None  # its links were not measured
     assert results.read(results.write(result, tmp_path)) == result
@@ -181,7 +186,7 @@ def test_a_result_is_kept_and_drawn(tmp_path: Path) -> None:
         plots.write_plot(result, tmp_path / "missing" / "plot")
 
 
-def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
+def test_a_tuning_result_is_plotted_by_the_fastest_options(tmp_path: Path) -> None:
     sizes = (8192, 65536)
     tried = [
         ("nvrar", 30, {"blocks": 8}),
@@ -190,8 +195,8 @@ def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
         ("torch", 400, {}),
     ]
     rows = [row(name, size, median, **options) for name, median, options in tried for size in sizes]
-    glanced = make_row("nvrar", {"blocks": 2}, "float32", 8192, "eager", 4, None, 2, [20e-6])
-    rows.append({**glanced, "delay_us": None})  # quicker in a single try, and dropped after it
+    dropped = make_row("nvrar", {"blocks": 2}, "float32", 8192, "eager", 4, None, 2, [20e-6])
+    rows.append({**dropped, "delay_us": None})  # faster in a single repeat, and not continued
     near, far = {"latency": 1e-6, "seconds_per_byte": 1e-11}, {"latency": 2e-6, "seconds_per_byte": 1e-11}
     links = [{"delay_us": None, "inside": near, "between": far, "fixed": 3e-6}]
     result = make_result(rows, links=links, tune=True)
@@ -216,7 +221,7 @@ def test_a_search_is_drawn_by_its_winners(tmp_path: Path) -> None:
     assert "blocks=" not in drawn
 
 
-def test_tuning_is_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_is_saved_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
     fast, slow = {"inter": "halving", "chunk": 1 << 16}, {"inter": "doubling", "chunk": 1 << 16}
     rows = [

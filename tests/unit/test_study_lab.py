@@ -1,4 +1,4 @@
-"""The lab of hosts, as far as it needs no hosts."""
+"""The parts of the lab that can be tested without creating hosts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def test_delays_and_rates() -> None:
     )
     assert [hosts.parse_rate(text) for text in ("10gbit", "2.5Gbit", "100mbit", "8kbit")] == [1e10, 2.5e9, 1e8, 8e3]
     for text in ("", "1", "-1ms", "1 hour", "11s", "ms"):
-        with pytest.raises(YalisError, match="no delay of a link; give one such as 1ms"):
+        with pytest.raises(YalisError, match="not a link delay; give one such as 1ms"):
             hosts.parse_delay(text)
     for text in ("", "10", "0gbit", "10gb"):
-        with pytest.raises(YalisError, match="no rate of a link; give one such as 10gbit"):
+        with pytest.raises(YalisError, match="not a link rate; give one such as 10gbit"):
             hosts.parse_rate(text)
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(YalisError, match="only root can make; type sudo before the same command"):
+    with pytest.raises(YalisError, match="only root can create; type sudo before the same command"):
         hosts.Lab(2)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(hosts, "find_program", lambda name: None)
-    assert hosts.missing() == "hosts are made with `ip`, which is not installed; on Debian type apt install iproute2"
+    assert hosts.missing() == "creating hosts needs `ip`, which is not installed; on Debian type apt install iproute2"
     monkeypatch.setattr(hosts, "find_program", lambda name: name)
     refused = subprocess.CompletedProcess([], 1, "", "unshare: Operation not permitted\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: refused)

@@ -1,4 +1,4 @@
-"""The page of a report: what stands on it, what is refused, and that a browser shows it without a network."""
+"""The report page: its contents, what is refused, and that a browser shows it without a network."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from yalis.study.report.build import find_results, write_report
 from yalis.study.results import Result, StoredResult, drawing
 from yalis.study.results.kinds.profile import CATEGORIES, summarize_ranks
 
-KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
-KEPT_NAMES = ["allreduce-lab-4x2-1ms", "latency-smollm2-135m-fp32", "pipeline-smollm2-135m-pp2"]
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
+COMMITTED_NAMES = ["allreduce-lab-4x2-1ms", "latency-smollm2-135m-fp32", "pipeline-smollm2-135m-pp2"]
 CPU = [{"type": "cpu", "name": "CPU, AVX512", "threads": 1}]
 ENGINE = {"model": "folder/tiny", "ranks_per_gpu": 1}
 
@@ -68,7 +68,7 @@ def make_kernels() -> Result:
 
 
 def make_study_of_two() -> Result:
-    """Rows as they came in, the second machine's first; each has three all-reduces, and its slowest comes last."""
+    """Return a study of two machines with three all-reduces each. Rows of the second machine come first."""
     one, rows = make_scaling(), []
     machines = [results.machine_of(replace(one, devices=[{"type": "cuda", "name": name}])) for name in ("A100", "H200")]
     good = [row for row in one.rows if row["status"] == "ok"]
@@ -83,14 +83,14 @@ def make_study_of_two() -> Result:
     return replace(one, rows=rows, parameters=facts, devices=[{"type": "cuda", "name": "A100"}])
 
 
-def test_machines_of_a_study_have_panels_of_their_own() -> None:
+def test_each_machine_of_a_study_has_its_own_panels() -> None:
     figure = results.KINDS["scaling"].plot(make_study_of_two())
     figure.draw_without_rendering()
     axes = [axis for axis in figure.axes if axis.get_visible()]
     titles = [axis._left_title for axis in axes if axis.get_title(loc="left")]
     names = ["nvrar", "hierarchical", "torch"]
-    wanted = [f"machine {machine}\nall-reduce: {name}" for machine in (1, 2) for name in names]
-    assert [title.get_text() for title in titles] == wanted
+    expected = [f"machine {machine}\nall-reduce: {name}" for machine in (1, 2) for name in names]
+    assert [title.get_text() for title in titles] == expected
     boxes = [title.get_window_extent() for title in titles]
     assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
     for axis in axes:  # every panel of a row shows all of its lines
@@ -99,7 +99,7 @@ def test_machines_of_a_study_have_panels_of_their_own() -> None:
         assert highest <= axis.get_ylim()[1]
 
 
-def test_a_study_takes_the_numbers_of_the_page(tmp_path: Path) -> None:
+def test_machines_of_a_study_are_renumbered_for_the_page(tmp_path: Path) -> None:
     study = make_study_of_two()
     first = replace(make_kernels(), devices=[{"type": "cuda", "name": "H200"}])
     page, _ = write_report(
@@ -110,14 +110,14 @@ def test_a_study_takes_the_numbers_of_the_page(tmp_path: Path) -> None:
     assert "<li>Machine 2: A100 ·" in text
     (shown,) = re.findall(r"<article id='b'>(.*?)</article>", text, re.DOTALL)
     assert "<span class='badge'>machines 2, 1</span>" in shown
-    # Its own second machine is the page's first, and its rows stand above.
+    # The study's second machine is the first of the page, so its rows come first.
     rows = re.findall(r"<tr><td>(\d)</td>.*?>([\d.]+) s<small>", shown)
     assert [machine for machine, _ in rows] == ["1"] * (len(rows) // 2) + ["2"] * (len(rows) // 2)
     assert float(rows[1][1]) < 1 < float(rows[-1][1])
 
 
 def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
-    latency = results.read(KEPT / "latency-smollm2-135m-fp32.json")
+    latency = results.read(COMMITTED / "latency-smollm2-135m-fp32.json")
     rows = [{**row, "seconds": 2.0, "seconds_low": 1.5, "seconds_high": 2.5} for row in latency.rows]
     shared = {**latency.parameters["engine"], "tp": [2, 2], "allreduce": "nvrar", "ranks_per_gpu": 8}
     facts = {**latency.parameters, "engine": shared, "graph_bytes": 96 << 20}
@@ -137,7 +137,7 @@ def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
     assert "<li>CUDA graphs use 96.0 MiB" in split.partition("</table>")[2]
     assert "<li>4 ranks share a GPU" in split
     assert "<th>total</th>" in split
-    assert "<td>2.000 s</td>" in split  # once: there is no range
+    assert "<td>2.000 s</td>" in split  # a single repeat has no range
     assert "<th>of floor</th>" not in split
     assert "<td>3.00 us<small>2.00..1,235</small></td>" in small
     assert "<td>3.00 us</td>" in small
@@ -145,17 +145,17 @@ def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
         assert f"<td>{speed}</td>" in small
 
 
-def test_files_say_what_they_show_and_where(tmp_path: Path, monkeypatch: Any) -> None:
-    told: dict[str, tuple[str, Any]] = {}
+def test_plot_files_name_machine_and_notes(tmp_path: Path, monkeypatch: Any) -> None:
+    labels: dict[str, tuple[str, Any]] = {}
     save = drawing.save
 
-    def listen(figure: Any, file: Path, title: str, notes: list[str]) -> list[Path]:
+    def record(figure: Any, file: Path, title: str, notes: list[str]) -> list[Path]:
         written = save(figure, file, title, notes)
-        told[file.name] = figure.get_supxlabel(), figure.axes[0].get_xlabel()
+        labels[file.name] = figure.get_supxlabel(), figure.axes[0].get_xlabel()
         return written
 
-    monkeypatch.setattr(drawing, "save", listen)
-    latency = results.read(KEPT / "latency-smollm2-135m-fp32.json")
+    monkeypatch.setattr(drawing, "save", record)
+    latency = results.read(COMMITTED / "latency-smollm2-135m-fp32.json")
     facts = {**latency.parameters, "graph_bytes": 96 << 20}
     gpu = [{"type": "cuda", "name": "H200"}]
     latency = replace(latency, parameters=facts, devices=gpu)
@@ -163,17 +163,17 @@ def test_files_say_what_they_show_and_where(tmp_path: Path, monkeypatch: Any) ->
         StoredResult(tmp_path / "latency.json", latency),
         StoredResult(tmp_path / "tp1.json", make_profile(1, gpu)),
     ]
-    found.append(StoredResult(tmp_path / "sums.json", results.read(KEPT / "allreduce-lab-4x2-1ms.json")))
+    found.append(StoredResult(tmp_path / "sums.json", results.read(COMMITTED / "allreduce-lab-4x2-1ms.json")))
     write_report(found, tmp_path / "report.html", "A study")
-    below, axis = told["latency"]
+    below, axis = labels["latency"]
     assert "H200" in below
     assert "CUDA graphs" not in below
     assert "batch x prompt x output" in axis
-    assert "H200" in told["tp1"][0]
-    assert "CPU, AVX512" in told["sums"][0]
+    assert "H200" in labels["tp1"][0]
+    assert "CPU, AVX512" in labels["sums"][0]
 
 
-def test_plots_are_named_after_results_and_leave_with_them(tmp_path: Path) -> None:
+def test_plots_are_named_after_results_and_removed_with_them(tmp_path: Path) -> None:
     page, plots = tmp_path / "report.html", tmp_path / "report-plots"
     found = [
         StoredResult(tmp_path / name, make_kernels()) for name in ("a/k.json", "b/k.json", "c/k-2.json", "old one.json")
@@ -183,11 +183,11 @@ def test_plots_are_named_after_results_and_leave_with_them(tmp_path: Path) -> No
         row["share_of_floor"] = None
     found.append(StoredResult(tmp_path / "bare.json", bare))
     write_report(found, page, "A study")
-    names = ["k", "k-2", "k-3", "old-one"]  # a number passes over a name that a result has
+    names = ["k", "k-2", "k-3", "old-one"]  # numbering skips a name that another result has
     assert sorted(path.name for path in plots.iterdir()) == sorted(
         f"{name}.{x}" for name in names for x in ("png", "svg")
     )
-    for name in ("mine.png", "bare.png"):  # the report never wrote these
+    for name in ("mine.png", "bare.png"):  # not written by the report
         (plots / name).touch()
     write_report(found[2:3], page, "A study")
     assert {path.name for path in plots.iterdir()} == {"k-2.png", "k-2.svg", "mine.png", "bare.png"}
@@ -202,7 +202,7 @@ def test_plots_are_named_after_results_and_leave_with_them(tmp_path: Path) -> No
         ("", "yalis"),
     ],
 )
-def test_a_command_stands_behind_its_launcher(launcher: str, words: str, tmp_path: Path) -> None:
+def test_a_command_includes_its_launcher(launcher: str, words: str, tmp_path: Path) -> None:
     result = replace(make_kernels(), topology=results.make_topology([0, 0, 1, 1], launcher))
     page, _ = write_report([StoredResult(tmp_path / "a.json", result)], tmp_path / "r.html", "A study")
     assert f"<code>{words} bench kernels</code>" in page.read_text()
@@ -210,15 +210,15 @@ def test_a_command_stands_behind_its_launcher(launcher: str, words: str, tmp_pat
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One result of each kind that a page draws, and a profile of another machine."""
-    given = tmp_path / "results"
-    ours = {"scaling": make_scaling(), "tp1": make_profile(1), "tp2": make_profile(2), "our kernels": make_kernels()}
-    ours["tp1-h200"] = make_profile(1, [{"type": "cuda", "name": "H200", "memory_gib": 140}])
-    for name, result in ours.items():
-        results.write(result, given).rename(given / f"{name}.json")
-    for name in KEPT_NAMES:
-        (given / f"{name}.json").write_bytes((KEPT / f"{name}.json").read_bytes())
-    return given
+    """Return a folder with one result of each kind that is plotted, and a profile of another machine."""
+    folder = tmp_path / "results"
+    made = {"scaling": make_scaling(), "tp1": make_profile(1), "tp2": make_profile(2), "our kernels": make_kernels()}
+    made["tp1-h200"] = make_profile(1, [{"type": "cuda", "name": "H200", "memory_gib": 140}])
+    for name, result in made.items():
+        results.write(result, folder).rename(folder / f"{name}.json")
+    for name in COMMITTED_NAMES:
+        (folder / f"{name}.json").write_bytes((COMMITTED / f"{name}.json").read_bytes())
+    return folder
 
 
 def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -228,13 +228,13 @@ def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, 
     text = page.read_text()
     assert "<h1>Ours &amp; theirs</h1>" in text
     articles = re.findall(r"<article id='([\w.-]+)'>(.*?)</article>", text, re.DOTALL)
-    # The two profiles of one machine share a figure; the third is of another machine.
-    drawn = ["scaling", "profile", "tp1-h200", *KEPT_NAMES[:2], "our-kernels", KEPT_NAMES[2]]
+    # The two profiles of one machine share a plot; the third is of another machine.
+    drawn = ["scaling", "profile", "tp1-h200", *COMMITTED_NAMES[:2], "our-kernels", COMMITTED_NAMES[2]]
     assert [name for name, _ in articles] == drawn
     for name, article in articles:
         assert article.count("<svg") == 1
         assert "<table>" in article
-        assert "<pre><code>yalis " in article  # also of the lab, which starts mpirun itself
+        assert "<pre><code>yalis " in article  # also for the lab, which starts its own ranks
         for suffix in (".png", ".svg"):
             assert (tmp_path / "report-plots" / (name + suffix)).stat().st_size > 3000
     shown = dict(articles)
@@ -251,13 +251,13 @@ def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, 
     assert len(ids) == len(set(ids))
 
 
-def test_results_are_found_once_and_a_study_speaks_for_its_settings(tmp_path: Path) -> None:
+def test_results_are_found_once_and_a_study_replaces_its_settings(tmp_path: Path) -> None:
     study = tmp_path / "study"
     own = results.write(make_profile(1), study / "tp1")
     scaling = make_scaling()
     scaling.rows[0]["file"] = str(own.relative_to(study))
     old, *_, new = [results.write(scaling, study) for _ in range(11)]  # scaling-....json, -2 to -11
-    kept = study / "a study.json"  # by name it comes before the others, and was told before them
+    kept = study / "a study.json"  # first by name, and older than the others
     kept.write_text(json.dumps({**asdict(scaling), "created": "2001-01-01T00:00:00+00:00"}))
     other_model = {**scaling.parameters, "engine": {**ENGINE, "model": "another"}}
     second = results.write(replace(scaling, parameters=other_model), study)
@@ -271,9 +271,9 @@ def fail(reason: str) -> None:
     raise AssertionError(reason)
 
 
-def test_profiles_are_labelled_by_what_they_differ_in(tmp_path: Path) -> None:
+def test_profiles_are_labelled_by_their_differences(tmp_path: Path) -> None:
     engines = [
-        {"eager": False, "threads": None, "ranks_per_gpu": 4},  # which labels nothing: a note says it where it counts
+        {"eager": False, "threads": None, "ranks_per_gpu": 4},  # not part of the label: a note states it
         {"eager": True, "threads": None},
         {"eager": False, "threads": 2},
         {"eager": False, "threads": 2},
@@ -290,7 +290,7 @@ def test_profiles_are_labelled_by_what_they_differ_in(tmp_path: Path) -> None:
         assert label in (tmp_path / "report-plots" / "profile.svg").read_text()
 
 
-def test_a_foreign_file_in_a_folder_is_left_out_with_a_word(tmp_path: Path, capsys: Any) -> None:
+def test_other_files_in_a_folder_are_skipped_with_a_message(tmp_path: Path, capsys: Any) -> None:
     folder = results.write(make_kernels(), tmp_path / "results").parent
     (folder / "package.json").write_text('{"name": "foreign"}')
     assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
@@ -300,7 +300,7 @@ def test_a_foreign_file_in_a_folder_is_left_out_with_a_word(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         ("{", "is not JSON"),
         ("{}", "is not a yalis result"),
@@ -309,18 +309,18 @@ def test_a_foreign_file_in_a_folder_is_left_out_with_a_word(tmp_path: Path, caps
         (None, "No such file or directory; give a file that a yalis benchmark wrote"),
     ],
 )
-def test_a_bad_file_is_one_sentence(content: str | None, complaint: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_bad_file_is_a_one_line_error(content: str | None, message: str, tmp_path: Path, capsys: Any) -> None:
     if content is not None:
         (tmp_path / "bad.json").write_text(content)
     assert main(["report", str(tmp_path / "bad.json"), "-o", str(tmp_path / "report.html")]) == 2
     err = capsys.readouterr().err
-    assert complaint in err
+    assert message in err
     assert "bad.json" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_page_needs_results_and_a_name(tmp_path: Path, capsys: Any) -> None:
+def test_a_page_needs_results_and_an_html_name(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "empty")]) == 2
     assert "there is no result in" in capsys.readouterr().err

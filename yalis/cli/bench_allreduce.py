@@ -1,4 +1,4 @@
-"""`yalis bench allreduce`: its flags, and how its result is told."""
+"""`yalis bench allreduce`: its flags, and what follows the measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from yalis.study.allreduce.in_lab import LabPlan
     from yalis.study.results import Result
 
-ABOUT = "how long backends take to sum messages of several sizes over all ranks, every sum checked"
+ABOUT = "time of an all-reduce by backend and message size, with every sum checked"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
@@ -29,40 +29,46 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--sizes",
         type=_sizes,
         metavar="8K,1M",
-        help="bytes of each message (default: 8K to 64M, doubling; with --tune to 4M)",
+        help="message sizes in bytes (default: powers of two from 8K to 64M; with --tune to 4M)",
     )
     add("--dtypes", type=_names, metavar="NAMES", help="float32, bfloat16, float16 (default: float32)")
     add(
         "--backends", type=_names, metavar="NAMES",
-        help="those of `yalis doctor`; gloo, plain at every size; ring, oneshot and nvshmem on nvrar's memory "
-        "(default: all that can be used)",
+        help="those of `yalis doctor`; gloo without our small-message path; ring, oneshot and nvshmem on nvrar's "
+        "symmetric memory (default: all usable ones)",
     )  # fmt: skip
-    add("--baseline", metavar="NAME", help="backend that speed-ups are over (default: gloo on a CPU, else torch)")
-    add("--warmup", type=parse_int, metavar="N", help="operations before any that counts (default: 5)")
+    add(
+        "--baseline", metavar="NAME", help="backend that speed-ups are relative to (default: gloo on a CPU, else torch)"
+    )
+    add("--warmup", type=parse_int, metavar="N", help="warm-up operations (default: 5)")
     add(
         "--repeats",
         type=parse_int,
         metavar="N",
-        help="operations that count (default: 30, down to 9 where above 4M)",
+        help="measured operations (default: 30, fewer above 4M, at least 9)",
     )
     add("--seed", type=parse_int, metavar="N", help="seed of the inputs (default: 0)")
-    add("--tune", action="store_true", help="try the options of each backend, and keep the times for --allreduce auto")
+    add(
+        "--tune",
+        action="store_true",
+        help="measure the options of each backend, and save the times for --allreduce auto",
+    )
     add("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
-    add("--ranks-per-node", type=parse_int, metavar="N", help="let so many neighbouring ranks stand for a node")
-    add("--ranks-per-gpu", type=parse_int, metavar="N", help="on GPUs: ranks that may share one (default: 1)")
-    add("--join-timeout", type=parse_float, metavar="SECONDS", help="for ranks that have not come (default: 300)")
-    add("--plot", type=Path, metavar="FILE", help="draw latency and speed-up against size, as FILE.png and FILE.svg")
-    add("--out", type=Path, metavar="DIR", help="write the result as JSON into this folder")
-    add_common_flags(parser, json="print the result as one object")
+    add("--ranks-per-node", type=parse_int, metavar="N", help="treat this many consecutive ranks as a node")
+    add("--ranks-per-gpu", type=parse_int, metavar="N", help="ranks that may share a GPU (default: 1)")
+    add("--join-timeout", type=parse_float, metavar="SECONDS", help="time limit for all ranks to join (default: 300)")
+    add("--plot", type=Path, metavar="FILE", help="plot latency and speed-up against size, as FILE.png and FILE.svg")
+    add("--out", type=Path, metavar="DIR", help="write the result as JSON to this folder")
+    add_common_flags(parser, json="print the result as one JSON object")
     lab = parser.add_argument_group(
-        "lab", "hosts on this machine, as network namespaces with links between them (root)"
+        "lab", "emulated hosts on this machine: network namespaces with links between them (needs root)"
     )
-    lab.add_argument("--hosts", type=parse_int, metavar="N", help="run on so many hosts of a lab")
-    lab.add_argument("--ranks-per-host", type=parse_int, metavar="N", help="ranks on each (default: 2)")
+    lab.add_argument("--hosts", type=parse_int, metavar="N", help="number of emulated hosts")
+    lab.add_argument("--ranks-per-host", type=parse_int, metavar="N", help="ranks on each host (default: 2)")
     lab.add_argument(
-        "--delay", metavar="1ms", help="of a link, one way; several, as 0,0.2ms,1ms, in turn (default: 1ms)"
+        "--delay", metavar="1ms", help="one-way delay of a link, or several such as 0,0.2ms,1ms (default: 1ms)"
     )
-    lab.add_argument("--rate", metavar="10gbit", help="of a host's link (default: no limit)")
+    lab.add_argument("--rate", metavar="10gbit", help="bandwidth of a host's link (default: no limit)")
 
 
 def measure(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result | None:
@@ -72,12 +78,12 @@ def measure(args: argparse.Namespace, command: str, report: Callable[[str], None
 
     if args.plot is not None:
         plots.check_plot(args.plot, output_folder=args.out)
-    named = {one.name: getattr(args, one.name, None) for one in fields(benchmark.AllReducePlan)}
-    plan = benchmark.AllReducePlan(**{name: value for name, value in named.items() if value is not None})
+    values = {field.name: getattr(args, field.name, None) for field in fields(benchmark.AllReducePlan)}
+    plan = benchmark.AllReducePlan(**{name: value for name, value in values.items() if value is not None})
     if args.hosts is None:
         for flag in ("ranks_per_host", "delay", "rate"):
             if getattr(args, flag) is not None:
-                raise YalisError(f"--{flag.replace('_', '-')} is for a lab of hosts; give --hosts as well")
+                raise YalisError(f"--{flag.replace('_', '-')} needs --hosts; give it as well")
         return benchmark.measure(plan, args.ranks, command, report)
     if args.ranks is not None or detect_launcher().size > 1:
         raise YalisError(f"--hosts starts its own ranks; run it without --ranks and without {EXTERNAL_LAUNCHERS}")
@@ -88,18 +94,18 @@ def _lab_plan(args: argparse.Namespace) -> LabPlan:
     from yalis.study.allreduce.in_lab import LabPlan
     from yalis.study.lab.hosts import parse_delay, parse_rate
 
-    given: dict[str, Any] = {"hosts": args.hosts}
+    values: dict[str, Any] = {"hosts": args.hosts}
     if args.ranks_per_host is not None:
-        given["ranks_per_host"] = args.ranks_per_host
+        values["ranks_per_host"] = args.ranks_per_host
     if args.delay is not None:
-        given["delays"] = tuple(dict.fromkeys(parse_delay(part) for part in args.delay.split(",")))
+        values["delays"] = tuple(dict.fromkeys(parse_delay(part) for part in args.delay.split(",")))
     if args.rate is not None:
-        given["rate"] = parse_rate(args.rate)
-    return LabPlan(**given)
+        values["rate"] = parse_rate(args.rate)
+    return LabPlan(**values)
 
 
 def finish(args: argparse.Namespace, result: Result) -> None:
-    """What is left once the result is told: the plot, the table for auto, and a failure if a sum was wrong."""
+    """Write the plot, fail if a sum was wrong, and save the tuning table, after the result was printed."""
     from yalis.study.allreduce.benchmark import check_sums, save_table
     from yalis.study.plots import write_plot
     from yalis.study.results.kinds.allreduce import short_size
@@ -111,7 +117,7 @@ def finish(args: argparse.Namespace, result: Result) -> None:
         path, best = save_table(result)
         for size, choice in best:
             print_status(f"{short_size(size)}: {choice}")
-        print_status(f"wrote {path}, which --allreduce auto and hierarchical go by from now on")
+        print_status(f"wrote {path}; --allreduce auto and hierarchical use it from now on")
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Run a command as the ranks of a job on hosts of a lab: network namespaces of this machine, joined by links with a
-delay and a rate. The command finds its ranks as under torchrun, or as under mpirun with --mpirun:
+"""Run a command on emulated hosts of this machine, as the ranks of one job. Hosts are network namespaces, connected
+by links with a delay and a rate. Ranks see the environment of torchrun, or of mpirun with --mpirun:
 
     yalis lab --hosts 2 --ranks-per-host 2 --delay 1ms -- yalis generate --tp 4 "The capital of France is"
 
-Needs root. On the hosts the command has the files of this machine, no network but the lab's, and no input.
+Needs root. On a host the command has the files of this machine, only the network of the lab, and no standard input.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from yalis.errors import YalisError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=parse_int, metavar="N", default=2, help="hosts of the lab (default: 2)")
-    parser.add_argument("--ranks-per-host", type=parse_int, metavar="N", default=2, help="ranks on each (default: 2)")
-    parser.add_argument("--delay", metavar="1ms", default="0", help="of a link, one way (default: 0)")
-    parser.add_argument("--rate", metavar="10gbit", help="of a host's link (default: no limit)")
-    parser.add_argument("--realtime", action="store_true", help="ranks come before all other processes, to measure")
-    parser.add_argument("--mpirun", action="store_true", help="let Open MPI's mpirun start the ranks")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
+    parser.add_argument("--hosts", type=parse_int, metavar="N", default=2, help="number of hosts (default: 2)")
+    parser.add_argument(
+        "--ranks-per-host", type=parse_int, metavar="N", default=2, help="ranks on each host (default: 2)"
+    )
+    parser.add_argument("--delay", metavar="1ms", default="0", help="one-way delay of a link (default: 0)")
+    parser.add_argument("--rate", metavar="10gbit", help="bandwidth of a host's link (default: no limit)")
+    parser.add_argument("--realtime", action="store_true", help="run ranks with real-time priority, for measurements")
+    parser.add_argument("--mpirun", action="store_true", help="start the ranks with Open MPI's mpirun")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command of each rank")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,12 +33,12 @@ def run(args: argparse.Namespace) -> int:
 
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise YalisError("no command given; type it behind --, such as -- yalis generate --tp 4 Hello")
+        raise YalisError("no command given; type it after --, such as -- yalis generate --tp 4 Hello")
     if args.hosts < 1 or args.ranks_per_host < 1:
         raise YalisError(
             f"--hosts is {args.hosts} and --ranks-per-host {args.ranks_per_host}; give at least one of each"
         )
-    if command[0] == "yalis":  # this one, wherever the hosts would find another
+    if command[0] == "yalis":  # this installation, not one that the hosts' PATH has
         command = [sys.executable, "-m", *command]
     with Lab(args.hosts, args.delay, args.rate) as lab:
         return run_ranks(lab, args.ranks_per_host, command, () if args.mpirun else None, args.realtime)

@@ -1,4 +1,4 @@
-"""Make one self-contained page of results: plots, their tables and the commands that made them."""
+"""Make one self-contained HTML page from benchmark results: plots, tables and the commands that made them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from yalis.engine.interrupts import if_stopped
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="result files, or folders of them")
+    parser.add_argument(
+        "results", nargs="+", type=Path, metavar="RESULT", help="result files, or folders with result files"
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", default=Path("report.html"),
-        help="the page; its plots go beside it, as PNG and SVG (default: report.html)",
+        help="the page; its plots are written next to it, as PNG and SVG (default: report.html)",
     )  # fmt: skip
-    parser.add_argument("--title", metavar="TEXT", default="A performance study", help="the page's heading")
-    add_common_flags(parser, json="print the files that were written as one object")
+    parser.add_argument("--title", metavar="TEXT", default="A performance study", help="heading of the page")
+    add_common_flags(parser, json="print the paths of the written files as one JSON object")
     parser.set_defaults(run=run)
 
 

@@ -19,12 +19,12 @@ from yalis.launch.launchers import process_rank
 from yalis.study import results
 from yalis.study.allreduce.benchmark import AllReducePlan, Report, measure
 from yalis.study.lab.hosts import Lab, missing
-from yalis.study.lab.ranks import mpi_missing, mpi_version, started
+from yalis.study.lab.ranks import mpi_missing, mpi_version, running_ranks
 from yalis.study.results import Row
 from yalis.study.results.kinds.allreduce import PLAIN_GLOO, add_speedups
 
 MODULE = "yalis.study.allreduce.in_lab"
-#: Open MPI's own numbers for its ways of doing it. Each needs a launch of its own.
+#: Algorithms of Open MPI and their numbers in coll_tuned_allreduce_algorithm. Each needs its own mpirun.
 MPI_ALGORITHMS = {"recursive doubling": 3, "ring": 4, "segmented ring": 5, "Rabenseifner": 6}
 
 
@@ -32,8 +32,8 @@ MPI_ALGORITHMS = {"recursive doubling": 3, "ring": 4, "segmented ring": 5, "Rabe
 class LabPlan:
     hosts: int = 4
     ranks_per_host: int = 2
-    delays: tuple[float, ...] = (1e-3,)  # seconds, one-way; a lab for each
-    rate: float | None = None  # bits a second
+    delays: tuple[float, ...] = (1e-3,)  # seconds, one-way; each is measured in its own lab
+    rate: float | None = None  # bits per second
 
     def __post_init__(self) -> None:
         if self.hosts < 2 or self.ranks_per_host < 1:
@@ -43,23 +43,26 @@ class LabPlan:
 
 
 def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report: Report) -> results.Result:
+    """Measure the plan once per delay. Returns all rows as one result."""
     if plan.tune and len(lab_plan.delays) > 1:
-        raise YalisError("--tune keeps the times of one network; give one --delay")
+        raise YalisError("--tune saves the times of one network; give a single --delay")
     if plan.ranks_per_node is not None:
-        raise YalisError("--ranks-per-node cuts one machine into nodes, and --hosts makes hosts; give one of them")
+        raise YalisError(
+            "--ranks-per-node divides the ranks of one machine, and --hosts creates hosts; give one of them"
+        )
     if reason := missing():
         raise YalisError(reason)
     if plan.device not in ("auto", "cpu"):
-        raise YalisError(f"--device is {plan.device}, and the hosts of a lab have CPUs; leave it out")
-    plan = replace(plan, device="cpu", backends=_backends(plan))
+        raise YalisError(f"--device is {plan.device}, but the hosts of a lab only use CPUs; leave it out")
+    plan = replace(plan, device="cpu", backends=_choose_backends(plan))
     rows: list[Row] = []
     networks, notes, links, first = [], [], [], None
     for delay in lab_plan.delays:
-        here: list[Row] = []
+        delay_rows: list[Row] = []
         with Lab(lab_plan.hosts, delay, lab_plan.rate) as lab:
             networks.append(lab.network)
-            for algorithm, part in _launches(plan):
-                found = _launch(lab, lab_plan.ranks_per_host, part, algorithm, report)
+            for algorithm, launch_plan in _list_launches(plan):
+                found = _launch(lab, lab_plan.ranks_per_host, launch_plan, algorithm, report)
                 first = first or found
                 if not algorithm:
                     links += [{**link, "delay_us": 1e6 * delay} for link in found["parameters"]["links"]]
@@ -67,11 +70,11 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
                     row["delay_us"] = 1e6 * delay
                     if algorithm:
                         row["options"] = {"algorithm": algorithm}
-                here += found["rows"]
-        # All ways of one setting together, in whichever launch they were measured.
-        rows += sorted(here, key=lambda row: (plan.dtypes.index(row["dtype"]), plan.sizes.index(row["bytes"])))
+                delay_rows += found["rows"]
+        # Keep all rows of one size together, whichever launch measured them.
+        rows += sorted(delay_rows, key=lambda row: (plan.dtypes.index(row["dtype"]), plan.sizes.index(row["bytes"])))
         if lab.dropped:
-            notes.append(f"the switch with {1e3 * delay:g} ms dropped {lab.dropped} frames, which were sent again")
+            notes.append(f"the switch with {1e3 * delay:g} ms dropped {lab.dropped} frames, which TCP sent again")
     assert first is not None
     parameters = {**first["parameters"], **asdict(plan), "lab": {**asdict(lab_plan), "networks": networks}}
     parameters["links"] = links
@@ -81,16 +84,16 @@ def measure_in_lab(plan: AllReducePlan, lab_plan: LabPlan, command: str, report:
     return results.new("allreduce", parameters, rows, command, first["devices"], notes, first["topology"])
 
 
-def _backends(plan: AllReducePlan) -> tuple[str, ...]:
-    """Those asked for, else those of the plan's kind that can be there."""
+def _choose_backends(plan: AllReducePlan) -> tuple[str, ...]:
+    """Return the backends of the plan, by default all that work on the hosts of a lab."""
     if plan.backends:
         return plan.backends
     mpi = () if mpi_missing() else ("mpi",)
     return ("torch", "hierarchical", *mpi) if plan.tune else (PLAIN_GLOO, "torch", "hierarchical", *mpi, "auto")
 
 
-def _launches(plan: AllReducePlan) -> list[tuple[str, AllReducePlan]]:
-    """All backends in one job, MPI as it chooses; then MPI alone with each algorithm it has."""
+def _list_launches(plan: AllReducePlan) -> list[tuple[str, AllReducePlan]]:
+    """Return one launch with all backends, where MPI picks its algorithm, then one per algorithm of MPI."""
     launches = [("", plan)]
     if "mpi" in plan.backends and not plan.tune:
         launches += [(algorithm, replace(plan, backends=("mpi",))) for algorithm in MPI_ALGORITHMS]
@@ -98,47 +101,48 @@ def _launches(plan: AllReducePlan) -> list[tuple[str, AllReducePlan]]:
 
 
 def _launch(lab: Lab, per_host: int, plan: AllReducePlan, algorithm: str, report: Report) -> dict[str, Any]:
+    """Run the ranks of one launch. Returns the result as a JSON object."""
     mpi: Sequence[str] | None = () if "mpi" in plan.backends else None
     if algorithm:
         number = str(MPI_ALGORITHMS[algorithm])
         mpi = ["--mca", "coll_tuned_use_dynamic_rules", "1", "--mca", "coll_tuned_allreduce_algorithm", number]
-    where = f"{1e3 * lab.delay:g} ms{algorithm and ', mpi ' + algorithm}"
-    report(f"{where}: starting ranks")
+    label = f"{1e3 * lab.delay:g} ms{algorithm and ', mpi ' + algorithm}"
+    report(f"{label}: starting ranks")
     with TemporaryDirectory(prefix="yalis-lab-") as folder:
-        told = Path(folder) / "told.json"
-        command = [sys.executable, "-m", MODULE, json.dumps(asdict(plan)), str(told)]
-        with started(lab, per_host, command, mpi) as (process, errors):
+        result_file = Path(folder) / "result.json"
+        command = [sys.executable, "-m", MODULE, json.dumps(asdict(plan)), str(result_file)]
+        with running_ranks(lab, per_host, command, mpi) as (process, errors):
             assert process.stdout is not None
             for line in process.stdout:
-                report(f"{where}: {line.strip()}")
+                report(f"{label}: {line.strip()}")
             process.wait()
-            if not told.exists():
+            if not result_file.exists():
                 errors.seek(0)
                 last = " / ".join([line.strip() for line in errors if line.strip()][-3:])
-                raise YalisFailure(f"the ranks in the lab ended without a result: {last or 'they said nothing'}")
-        found: dict[str, Any] = json.loads(told.read_text())
+                raise YalisFailure(f"the ranks in the lab ended without a result: {last or 'no error output'}")
+        found: dict[str, Any] = json.loads(result_file.read_text())
     if "error" in found:
         raise (YalisError if found["status"] == YalisError.exit_code else YalisFailure)(found["error"])
     return found
 
 
 def main() -> int:
-    plan, told = sys.argv[1:]
+    plan, file = sys.argv[1:]
     try:
         result = measure(AllReducePlan.from_json(json.loads(plan)), None, "", _report)
         if result is not None:
-            _write(Path(told), asdict(result))
+            _write(Path(file), asdict(result))
     except YalisError as error:
         if process_rank() == 0:
-            _write(Path(told), {"error": str(error), "status": error.exit_code})
+            _write(Path(file), {"error": str(error), "status": error.exit_code})
         return error.exit_code
     return 0
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    whole = path.with_suffix(".part")
-    whole.write_text(json.dumps(values))
-    whole.replace(path)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(values))
+    partial.replace(path)
 
 
 def _report(text: str) -> None:

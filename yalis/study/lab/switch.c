@@ -1,14 +1,14 @@
-/* A switch in user space: frames between TAP devices, each through its sender's line and its receiver's, with a delay.
+/* A switch in user space. It forwards frames between TAP devices with a delay and a rate limit.
 
      switch DELAY_NS BITS_PER_SECOND PORTS
 
-   It makes the TAPs port0, port1, ... in the network namespace it runs in, writes "ready", and forwards until it is
-   ended (SIGTERM, or its parent's death); then it writes how many frames it forwarded and dropped. Port p has the
-   address 02:00:00:00:HH:LL, where HHLL is p + 1; a frame to any other address goes to all ports but its own.
+   It creates the TAP devices port0, port1, ... in its network namespace, prints "ready", and forwards frames until
+   SIGTERM or the death of its parent. Then it prints how many frames it forwarded and dropped. Port p has the MAC
+   address 02:00:00:00:HH:LL, where HHLL is p + 1; a frame to any other address is flooded to all other ports.
 
-   A port has a line in each direction. At most BITS_PER_SECOND pass a line (0: no limit), and a frame is there DELAY_NS
-   after it was sent. Frames come with a virtio header and may be as large as 64 KB: hosts leave segments and checksums
-   to a card that is not there, so that a transfer costs one frame where a wire would take forty. */
+   Each port has a queue per direction: `up` from the sender, `down` to the receiver. A queue passes at most
+   BITS_PER_SECOND (0: no limit), and a frame arrives DELAY_NS after it was sent. Frames have a virtio header and up to
+   64 KB: segmentation and checksum offload is enabled, so one frame replaces about forty on a real wire. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -34,30 +34,30 @@ enum {
     MAX_PORTS = 256,
     HEADER = sizeof(struct virtio_net_hdr),
     ETHERNET = 14,
-    LARGEST = HEADER + 18 + 65536,
-    LINE_BYTES = 32 << 20, /* what a line holds; more is dropped, as in any switch */
-    BURST = 64,            /* frames read from one port before the others have their turn */
+    MAX_FRAME = HEADER + 18 + 65536,
+    QUEUE_BYTES = 32 << 20, /* capacity of a queue; further frames are dropped */
+    BURST = 64,            /* frames read from one port before the next port is served */
 };
 #define NEVER UINT64_MAX
 
 typedef struct frame {
     struct frame *next;
-    uint64_t due; /* on an up line: when it begins to be sent; on a down line: when it has arrived */
+    uint64_t due; /* in an up queue: when sending begins; in a down queue: when it has arrived */
     int to;
-    int length; /* with the header */
+    int length; /* including the virtio header */
     uint8_t data[];
 } frame;
 
-/* First in, first out: frames leave in the order of their due times, since delay and rate are the same for all. */
+/* A FIFO. Frames are due in this order too, because delay and rate are the same for all. */
 typedef struct {
     frame *first, **last;
-    uint64_t free_at; /* when the frames before have passed */
+    uint64_t free_at; /* when the previous frames have passed */
     long bytes;
-} line;
+} queue;
 
 typedef struct {
     int fd;
-    line up, down;
+    queue up, down;
 } port;
 
 static port ports[MAX_PORTS];
@@ -77,30 +77,30 @@ static uint64_t now(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-static uint64_t later(uint64_t a, uint64_t b) { return a > b ? a : b; }
+static uint64_t max_time(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-static uint64_t passing(const frame *f) { return (uint64_t)((f->length - HEADER) * ns_per_byte); }
+static uint64_t transfer_ns(const frame *f) { return (uint64_t)((f->length - HEADER) * ns_per_byte); }
 
-/* The line takes the frame, whose due time is set, or drops it. */
-static void put(line *l, frame *f) {
-    if (l->bytes + f->length > LINE_BYTES) {
+/* Appends a frame whose due time is set, or drops it if the queue is full. */
+static void push(queue *q, frame *f) {
+    if (q->bytes + f->length > QUEUE_BYTES) {
         dropped++;
         free(f);
         return;
     }
     f->next = NULL;
-    *l->last = f;
-    l->last = &f->next;
-    l->bytes += f->length;
+    *q->last = f;
+    q->last = &f->next;
+    q->bytes += f->length;
 }
 
-/* The first frame, if it is due. */
-static frame *take(line *l, uint64_t time) {
-    frame *f = l->first;
+/* Removes and returns the first frame if it is due, otherwise NULL. */
+static frame *pop_due(queue *q, uint64_t time) {
+    frame *f = q->first;
     if (f == NULL || f->due > time) return NULL;
-    l->first = f->next;
-    if (l->first == NULL) l->last = &l->first;
-    l->bytes -= f->length;
+    q->first = f->next;
+    if (q->first == NULL) q->last = &q->first;
+    q->bytes -= f->length;
     return f;
 }
 
@@ -110,13 +110,13 @@ static void send_up(int from, int to, const uint8_t *data, int length, uint64_t 
     memcpy(f->data, data, (size_t)length);
     f->length = length;
     f->to = to;
-    line *up = &ports[from].up;
-    f->due = later(time, up->free_at);
-    up->free_at = f->due + passing(f);
-    put(up, f);
+    queue *up = &ports[from].up;
+    f->due = max_time(time, up->free_at);
+    up->free_at = f->due + transfer_ns(f);
+    push(up, f);
 }
 
-/* The port of a destination address; -1 for all. */
+/* Returns the port of a destination address, or -1 for all ports. */
 static int find_port(const uint8_t *address) {
     static const uint8_t ours[4] = {2, 0, 0, 0};
     int number = address[4] << 8 | address[5];
@@ -124,7 +124,7 @@ static int find_port(const uint8_t *address) {
 }
 
 static void receive(int from) {
-    static uint8_t data[LARGEST];
+    static uint8_t data[MAX_FRAME];
     for (int i = 0; i < BURST; i++) {
         ssize_t length = read(ports[from].fd, data, sizeof data);
         if (length < HEADER + ETHERNET) return;
@@ -135,26 +135,26 @@ static void receive(int from) {
     }
 }
 
-/* Moves what is due. A frame goes on to its receiver's line when it begins to be sent, so that two lines of the same
-   rate pass it once, not twice. Returns when something will be due next. */
+/* Moves the frames that are due, and returns when the next one will be. A frame enters the down queue when sending
+   begins, not when it ends, so its transfer time counts once although two queues have the same rate. */
 static uint64_t forward(uint64_t time) {
     uint64_t next = NEVER;
     for (int p = 0; p < count; p++) {
         frame *f;
-        while ((f = take(&ports[p].up, time)) != NULL) {
-            line *down = &ports[f->to].down;
-            f->due = later(f->due + delay, down->free_at) + passing(f);
+        while ((f = pop_due(&ports[p].up, time)) != NULL) {
+            queue *down = &ports[f->to].down;
+            f->due = max_time(f->due + delay, down->free_at) + transfer_ns(f);
             down->free_at = f->due;
-            put(down, f);
+            push(down, f);
         }
         if (ports[p].up.first != NULL && ports[p].up.first->due < next) next = ports[p].up.first->due;
     }
     for (int p = 0; p < count; p++) {
         frame *f;
-        while ((f = take(&ports[p].down, time)) != NULL) {
+        while ((f = pop_due(&ports[p].down, time)) != NULL) {
             if (write(ports[p].fd, f->data, (size_t)f->length) == f->length)
                 forwarded++;
-            else if (errno != EIO) /* which says that the host's side is not up */
+            else if (errno != EIO) /* EIO: the device is not up on the host */
                 dropped++;
             free(f);
         }
@@ -173,8 +173,8 @@ static int open_tap(int number) {
     return fd;
 }
 
-static void watch(int poll, int fd, uint32_t what) {
-    struct epoll_event event = {.events = EPOLLIN, .data.u32 = what};
+static void add_to_epoll(int poll, int fd, uint32_t source) {
+    struct epoll_event event = {.events = EPOLLIN, .data.u32 = source};
     if (epoll_ctl(poll, EPOLL_CTL_ADD, fd, &event) < 0) fail("epoll");
 }
 
@@ -189,7 +189,8 @@ int main(int argc, char **argv) {
 
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     prctl(PR_SET_TIMERSLACK, 1UL);
-    /* Before the ranks, which would hold up their own network; where that is not allowed, the delay is less exact. */
+    /* Higher priority than the ranks, which would otherwise delay their own network. Without permission for it, the delay
+       is less exact. */
     sched_setscheduler(0, SCHED_RR, &(struct sched_param){.sched_priority = 2});
 
     enum { TIMER = MAX_PORTS, END };
@@ -200,13 +201,13 @@ int main(int argc, char **argv) {
     sigaddset(&ends, SIGTERM);
     sigaddset(&ends, SIGINT);
     sigprocmask(SIG_BLOCK, &ends, NULL);
-    watch(poll, signalfd(-1, &ends, SFD_CLOEXEC), END);
-    watch(poll, timer, TIMER);
+    add_to_epoll(poll, signalfd(-1, &ends, SFD_CLOEXEC), END);
+    add_to_epoll(poll, timer, TIMER);
     for (int p = 0; p < count; p++) {
         ports[p].fd = open_tap(p);
         ports[p].up.last = &ports[p].up.first;
         ports[p].down.last = &ports[p].down.first;
-        watch(poll, ports[p].fd, (uint32_t)p);
+        add_to_epoll(poll, ports[p].fd, (uint32_t)p);
     }
     printf("ready\n");
     fflush(stdout);
@@ -216,16 +217,16 @@ int main(int argc, char **argv) {
         int found = epoll_wait(poll, events, MAX_PORTS + 2, -1);
         if (found < 0 && errno != EINTR) fail("epoll");
         for (int i = 0; i < found; i++) {
-            uint32_t what = events[i].data.u32;
+            uint32_t source = events[i].data.u32;
             uint64_t ticks;
-            if (what == END) {
+            if (source == END) {
                 printf("forwarded %lu dropped %lu\n", forwarded, dropped);
                 return 0;
             }
-            if (what == TIMER) {
+            if (source == TIMER) {
                 if (read(timer, &ticks, sizeof ticks) > 0) armed = NEVER;
             } else {
-                receive((int)what);
+                receive((int)source);
             }
         }
         uint64_t next = forward(now());

@@ -1,4 +1,4 @@
-"""The switch in user space: building and running switch.c."""
+"""Build and run the user-space switch, switch.c."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FLAGS = ("-std=gnu11", "-O2")
 
 
 class Switch:
-    """A running switch. Its ports are the devices port0, port1, ... of the network namespace that it runs in."""
+    """A running switch. Its ports are the TAP devices port0, port1, ... of its network namespace."""
 
     def __init__(self, enter: Sequence[str], ports: int, delay: float, rate: float) -> None:
-        """`enter`: words before a command that make it run in the namespace. `rate`: bits a second; 0: no limit."""
+        """`enter` is a command prefix that runs in the namespace. `rate` is in bits per second; 0 means no limit."""
         self.forwarded = self.dropped = 0
         command = [*enter, str(build()), f"{delay * 1e9:.0f}", f"{rate:.0f}", str(ports)]
         self.process = subprocess.Popen(
@@ -27,29 +27,29 @@ class Switch:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a Ctrl-C is for the lab, which ends the ranks before their network
+            start_new_session=True,  # on Ctrl-C the lab ends the ranks first, then the switch
         )
         assert self.process.stdout is not None
         if self.process.stdout.readline() != "ready\n":
-            _, said = self.process.communicate()
-            raise YalisFailure(f"the switch between the lab's hosts did not start: {said.strip() or 'it said nothing'}")
+            _, errors = self.process.communicate()
+            raise YalisFailure(f"the switch of the lab did not start: {errors.strip() or 'no error output'}")
 
     def stop(self) -> None:
-        """End it, and learn what it did."""
+        """End the switch, and read its frame counts."""
         if self.process.poll() is None:
             self.process.terminate()
-            said, _ = self.process.communicate()
-            if found := re.search(r"forwarded (\d+) dropped (\d+)", said):
+            output, _ = self.process.communicate()
+            if found := re.search(r"forwarded (\d+) dropped (\d+)", output):
                 self.forwarded, self.dropped = int(found[1]), int(found[2])
 
 
 def build() -> Path:
-    """The program, from the cache or built now; raises Unavailable where it cannot be."""
+    """Return the program, from the cache or newly built. Raises `Unavailable` if it cannot be built."""
     compiler = need_compiler()
 
-    def compile(at: Path) -> Path:
-        run_compiler([*compiler, *FLAGS, str(SOURCE), "-o", str(at / "switch")])
-        return at / "switch"
+    def compile_into(folder: Path) -> Path:
+        run_compiler([*compiler, *FLAGS, str(SOURCE), "-o", str(folder / "switch")])
+        return folder / "switch"
 
     machine = run_compiler([*compiler, *FLAGS, "-dM", "-E", "-x", "c", "/dev/null"])
-    return build_cached("switch", "", [SOURCE.read_bytes(), machine], compile)
+    return build_cached("switch", "", [SOURCE.read_bytes(), machine], compile_into)
