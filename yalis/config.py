@@ -1,4 +1,4 @@
-"""How an engine is set up: one frozen object, validated once, the same names in Python and on the command line."""
+"""The engine's configuration: frozen, validated once, with the same names in Python and on the command line."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ GridShape = tuple[int, int]  # rows and columns of a tensor-parallel group
 @dataclass(frozen=True)
 class EngineConfig:
     model: str = DEFAULT_MODEL  # alias, folder, repo id, or .gguf file
-    tokenizer: str | None = None  # a folder or repo id; None takes the checkpoint's own
-    dtype: str = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
+    tokenizer: str | None = None  # a folder or repo id; None: the checkpoint's
+    dtype: str = "auto"  # auto: the checkpoint's dtype on a GPU, float32 on a CPU
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    attention: str = "auto"  # auto or a backend's name
-    load: str = "auto"  # random: seeded weights from config.json alone
+    attention: str = "auto"  # auto or the name of a backend
+    load: str = "auto"  # random: random weights; only config.json is read
     load_seed: int = 0
-    max_model_len: int | None = None  # None: what the model was made for, or what the KV cache holds
+    max_model_len: int | None = None  # None: the model's maximum, or what the KV cache can hold
     max_num_seqs: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # tokens in one step; longer prompts are prefilled in chunks
-    block_size: int | None = None  # tokens a KV block holds; None: 64 on a GPU, 16 on a CPU
-    kv_blocks: int | None = None  # None: from the memory below
+    block_size: int | None = None  # tokens per KV block; None: 64 on a GPU, 16 on a CPU
+    kv_blocks: int | None = None  # None: computed from kv_memory or memory_fraction
     kv_memory: float | None = None  # GiB for the KV cache; None: 2 on a CPU, memory_fraction on a GPU
-    memory_fraction: float = 0.9  # of a GPU, for weights and KV cache together
-    prefix_reuse: bool = True
-    eager: bool = False  # run every step op by op: nothing is recorded, nothing compiled
-    compile: bool = False  # let torch.compile have the model's blocks
-    threads: int | None = None  # CPU threads of a rank; None: torch's choice, shared among a machine's ranks
+    memory_fraction: float = 0.9  # of GPU memory, for weights and KV cache together
+    prefix_reuse: bool = True  # prefix caching
+    eager: bool = False  # no CUDA graphs and no torch.compile
+    compile: bool = False  # compile the model's layers with torch.compile
+    threads: int | None = None  # CPU threads per rank; None: torch's default, divided among the ranks of a host
     tp: GridShape = (1, 1)  # tensor parallelism: 4, "2x2" or (2, 2), rows x columns
-    pp: int = 1  # pipeline stages
-    dp: int = 1  # replicas
-    micro_batches: int | None = None  # steps on their way through the stages at a time; None: one for each stage
-    allreduce: str = "auto"  # auto or a communication backend's name
-    ranks_per_node: int | None = None  # pretend that a machine holds so many ranks; None: what is found
-    ranks_per_gpu: int = 1  # several ranks share a GPU only where this says so
-    join_timeout: float = 300.0  # seconds to wait for ranks that have not come
+    pp: int = 1  # pipeline parallelism: stages
+    dp: int = 1  # data parallelism: replicas
+    micro_batches: int | None = None  # steps in flight in the pipeline; None: one per stage
+    allreduce: str = "auto"  # auto or the name of a communication backend
+    ranks_per_node: int | None = None  # simulate nodes of this many ranks; None: detected
+    ranks_per_gpu: int = 1  # ranks that may share a GPU
+    join_timeout: float = 300.0  # seconds to wait for all ranks to join
 
     def __post_init__(self) -> None:
-        _text("model", self.model)
-        _text("device", self.device)
-        _text("attention", self.attention)
-        _text("allreduce", self.allreduce)
-        object.__setattr__(self, "tp", _grid(self.tp))
+        _check_text("model", self.model)
+        _check_text("device", self.device)
+        _check_text("attention", self.attention)
+        _check_text("allreduce", self.allreduce)
+        object.__setattr__(self, "tp", _parse_grid(self.tp))
         if self.tokenizer is not None:
-            _text("tokenizer", self.tokenizer)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("load", self.load, LOADS)
-        _one_of("prefix_reuse", self.prefix_reuse, (True, False))
-        _one_of("eager", self.eager, (True, False))
-        _one_of("compile", self.compile, (True, False))
+            _check_text("tokenizer", self.tokenizer)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("load", self.load, LOADS)
+        _check_choice("prefix_reuse", self.prefix_reuse, (True, False))
+        _check_choice("eager", self.eager, (True, False))
+        _check_choice("compile", self.compile, (True, False))
         if self.eager and self.compile:
-            raise YalisError("eager compiles nothing; leave out --eager or --compile")
-        _whole("load_seed", self.load_seed, 0, 2**63 - 1)
+            raise YalisError("eager and compile exclude each other; leave out --eager or --compile")
+        _check_int("load_seed", self.load_seed, 0, 2**63 - 1)
         for name in ("max_num_seqs", "max_batch_tokens", "pp", "dp", "ranks_per_gpu"):
-            _whole(name, getattr(self, name), 1)
+            _check_int(name, getattr(self, name), 1)
         optional = {
             "max_model_len": None,
             "block_size": None,
@@ -69,9 +69,9 @@ class EngineConfig:
             "micro_batches": 1024,
             "ranks_per_node": None,
         }
-        for name, most in optional.items():
+        for name, maximum in optional.items():
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1, most)
+                _check_int(name, getattr(self, name), 1, maximum)
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise YalisError(f"block_size is {self.block_size}; give a power of two, such as 16")
         if self.kv_memory is not None and not (_is_number(self.kv_memory) and 0 < self.kv_memory < math.inf):
@@ -82,35 +82,35 @@ class EngineConfig:
             raise YalisError(f"join_timeout is {self.join_timeout!r}; give a number of seconds above 0")
 
 
-def _grid(value: object) -> GridShape:
-    """4 and "4" are four rows of one column; "2x2" and (2, 2) are two of two."""
+def _parse_grid(value: object) -> GridShape:
+    """Parse a grid: 4 and "4" are four rows of one column; "2x2" and (2, 2) are two rows of two columns."""
     parts: object = value
     if isinstance(value, str):
         parts = [int(part) if part.isdecimal() else part for part in value.lower().split("x")]
     elif not isinstance(value, (tuple, list)):
         parts = [value]
     assert isinstance(parts, (tuple, list))
-    good = all(isinstance(part, int) and not isinstance(part, bool) and part >= 1 for part in parts)
-    if not good or len(parts) not in (1, 2):
-        raise YalisError(f"tp is {value!r}; give a number of ranks from 1 on, such as 4, or rows x columns such as 2x2")
+    valid = all(isinstance(part, int) and not isinstance(part, bool) and part >= 1 for part in parts)
+    if not valid or len(parts) not in (1, 2):
+        raise YalisError(f"tp is {value!r}; give a number of ranks, such as 4, or rows x columns, such as 2x2")
     return (parts[0], parts[1] if len(parts) == 2 else 1)
 
 
-def _one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
-    if not any(value is one or (isinstance(value, str) and value == one) for one in accepted):
+def _check_choice(name: str, value: object, accepted: tuple[object, ...]) -> None:
+    if not any(value is option or (isinstance(value, str) and value == option) for option in accepted):
         raise YalisError(f"{name} is {value!r}; accepted: {', '.join(map(str, accepted))}")
 
 
-def _text(name: str, value: object) -> None:
+def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
-        raise YalisError(f"{name} is {value!r}; give a text")
+        raise YalisError(f"{name} is {value!r}; give a string")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise YalisError(f"{name} is {value!r}; give a whole number {limit}")

@@ -1,4 +1,4 @@
-"""What a user hands in and gets back. Free of torch, so the command line can read it cheaply."""
+"""Requests and results of the public API. Imports no torch, so that the command line starts quickly."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from yalis.errors import YalisError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Message = dict[str, Any]
-#: A text, token ids, or the messages of a chat.
+#: Text, token ids, or chat messages.
 Prompt = Union[str, list[int], list[Message]]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen. The defaults are greedy: temperature 0 takes the most likely token.
+    """How tokens are sampled. The default is greedy: temperature 0 selects the most likely token.
 
-    The order is: penalties, temperature, top_k, top_p, min_p, draw. Noise is a function of
-    (seed, position, token id), so a seeded request gives the same tokens whatever else is in the batch.
+    The order is penalties, temperature, top_k, top_p, min_p, sampling. The noise is a function of (seed, position,
+    token id), so a request with a seed gets the same tokens whatever else is in the batch.
     """
 
     max_tokens: int = 128
@@ -36,36 +36,36 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = None  # None draws one
+    seed: int | None = None  # None: a random seed
     n: int = 1
-    logprobs: int | None = None  # how many alternatives to report beside each token; 0 reports the token alone
+    logprobs: int | None = None  # most likely tokens to return with each sampled token; 0: that token only
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _several("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
-        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
-        _whole("max_tokens", self.max_tokens, 1)
-        _whole("min_tokens", self.min_tokens, 0)
+        object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise YalisError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); give at most that many"
             )
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _whole("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_below=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _whole("n", self.n, 1, 1024)
+        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_int("top_k", self.top_k, 0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_below=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_below=True)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_int("n", self.n, 1, 1024)
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0)
+            _check_int("logprobs", self.logprobs, 0)
         if self.seed is not None:
-            _whole("seed", self.seed, 0, 2**63 - 1)
+            _check_int("seed", self.seed, 0, 2**63 - 1)
         for text in self.stop:
             if not isinstance(text, str) or not text or any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise YalisError(f"stop has {text!r}; give non-empty strings of whole characters")
+                raise YalisError(f"stop contains {text!r}; give non-empty strings of valid Unicode")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0)
+            _check_int("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):
             raise YalisError(f"ignore_eos is {self.ignore_eos!r}; give true or false")
 
@@ -75,7 +75,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the next token depends on which tokens came before it, beyond the model itself."""
+        """Whether sampling needs the earlier tokens of the request, for penalties."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
@@ -128,31 +128,31 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
 }
 
 
-def _several(name: str, values: Any) -> tuple[Any, ...]:
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     if values is not None and not isinstance(values, (list, tuple, set, frozenset)):
         raise YalisError(f"{name} is {values!r}; give a list")
     return tuple(values or ())
 
 
-def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise YalisError(f"{name} is {value!r}; give a whole number {limit}")
 
 
-def _number(name: str, value: object, low: float, high: float, open_below: bool = False) -> None:
+def _check_number(name: str, value: object, low: float, high: float, open_below: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
     if not ok or value == math.inf or (open_below and value == low) or (isinstance(value, int) and value > 2**63):
         limit = f"{'above' if open_below else 'of at least'} {low:g}"
         limit += f" and at most {high:g}" if math.isfinite(high) else ""
-        kind = "finite number" if isinstance(value, float) and not math.isfinite(value) else "number"
+        expected = "finite number" if isinstance(value, float) and not math.isfinite(value) else "number"
         shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:37]}..."
-        raise YalisError(f"{name} is {shown}; give a {kind} {limit}")
+        raise YalisError(f"{name} is {shown}; give a {expected} {limit}")
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The natural-log probability of one chosen token under the model, and of the likeliest ones beside it."""
+    """The log-probability (natural logarithm) of a sampled token, and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -161,19 +161,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Seconds, from the moment the request was handed in."""
+    """Timings in seconds, from the submission of the request, and token counts."""
 
     time_to_first_token: float
-    time_per_token: float  # mean over the tokens after the first; 0 when there is only one
+    time_per_token: float  # mean over the tokens after the first; 0 if there is only one
     total: float
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens whose keys and values were already there
+    cached_tokens: int  # prompt tokens found in the prefix cache
     output_tokens: int
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One of a request's n answers."""
+    """One of a request's n completions."""
 
     text: str
     token_ids: list[int]
@@ -184,7 +184,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request's result; its own text, token_ids, ... are those of the first of its n completions."""
+    """The result of a request. `text`, `token_ids` and so on are those of its first completion."""
 
     prompt: str | None  # None when the prompt was given as token ids
     prompt_token_ids: list[int]
@@ -213,14 +213,14 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What became sure since the last chunk of the same completion."""
+    """New output of one completion, since its previous chunk."""
 
-    prompt_index: int  # which of the prompts handed to stream()
+    prompt_index: int  # which of the prompts given to stream()
     completion_index: int  # which of its n completions
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None  # set on the last chunk
-    completion: Completion | None = None  # the whole result, on the last chunk
+    completion: Completion | None = None  # the complete result, on the last chunk
 
 
 @dataclass(frozen=True)

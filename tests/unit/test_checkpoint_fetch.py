@@ -104,7 +104,7 @@ def test_without_pip(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_cannot_be_written(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "file"))
-    with pytest.raises(YalisError, match=r"cannot keep tiny in .* set YALIS_CACHE"):
+    with pytest.raises(YalisError, match=r"cannot store tiny in .* set YALIS_CACHE"):
         fetch_model("tiny")
 
 
@@ -116,7 +116,9 @@ def test_a_full_disk_is_called_that(shelf: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as full:
         full.setattr(fetch.shutil, "disk_usage", lambda folder: usage._replace(free=len(CONTENT) * 2))
         full.setattr(fetch.subprocess, "run", stop)
-        with pytest.raises(YalisError, match=r"cannot keep tiny in .* are free; set YALIS_CACHE to a folder with room"):
+        with pytest.raises(
+            YalisError, match=r"cannot store tiny in .* are free; set YALIS_CACHE to a folder with enough space"
+        ):
             fetch_model("tiny")
     assert fetch_model("tiny").read_bytes() == CONTENT
 

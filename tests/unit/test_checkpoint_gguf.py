@@ -227,7 +227,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     assert tensors.keys() == expected.keys()
     assert not checkpoint.config["tie_word_embeddings"]
     (tmp_path / "m-00002-of-00002.gguf").unlink()
-    with pytest.raises(YalisError, match=r"m-00002-of-00002.gguf is not beside it"):
+    with pytest.raises(YalisError, match=r"m-00002-of-00002.gguf is missing"):
         GgufCheckpoint(first)
 
 
@@ -302,7 +302,7 @@ def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_wrong_shape_and_a_missing_tensor(tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(_write(CASES[0], tmp_path)[0])
-    with pytest.raises(YalisError, match=r"has shape \(251, 48\), but its config asks for \(251, 49\)"):
+    with pytest.raises(YalisError, match=r"has shape \(251, 48\), but its config requires \(251, 49\)"):
         checkpoint.tensor("model.embed_tokens.weight", (251, 49))
     with pytest.raises(YalisError, match=r"has no tensor 'lm_head.weight'"):
         checkpoint.tensor("lm_head.weight", (251, 48))

@@ -117,7 +117,7 @@ def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture
         ("--tp 1x5", "columns that divide it: 1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72"),
         ("--pp 4", "give pp 1 to 3"),
         ("--tp 9x36", "give a grid of at most 251 ranks"),
-        ("--tp 2y2", "tp is '2y2'; give a number of ranks from 1 on, such as 4, or rows x columns such as 2x2"),
+        ("--tp 2y2", "tp is '2y2'; give a number of ranks, such as 4, or rows x columns, such as 2x2"),
         ("--max-model-len 129", "max_model_len is 129, but"),
         ("--kv-memory 1e-7 --device cuda", "no memory is left for the KV cache"),
         ("--device tpu", "device is 'tpu'"),

@@ -96,7 +96,7 @@ def test_generate_with_several_prompts(
         ([""], "the prompt is empty"),
         (["--prompt-ids", "1,99999"], "token id 99999 is not in this model's vocabulary"),
         (["x" * 40_000], "40000 tokens"),
-        (["a\udcff"], "the text holds \\udcff, which is half a character or a byte that is not UTF-8"),
+        (["a\udcff"], "the text contains \\udcff, half a character or a byte that is not UTF-8"),
         (["x", "--device", "cuda:77"], "device 'cuda:77' is not there"),
         (["x", "--attention", "magic"], "unknown attention backend 'magic'"),
         (["x", "--tokenizer", "/no/such"], "--tokenizer: there is no '/no/such'"),
@@ -199,7 +199,7 @@ def test_input_that_is_not_utf8_is_refused(model: str, words: list[str]) -> None
         command, env={**os.environ, "PYTHONIOENCODING": "utf-8"}, input=b"a\xff\n", capture_output=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
-    assert b"the text holds \\udcff, which is half a character or a byte that is not UTF-8" in done.stderr
+    assert b"the text contains \\udcff, half a character or a byte that is not UTF-8" in done.stderr
 
 
 def test_chat_on_a_terminal(model: str) -> None:

@@ -58,10 +58,10 @@ def test_chat(folder: Path) -> None:
 def test_half_a_character_is_a_sentence_wherever_it_stands(folder: Path) -> None:
     _, tokenizer = _open(folder)
     for half, told in (("\ud800", r"\\ud800"), ("a\udcff", r"\\udcff")):  # the second: byte ff of an argument
-        with pytest.raises(YalisError, match=f"the text holds {told}, which is half a character or a byte"):
+        with pytest.raises(YalisError, match=f"the text contains {told}, half a character or a byte"):
             tokenizer.encode(half)
         for message in ({"role": "user", "content": half}, {"role": f"user{half}", "content": "x"}):
-            with pytest.raises(YalisError, match=f"the text holds {told}"):
+            with pytest.raises(YalisError, match=f"the text contains {told}"):
                 tokenizer.encode_chat([message])
 
 
@@ -76,7 +76,7 @@ def test_no_template_and_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     TINY.build(seed=1).save_pretrained(tmp_path / "bare")
     bare = open_checkpoint(str(tmp_path / "bare"))
     assert load_tokenizer(bare) is None
-    with pytest.raises(YalisError, match="holds no tokenizer"):
+    with pytest.raises(YalisError, match="has no tokenizer"):
         load_tokenizer(bare, override=str(tmp_path / "bare"))
     with pytest.raises(YalisError, match="there is no 'nowhere'"):
         load_tokenizer(bare, override="nowhere")

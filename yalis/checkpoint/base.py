@@ -1,4 +1,4 @@
-"""What a checkpoint is to the rest of the engine: a config, names, and tensors read only where asked."""
+"""The interface of a checkpoint: a config, and tensors by name of which only the requested slices are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from yalis.errors import YalisError
 
 
 class LazyTensor(ABC):
-    """A tensor of a checkpoint that has not been read yet. Never sees a rank: the layer asks for its slice."""
+    """A tensor of a checkpoint that has not been read yet. It has no notion of ranks: a layer requests its slice."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,26 +24,24 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def read_into(self, out: Tensor, *index: slice) -> None:
-        """Copy self[index] into `out` (its dtype, its device), holding less than this tensor's size meanwhile."""
+        """Copy self[index] to `out`, converted to its dtype and device, without holding all of the tensor in memory."""
 
     def ranges(self, out: Tensor, index: tuple[slice, ...]) -> list[range]:
-        """The elements `index` takes in each dimension; `out` must have exactly that many."""
-        whole = (slice(None),) * (len(self.shape) - len(index))
-        taken = [range(size)[part] for size, part in zip(self.shape, (*index, *whole), strict=True)]
-        if any(part.step != 1 for part in taken) or tuple(map(len, taken)) != tuple(out.shape):
-            raise ValueError(f"{self.name}: {tuple(map(len, taken))} was asked for, into {tuple(out.shape)}")
-        return taken
+        """Return the range that `index` selects in each dimension; raises if it does not have the shape of `out`."""
+        rest = (slice(None),) * (len(self.shape) - len(index))
+        ranges = [range(size)[part] for size, part in zip(self.shape, (*index, *rest), strict=True)]
+        if any(part.step != 1 for part in ranges) or tuple(map(len, ranges)) != tuple(out.shape):
+            raise ValueError(f"{self.name}: a slice of shape {tuple(map(len, ranges))} into {tuple(out.shape)}")
+        return ranges
 
 
 class Checkpoint(ABC):
-    """A model on disk. `config` has the keys of a Hugging Face config.json whatever the format;
-    tensors carry the Hugging Face names and layouts of that config's architecture."""
+    """A model on disk. Whatever its format, `config` has the keys of a Hugging Face config.json, and tensors have the
+    Hugging Face names and layouts of that architecture."""
 
-    #: what to call it in a message: the path or repo id
-    label: str
+    label: str  # its name in messages: the path or repo id
     config: dict[str, Any]
-    #: the folder or .gguf file it was opened from, where a tokenizer may lie too
-    source: Path
+    source: Path  # the folder or .gguf file it was opened from, which may also have a tokenizer
 
     @abstractmethod
     def names(self) -> Iterator[str]: ...
@@ -52,19 +50,19 @@ class Checkpoint(ABC):
     def find(self, name: str) -> LazyTensor | None: ...
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        """The named tensor, which must be there with this shape."""
+        """Return the named tensor; raises if it is missing or has another shape."""
         found = self.find(name)
         if found is None:
-            raise YalisError(f"{self.label} has no tensor {name!r}, which its config asks for; fetch it again")
+            raise YalisError(f"{self.label} has no tensor {name!r}, which its config requires; fetch it again")
         if tuple(found.shape) != tuple(shape):
             raise YalisError(
-                f"tensor {name!r} in {self.label} has shape {tuple(found.shape)}, but its config asks for "
+                f"tensor {name!r} in {self.label} has shape {tuple(found.shape)}, but its config requires "
                 f"{tuple(shape)}; config.json and weights do not belong together"
             )
         return found
 
     def fingerprint(self) -> str:
-        """Tells apart models that differ in config or in a tensor's name, shape or type; not in the numbers inside."""
+        """Return a hash of the config and of the names, shapes and types of all tensors, but not of their values."""
         tensors = sorted((name, *map(str, found.shape), str(found.dtype)) for name, found in self._found())
         content = json.dumps([self.config, tensors], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -76,8 +74,8 @@ class Checkpoint(ABC):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors taken from disk so far."""
+        """Bytes of tensors read from disk so far."""
         return 0
 
     def close(self) -> None:  # noqa: B027 - not every checkpoint holds files
-        """Let go of open files; tensors cannot be read after this."""
+        """Close open files; tensors cannot be read after this."""

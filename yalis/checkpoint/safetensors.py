@@ -1,7 +1,7 @@
-"""A Hugging Face folder: config.json and one or more .safetensors files.
+"""Checkpoints in a Hugging Face folder: config.json and one or more .safetensors files.
 
-The files' headers are read here rather than through the safetensors package, so that pages can be handed back while
-loading and so that a file which was cut short is found when it is opened, not when a tensor is missing.
+The headers are parsed here instead of by the safetensors package, so that pages can be released while loading, and a
+truncated file is reported when it is opened.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from yalis.checkpoint.base import Checkpoint, LazyTensor
-from yalis.checkpoint.mapped import MappedFile, row_chunks
+from yalis.checkpoint.mapped_file import MappedFile, row_chunks
 from yalis.errors import YalisError
 from yalis.spec import read_spec
 
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
 _BITS |= {"U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64}
-_MAX_HEADER = 100_000_000  # the limit of the format's own library
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class SafetensorsTensor(LazyTensor):
         file, start = self._entry.file, self._entry.offset
         rows, *columns = self.ranges(out, index)
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        inside = (slice(None), *(slice(part.start, part.stop) for part in columns))
+        within = (slice(None), *(slice(part.start, part.stop) for part in columns))
         for chunk in row_chunks(rows, row_bytes):
-            part = file.view(start + chunk.start * row_bytes, (len(chunk), *self.shape[1:]), self.dtype)[inside]
+            part = file.view(start + chunk.start * row_bytes, (len(chunk), *self.shape[1:]), self.dtype)[within]
             out[chunk.start - rows.start : chunk.stop - rows.start].copy_(part)
             file.bytes_read += part.numel() * self.dtype.itemsize
             file.release(start + chunk.start * row_bytes, start + chunk.stop * row_bytes)
@@ -64,7 +64,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._entries: dict[str, _Entry] = {}
         paths = _weight_files(folder)
         if not paths:
-            read_spec(self.config, self.label)  # or it says why nobody should look for the weights
+            read_spec(self.config, self.label)  # an unsupported architecture is the better message
             raise YalisError(
                 f"{folder} has a config.json but no .safetensors file; give a folder with weights, or --load random"
             )
@@ -107,7 +107,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
     except ValueError as error:
         raise YalisError(f"{path} is not valid JSON ({error}); fetch the model's {what} again") from error
     if not isinstance(content, dict):
-        raise YalisError(f"{path} does not hold a JSON object; fetch the model's {what} again")
+        raise YalisError(f"{path} does not contain a JSON object; fetch the model's {what} again")
     return content
 
 
@@ -126,17 +126,17 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_header(file: MappedFile) -> dict[str, _Entry]:
-    """Name to place for every tensor of a file, having checked that each lies inside it."""
-    damaged = f"{file.path} is not a whole safetensors file: {{}}; fetch it again"
+    """Return every tensor of a file by name; raises if one is not inside the file."""
+    damaged = f"{file.path} is not a complete safetensors file: {{}}; fetch it again"
     if file.size < 8:
-        raise YalisError(damaged.format("it is cut short"))
+        raise YalisError(damaged.format("it is truncated"))
     (length,) = struct.unpack_from("<Q", file.buffer, 0)
     if length > min(_MAX_HEADER, file.size - 8):
         raise YalisError(damaged.format(f"its header of {length} bytes does not fit its {file.size} bytes"))
     try:
         header = json.loads(bytes(file.buffer[8 : 8 + length]))
         header.pop("__metadata__", None)
-        found = {}
+        entries = {}
         for name, info in header.items():
             begin, end = info["data_offsets"]
             shape, dtype = tuple(int(size) for size in info["shape"]) or (1,), info["dtype"]
@@ -145,7 +145,7 @@ def _read_header(file: MappedFile) -> dict[str, _Entry]:
                 raise YalisError(damaged.format(f"the size of tensor {name!r} does not match its shape"))
             if 8 + length + end > file.size:
                 raise YalisError(damaged.format(f"it ends before tensor {name!r} does"))
-            found[name] = _Entry(file, dtype, shape, 8 + length + begin)
+            entries[name] = _Entry(file, dtype, shape, 8 + length + begin)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise YalisError(damaged.format("its header cannot be read")) from error
-    return found
+    return entries

@@ -1,7 +1,7 @@
-"""Plans, outputs and tokens as JSON values, for ranks that do not plan themselves.
+"""Encodes plans, outputs and emitted tokens as JSON values, to send them between ranks.
 
-Both ends remember, by slot, what the last step of a sequence said, so a decode step costs a few numbers however long
-the sequence is.
+Encoder and decoder both keep the state of the sequence in each request slot and exchange only what changed. A decode
+step is a few numbers, however long the sequence is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ History = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
-class _Known:
-    """What the other end knows of the sequence in a slot."""
+class _SequenceState:
+    """The last transmitted state of the sequence in a request slot."""
 
     request_id: int
     params: SamplingParams
@@ -27,58 +27,60 @@ class _Known:
 
 
 class PlanEncoder:
-    """Every plan goes through one encoder and, at the other end, through one decoder, in order."""
+    """Encodes the plans of one replica. One decoder must receive all of them, in order."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._states: dict[int, _SequenceState] = {}
 
     def encode(self, plan: StepPlan) -> Any:
         return [plan.step_id, [self._encode(step) for step in plan.sequences]]
 
     def _encode(self, step: SequenceStep) -> Any:
-        known = self._known.get(step.request_slot)
+        state = self._states.get(step.request_slot)
         params = history = None
-        if known is None or known.request_id != step.request_id:
-            known = self._known[step.request_slot] = _Known(step.request_id, step.params)
+        if state is None or state.request_id != step.request_id:
+            state = self._states[step.request_slot] = _SequenceState(step.request_id, step.params)
             params = encode_params(step.params)
-        kept = len(known.blocks) if step.blocks[: len(known.blocks)] == known.blocks else 0
+        unchanged = len(state.blocks) if step.blocks[: len(state.blocks)] == state.blocks else 0
         if step.history is not None:
             prompt, output = step.history
-            history = [prompt, output] if known.history is None else [output[len(known.history[1]) :]]
-        fresh = step.blocks[kept:]
-        known.blocks, known.history = step.blocks, step.history
+            history = [prompt, output] if state.history is None else [output[len(state.history[1]) :]]
+        new_blocks = step.blocks[unchanged:]
+        state.blocks, state.history = step.blocks, step.history
         return [
-            step.request_id, step.request_slot, step.start, step.tokens, kept, fresh, int(step.samples),
+            step.request_id, step.request_slot, step.start, step.tokens, unchanged, new_blocks, int(step.samples),
             step.output_len, int(step.long_rope), params, history,
         ]  # fmt: skip
 
 
 class PlanDecoder:
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._states: dict[int, _SequenceState] = {}
 
     def decode(self, value: Any) -> StepPlan:
-        number, steps = value
-        return StepPlan(number, tuple(self._decode(*step) for step in steps))
+        step_id, steps = value
+        return StepPlan(step_id, tuple(self._decode(*step) for step in steps))
 
     def _decode(
-        self, request_id: int, request_slot: int, start: int, tokens: list[int], kept: int, fresh: list[int],
+        self, request_id: int, request_slot: int, start: int, tokens: list[int], unchanged: int, new_blocks: list[int],
         samples: int, output_len: int, long_rope: int, params: Any, history: Any,
     ) -> SequenceStep:  # fmt: skip
         if params is not None:
-            self._known[request_slot] = _Known(request_id, decode_params(params))
-        known = self._known[request_slot]
-        if fresh or kept < len(known.blocks):  # else the same object says that nothing changed
-            known.blocks = (*known.blocks[:kept], *fresh)
+            self._states[request_slot] = _SequenceState(request_id, decode_params(params))
+        state = self._states[request_slot]
+        if new_blocks or unchanged < len(
+            state.blocks
+        ):  # otherwise keep the same object, so that receivers see it is unchanged
+            state.blocks = (*state.blocks[:unchanged], *new_blocks)
         if history is None:
-            known.history = None
+            state.history = None
         elif len(history) == 2:
-            known.history = (tuple(history[0]), tuple(history[1]))
-        elif known.history is not None:
-            known.history = (known.history[0], (*known.history[1], *history[0]))
+            state.history = (tuple(history[0]), tuple(history[1]))
+        elif state.history is not None:
+            state.history = (state.history[0], (*state.history[1], *history[0]))
         return SequenceStep(
-            request_id, request_slot, start, tuple(tokens), known.blocks, bool(samples), output_len, bool(long_rope),
-            known.params, known.history,
+            request_id, request_slot, start, tuple(tokens), state.blocks, bool(samples), output_len, bool(long_rope),
+            state.params, state.history,
         )  # fmt: skip
 
 
@@ -92,13 +94,13 @@ def decode_params(value: dict[str, Any]) -> SamplingParams:
 
 
 def encode_output(output: StepOutput) -> Any:
-    logprobs = [[id, *_encode_logprobs(found)] for id, found in output.logprobs.items()]
+    logprobs = [[id, *_encode_logprobs(one)] for id, one in output.logprobs.items()]
     return [output.step_id, list(output.tokens.items()), logprobs]
 
 
 def decode_output(value: Any) -> StepOutput:
-    number, tokens, logprobs = value
-    return StepOutput(number, dict(tokens), {id: _decode_logprobs(*x) for id, *x in logprobs})
+    step_id, tokens, logprobs = value
+    return StepOutput(step_id, dict(tokens), {id: _decode_logprobs(*x) for id, *x in logprobs})
 
 
 def encode_emitted(item: Emitted) -> Any:
@@ -111,8 +113,8 @@ def decode_emitted(value: Any) -> Emitted:
     return Emitted(request_id, token, None if logprobs is None else _decode_logprobs(*logprobs), reason)
 
 
-def _encode_logprobs(found: TokenLogprobs) -> list[Any]:
-    return [found.token_id, found.logprob, list(found.top.items())]
+def _encode_logprobs(logprobs: TokenLogprobs) -> list[Any]:
+    return [logprobs.token_id, logprobs.logprob, list(logprobs.top.items())]
 
 
 def _decode_logprobs(token_id: int, logprob: float, top: list[list[Any]]) -> TokenLogprobs:

@@ -1,4 +1,4 @@
-"""A weight file mapped into memory, whose pages are handed back as soon as they were copied out."""
+"""A weight file mapped into memory. Its pages are released as soon as they have been copied."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from yalis.errors import YalisError
 
-#: The most that is converted at once: what loading needs beside the model itself is a small multiple of this.
+#: Bytes converted at a time. Loading needs a small multiple of this in addition to the model.
 CHUNK_BYTES = 8 << 20
 
 
 class MappedFile:
-    """Read-only in effect: the mapping is private, so that torch may take it as a writable buffer without a copy."""
+    """A private mapping: torch accepts it as a writable buffer without a copy, and writes would not reach the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,28 +32,28 @@ class MappedFile:
             raise YalisError(f"cannot read {path}: {error.strerror or error}") from error
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The bytes at `offset` as a tensor, without a copy; nothing is read before it is used."""
+        """Return the bytes at `offset` as a tensor without a copy; pages are read on first access."""
         count = torch.Size(shape).numel()
         if not count:
             return torch.empty(shape, dtype=dtype)
-        if offset % dtype.itemsize:  # legal in safetensors, and torch wants alignment
+        if offset % dtype.itemsize:  # allowed in safetensors, but not in torch
             raw = torch.frombuffer(self.buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
             return raw.clone().view(dtype).view(shape)
         return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset).view(shape)
 
     def close(self) -> None:
-        with suppress(BufferError):  # a view is still in use: the mapping goes when that does
+        with suppress(BufferError):  # a view is still in use, and keeps the mapping open
             self.buffer.close()
 
     def release(self, start: int, stop: int) -> None:
-        """Drop the pages of these bytes from this process; the system's page cache keeps them."""
+        """Release the pages of these bytes from this process; they stay in the page cache."""
         start -= start % mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED") and stop > start:
             self.buffer.madvise(mmap.MADV_DONTNEED, start, min(stop, self.size) - start)
 
 
 def row_chunks(rows: range, row_bytes: int) -> Iterator[range]:
-    """`rows` in pieces of about CHUNK_BYTES."""
+    """Yield `rows` in chunks of about CHUNK_BYTES."""
     step = max(1, CHUNK_BYTES // max(1, row_bytes))
     for start in range(rows.start, rows.stop, step):
         yield range(start, min(start + step, rows.stop))
