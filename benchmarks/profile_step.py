@@ -30,9 +30,8 @@ def main() -> None:
     args = parser.parse_args()
     batches = [int(part) for part in args.batch.split(",")]
     blocks = max(batches) * ((args.prompt_len + 128) // resolve_block_size(None, torch.device("cuda")) + 1)
-    tokens = max(
-        2048, max(batches) * args.prompt_len
-    )  # prefill all prompts in one step, so that no sequence decodes during prefill
+    # Prefill all prompts in one step, so that no sequence decodes during prefill.
+    tokens = max(2048, max(batches) * args.prompt_len)
     with LLM(
         args.model, load="random", max_num_seqs=max(batches), max_batch_tokens=tokens, kv_blocks=blocks,
         prefix_reuse=False, eager=args.eager,

@@ -95,7 +95,7 @@ INLINE vec exponential(vec x) {
     vec zero = {0}, low = zero - 87.3f, high = zero + 88.3f;
     vec shift = zero + 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     x = select_lanes(x < low, low, select_lanes(x > high, high, x));
-    vec whole = x * 1.44269504f + shift, n = whole - shift;
+    vec shifted = x * 1.44269504f + shift, n = shifted - shift;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = zero + 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -104,7 +104,7 @@ INLINE vec exponential(vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return (vec)((ivec)p + ((ivec)whole << 23));
+    return (vec)((ivec)p + ((ivec)shifted << 23));
 }
 
 /* --- y[M, N] = x[M, K] w[N, K]^T + bias ------------------------------------------------------------------------- */

@@ -3,7 +3,7 @@
 A tile is BLOCK_N consecutive keys of one sequence and one KV head. The cache is [num_blocks, BLOCK_SIZE, K, HEAD_DIM];
 the block table of the sequence maps position // BLOCK_SIZE to a block. There are two load paths:
 
-- USE_TMA: BLOCK_SIZE is a multiple of BLOCK_N and tiles start at multiples of BLOCK_N, so a tile lies in one block.
+- USE_TMA: BLOCK_SIZE is a multiple of BLOCK_N and tiles start at multiples of BLOCK_N, so a tile is within one block.
   `cache` is a tensor descriptor and one instruction loads the tile.
 - otherwise `cache` is a pointer, and every key has an address of its own.
 

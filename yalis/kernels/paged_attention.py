@@ -389,7 +389,7 @@ def paged_attention(
 
 
 def can_use_tma(k_cache: Tensor, v_cache: Tensor, config: TileConfig, limits: GpuLimits) -> bool:
-    """Return whether tiles can be loaded by TMA: the GPU has it, and a tile of block_n keys lies within one block.
+    """Return whether tiles can be loaded by TMA: the GPU has it, and a tile of block_n keys is within one block.
 
     float32 caches are loaded by address. Their exact products take operands from registers, and TMA needs more of them.
     """
