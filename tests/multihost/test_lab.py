@@ -1,4 +1,4 @@
-"""The lab's links have the delay and rate that were asked for, the benchmark runs over them, and nothing stays."""
+"""The lab: its links have the given delay and rate, the benchmark runs on it, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for _ in range(21):
     times.append(time.perf_counter() - begin)
 print(json.dumps(times))
 """
-TAKE = """
+RECEIVE = """
 import socket, time
 server = socket.create_server(("", 5001))
 print("ready", flush=True)
@@ -47,7 +47,7 @@ while one.recv(1 << 20):
     pass
 print(time.perf_counter() - begin)
 """
-GIVE = """
+SEND = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 5001)) as one:
     one.sendall(bytes(2_500_000))
@@ -62,24 +62,24 @@ def serve(hosts: Hosts, script: str) -> subprocess.Popen[str]:
     return server
 
 
-def ask(hosts: Hosts, script: str) -> str:
+def run_client(hosts: Hosts, script: str) -> str:
     command = [sys.executable, "-c", script, hosts.addresses[0]]
-    told, _ = hosts.run(1, command, stdout=subprocess.PIPE, text=True).communicate(timeout=30)
-    return str(told)
+    output, _ = hosts.run(1, command, stdout=subprocess.PIPE, text=True).communicate(timeout=30)
+    return str(output)
 
 
-def left() -> str:
+def list_namespaces() -> str:
     return subprocess.run([needs.program("ip"), "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
-def test_links_have_the_delay_and_the_rate_asked_for() -> None:
+def test_links_have_the_given_delay_and_rate() -> None:
     with Hosts(3, "1ms", "100mbit") as hosts:
         serve(hosts, ECHO)
-        assert 2e-3 <= median(json.loads(ask(hosts, PING))) < 8e-3
-        server = serve(hosts, TAKE)
-        ask(hosts, GIVE)  # 20 million bits
-        took = float(server.communicate(timeout=30)[0])
-        assert 0.19 < took < 1
+        assert 2e-3 <= median(json.loads(run_client(hosts, PING))) < 8e-3
+        server = serve(hosts, RECEIVE)
+        run_client(hosts, SEND)  # 20 million bits
+        seconds = float(server.communicate(timeout=30)[0])
+        assert 0.19 < seconds < 1
     assert hosts.network in ("netem", "switch")
     assert hosts.dropped == 0
 
@@ -107,20 +107,20 @@ def test_the_benchmark_over_hosts(backends: str, rows: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     results.check(result, "what was printed")
-    named = [" ".join([row["backend"], *row["options"].values()]) for row in result["rows"]]
-    assert named == rows
+    labels = [" ".join([row["backend"], *row["options"].values()]) for row in result["rows"]]
+    assert labels == rows
     assert {(row["status"], row["delay_us"]) for row in result["rows"]} == {("ok", 1000.0)}
-    # Nothing can be summed over both hosts before one message has come from the other.
+    # A sum over both hosts needs at least one message between them.
     assert all(row["median_us"] > 1000 for row in result["rows"])
     assert (result["parameters"]["shape"], result["parameters"]["start"]) == ("2x2", "clock")
     assert (result["topology"]["ranks"], result["topology"]["ranks_per_host"]) == (4, [2, 2])
-    assert "yalis-" not in left()
+    assert "yalis-" not in list_namespaces()
 
 
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
 )
-def test_a_run_that_is_ended_leaves_nothing(number: signal.Signals, status: int) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(number: signal.Signals, status: int) -> None:
     with Hosts(1):
         pass
     process = subprocess.Popen(
@@ -134,16 +134,16 @@ def test_a_run_that_is_ended_leaves_nothing(number: signal.Signals, status: int)
     deadline = time.monotonic() + 30
     while sum(module in command for command in commands()) < 4 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert "yalis-host1" in left()
+    assert "yalis-host1" in list_namespaces()
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
-    said = "yalis: stopped: nothing was written\n" if number == signal.SIGINT else ""
-    assert (process.returncode, out, err) == (status, "", said)
-    assert "yalis-" not in left()
+    message = "yalis: stopped: nothing was written\n" if number == signal.SIGINT else ""
+    assert (process.returncode, out, err) == (status, "", message)
+    assert "yalis-" not in list_namespaces()
     assert not [command for command in commands() if module in command]
 
 
-def test_a_killed_lab_takes_its_switch_along_and_the_next_one_cleans_up() -> None:
+def test_the_switch_of_a_killed_lab_ends_and_the_next_lab_cleans_up() -> None:
     crash = (
         "import os, signal\n"
         "from yalis.study.lab.hosts import Lab\n"
@@ -161,13 +161,13 @@ def test_a_killed_lab_takes_its_switch_along_and_the_next_one_cleans_up() -> Non
         while any("/switch/" in command and " 1000000 " in command for command in commands()):
             assert time.monotonic() < deadline, "the switch outlives its lab"
             time.sleep(0.05)
-    assert "yalis-host0" in left()
+    assert "yalis-host0" in list_namespaces()
     with Hosts(1, "1ms"):
         assert "sleep 2345.5" not in commands()
-    assert "yalis-" not in left()
+    assert "yalis-" not in list_namespaces()
 
 
-def test_a_lab_waits_for_the_one_before() -> None:
+def test_a_lab_waits_until_the_previous_one_ends() -> None:
     hold = (
         "import time\n"
         "from yalis.study.lab.hosts import Lab\n"

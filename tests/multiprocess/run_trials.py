@@ -1,6 +1,6 @@
-"""Run by every rank of a launch: one engine after the other, all answers into a file by rank 0.
+"""The script of every rank of a launch: runs one engine after the other and writes its outputs to a file.
 
-Each rank folds what must be the same on several ranks into digests: hidden states after every layer, and tokens.
+Each rank also hashes the hidden states after every layer and the sampled tokens, which must be equal on several ranks.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from yalis.sampling.sampler import Sampler
 
 
 class Digests:
-    """What this rank has seen of each engine, as hashes."""
+    """Hashes of the hidden states and tokens of the current engine on this rank."""
 
     def __init__(self) -> None:
         self.hidden, self.tokens = hashlib.sha256(), hashlib.sha256()
         self.steps = 0
-        torch.nn.modules.module.register_module_forward_hook(self._see)
+        torch.nn.modules.module.register_module_forward_hook(self._hash_hidden)
         sample = Sampler.sample
 
-        def watched(sampler: Sampler, logits: torch.Tensor, batch: Any) -> Any:
+        def hashing_sample(sampler: Sampler, logits: torch.Tensor, batch: Any) -> Any:
             sampled = sample(sampler, logits, batch)
             self.tokens.update(sampled.tokens.cpu().numpy().tobytes())
             self.steps += 1
             return sampled
 
-        Sampler.sample = watched  # type: ignore[method-assign]
+        Sampler.sample = hashing_sample  # type: ignore[method-assign]
 
-    def _see(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def _hash_hidden(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(module, Block) and not (output[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             for part in output:
                 self.hidden.update(part.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
-    def take(self) -> dict[str, Any]:
+    def pop(self) -> dict[str, Any]:
+        """Return the hashes and start new ones."""
         found = {"hidden": self.hidden.hexdigest(), "tokens": self.tokens.hexdigest(), "steps": self.steps}
         self.hidden, self.tokens, self.steps = hashlib.sha256(), hashlib.sha256(), 0
         return found
@@ -51,22 +52,22 @@ class Digests:
 
 def main(plan: Path, out: Path) -> None:
     rank, digests = detect_launcher().rank, Digests()
-    answers, seen = [], []
+    answers, hashes = [], []
     for fields in json.loads(plan.read_text()):
         trial = Trial(**fields)
         with LLM(trial.model, **trial.split, **trial.fields) as llm:
             if rank == 0:
                 prompts = json.loads(Path(trial.forced or Path(trial.model) / "prompts.json").read_text())
                 if trial.waves:
-                    answers.append(go_on(llm, prompts, trial.waves))
+                    answers.append(generate_long(llm, prompts, trial.waves))
                 else:
-                    answers.append(force(llm, prompts) if trial.forced else answer(llm, prompts))
-        seen.append(digests.take())
-    (out / f"rank{rank}.json").write_text(json.dumps({"answers": answers, "seen": seen}))
+                    answers.append(continue_answers(llm, prompts) if trial.forced else generate(llm, prompts))
+        hashes.append(digests.pop())
+    (out / f"rank{rank}.json").write_text(json.dumps({"answers": answers, "seen": hashes}))
 
 
-def answer(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
-    """Every prompt greedily and drawn, in one batch; the log-probabilities of the greedy ones in full."""
+def generate(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
+    """Generate for every prompt greedily and by sampling, in one batch. Returns all logprobs of the greedy ones."""
     outputs = llm.generate([*prompts, *prompts], [GREEDY] * len(prompts) + DRAWN[: len(prompts)])
     greedy = outputs[: len(prompts)]
     counters = getattr(llm._engine, "scheduler", None)
@@ -80,11 +81,10 @@ def answer(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def force(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
-    """The next two tokens of every prompt that is given with its answer so far: the second is a decode step's.
+def continue_answers(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
+    """Generate two tokens after every prefix of the given answers. The second one comes from a decode step.
 
-    With all log-probabilities of both.
-    """
+    Returns all logprobs of both."""
     texts = [prompt["prompt"] + prompt["answer"][:step] for prompt in prompts for step in range(STEPS)]
     outputs = llm.generate(texts, replace(GREEDY, max_tokens=2))
     return {
@@ -95,13 +95,13 @@ def force(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def replays(llm: LLM) -> int | None:
-    """How often this rank replayed a recorded step; unknown where replicas have an engine each."""
+    """Return how often this rank replayed a recorded step; None with several replicas."""
     runner = getattr(llm._engine, "runner", None)
     return runner.executor.replays if runner else None
 
 
-def go_on(llm: LLM, prompts: list[list[int]], waves: int) -> dict[str, Any]:
-    """Long answers to the beginnings of the prompts, drawn anew in each wave."""
+def generate_long(llm: LLM, prompts: list[list[int]], waves: int) -> dict[str, Any]:
+    """Generate long answers to the beginnings of the prompts, with another seed in each wave."""
     tokens = []
     for seed in range(waves):
         drawn = SamplingParams(max_tokens=WAVE, ignore_eos=True, temperature=0.9, seed=seed)

@@ -69,7 +69,7 @@ sys.exit(main(ARGUMENTS))
 """
 
 
-def test_ranks_that_the_command_starts(fork_server: ForkServer) -> None:
+def test_the_command_starts_its_own_ranks(fork_server: ForkServer) -> None:
     asked = ["--ranks", "2", "--ranks-per-node", "1", "--backends", "gloo,hierarchical", "--dtypes", "float32,bfloat16"]
     ended = fork_server.run(["bench", "allreduce", *asked, *SIZES, "--json"])
     assert ended.statuses == [0], ended.errors
@@ -89,7 +89,7 @@ def test_ranks_that_the_command_starts(fork_server: ForkServer) -> None:
     assert result["topology"] == {"ranks": 2, "ranks_per_host": [2], "launcher": ""}  # hosts as they are
 
 
-def test_a_launchers_ranks_find_wrong_sums(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_wrong_sums_are_found_by_launched_ranks(fork_server: ForkServer, tmp_path: Path) -> None:
     arguments = ["bench", "allreduce", *SIZES, "--backends", "rank,torch,bits,lazy", "--json"]
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.replace("ARGUMENTS", repr(arguments)))
@@ -108,7 +108,7 @@ def test_a_launchers_ranks_find_wrong_sums(fork_server: ForkServer, tmp_path: Pa
     )
 
 
-def test_tuning_tries_the_options_and_keeps_the_times(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_tuning_measures_the_options_and_saves_the_times(fork_server: ForkServer, tmp_path: Path) -> None:
     arguments = ["bench", "allreduce", *SIZES, "--tune", "--ranks-per-node", "1", "--json"]
     script = tmp_path / "choosy.py"
     backends = ["--backends", "choosy,gloo,hierarchical"]

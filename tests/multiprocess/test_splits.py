@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.families import CASES, Reference, make_prompts, make_reference
-from tests.multiprocess.run_trials import answer, go_on
+from tests.multiprocess.run_trials import generate, generate_long
 from tests.multiprocess.splits import LENGTHS, PRESSED, SPLITS, STEPS, WIDE, Trial
 from yalis import LLM
 from yalis.config import EngineConfig
@@ -37,7 +37,7 @@ class Models:
             reference = make_reference(case, self.folder, 3, make_prompts(3, LENGTHS, shared=16), STEPS)
             (reference.path / "prompts.json").write_text(json.dumps(reference.prompts))
             with LLM(str(reference.path), **self.fields) as llm:
-                self._made[name] = reference, answer(llm, reference.prompts)
+                self._made[name] = reference, generate(llm, reference.prompts)
         return self._made[name]
 
 
@@ -147,4 +147,4 @@ def test_ranks_agree_bit_for_bit_over_2000_steps(models, ranks, split, tmp_path)
     assert min(found["steps"] for found in seen) >= 2000
     check_ranks(trial, seen)
     with LLM(trial.model, **trial.fields) as llm:
-        assert everyone[0]["answers"][0] == go_on(llm, reference.prompts, 10)
+        assert everyone[0]["answers"][0] == generate_long(llm, reference.prompts, 10)

@@ -3,7 +3,7 @@
 A form is one of:
 - a type, or `Count` for a positive integer;
 - `[form]`, a list of such values; `[form, ...]`, a list that is not empty;
-- `{name: form}`, an object with at least these keys. A key ending in "?" is optional, and "*" stands for every key;
+- `{name: form}`, an object with at least these keys. A key ending in "?" is optional, and "*" means every key;
 - `(form,)`, a value that may be null.
 """
 

@@ -1,6 +1,6 @@
-"""`ResultKind`: everything there is to know about one kind of result.
+"""`ResultKind`: the definition of one kind of result.
 
-A kind is one class in `yalis/study/results/kinds/`, which is registered by being there. It declares the columns of its
+A kind is one class in `yalis/study/results/kinds/`, which is found automatically. It declares the columns of its
 rows, the form of its parameters, how two results are compared, and how a result is shown. Writer, reader,
 `yalis bench compare`, `yalis report` and the plots use these classes only.
 """

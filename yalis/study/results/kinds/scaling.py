@@ -1,6 +1,6 @@
-"""The strong-scaling study: one job over numbers of ranks, ways to split the model, and all-reduce backends.
+"""The strong-scaling study: one job over several rank counts, splits of the model and all-reduce backends.
 
-Each row is a setting, measured by a throughput benchmark whose own result is named in the column `file`.
+Each row is a setting, measured by a throughput benchmark whose result file is named in the column `file`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Scaling(ResultKind):
         Column("same_tokens", float),  # share of outputs with the same tokens as the baseline's
         # how ranks share cores or GPUs, where a speed-up means nothing; else empty
         Column("oversubscribed", str, required=True, renamed_from="crowded"),
-        Column("file", str, required=True),  # path of the setting's own result, relative to this one's; may be empty
+        Column("file", str, required=True),  # result file of the setting, relative to this one; may be empty
     )
     parameters = {"engine": {"model": str}, "machines": [dict], "baselines": {"*": str}}
     needs_devices = False  # a study in which every setting failed has none
@@ -82,7 +82,7 @@ class Scaling(ResultKind):
         return Table(columns, sorted(result.rows, key=lambda row: row["machine"] or 0))  # a failed setting has none
 
     def notes(self, result: Result) -> list[str]:
-        shaded = "Shaded: more ranks than cores or GPUs. There the figures show overhead, not speed-up."
+        shaded = "Shaded: more ranks than cores or GPUs. These points show overhead, not speed-up."
         return [shaded] * any(row["oversubscribed"] for row in result.rows) + result.notes
 
     def has_plot(self, result: Result) -> bool:
