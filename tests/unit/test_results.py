@@ -12,6 +12,9 @@ import pytest
 from yalis.cli.main import main
 from yalis.errors import YalisError, YalisFailure
 from yalis.study import results
+from yalis.study.results.card import Section
+from yalis.study.results.column import Column, with_spread
+from yalis.study.results.kind import ResultKind
 
 ROW: dict[str, Any] = {
     "engine": "yalis", "version": "0", "status": "ok", "batch": 1, "prompt_len": 4, "output_len": 4,
@@ -205,3 +208,18 @@ def test_results_are_checked_when_written(tmp_path: Path) -> None:
     with pytest.raises(YalisFailure, match="give another folder"):
         results.write(make(), tmp_path / "file")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_kind_needs_only_columns_to_be_shown() -> None:
+    class Minimal(ResultKind):
+        name = "minimal"
+        columns = (Column("size", int), *with_spread(Column("wait_ms", float, "ms")), Column("host", str))
+        section = Section("Minimal", "")
+
+    kind, result = Minimal(), make()
+    row = {**kind.empty_row(), "size": 8, "wait_ms": 2.5, "wait_ms_low": 2.0, "wait_ms_high": 3.0}
+    assert list(row) == ["size", "wait_ms", "wait_ms_low", "wait_ms_high", "host"]
+    kind.check_rows([row], "this result")
+    lines = list(kind.text(replace(result, rows=[row], notes=["a note"])))
+    assert lines == ["yalis bench latency", "size  wait ms", "   8  2.50 ms", "a note"]  # `host` is empty in all rows
+    assert "minimal" not in results.KINDS  # only modules of `kinds` are registered

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from yalis.study.results.column import Column
 from yalis.study.results.result import Row, StoredResult
 
 CellText = Callable[[Row], "str | None"]  # None: unknown
@@ -74,6 +75,19 @@ def spread_text(low: str, high: str, digits: int) -> CellText:
     return lambda row: (
         None if row[low] is None or row[low] == row[high] else f"{row[low]:,.{digits}f}..{row[high]:,.{digits}f}"
     )
+
+
+def data_column(column: Column) -> TableColumn:
+    """Return a table column that shows a column of the data as it is, with its unit and spread."""
+
+    def cell(row: Row) -> str | None:
+        value = row[column.name]
+        if not isinstance(value, float):
+            return None if value is None else str(value)
+        return f"{short_number(value)} {column.unit}".strip()
+
+    spread = spread_text(column.low, column.high, 2) if column.low else None
+    return TableColumn(column.name.replace("_", " "), cell, text=column.type is str, spread=spread)
 
 
 def rate(name: str, unit: str) -> CellText:

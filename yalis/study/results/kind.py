@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from yalis.errors import YalisError
-from yalis.study.results.card import Card, Section, Table
+from yalis.study.results.card import Card, Section, Table, data_column
 from yalis.study.results.column import Column
 from yalis.study.results.form import Count, Form, find_mismatch
 from yalis.study.results.result import Result, Row, StoredResult, machine_of
@@ -123,7 +123,9 @@ class ResultKind:
         return result.command
 
     def table(self, result: Result) -> Table:
-        raise NotImplementedError
+        """Return the table of the card; by default every column with its unit and spread."""
+        spreads = {name for column in self.columns for name in (column.low, column.high)}
+        return Table([data_column(column) for column in self.columns if column.name not in spreads], result.rows)
 
     def notes(self, result: Result) -> list[str]:
         """Return notes for wherever the plot is shown."""
