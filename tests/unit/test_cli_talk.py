@@ -97,7 +97,7 @@ def test_generate_with_several_prompts(
         (["--prompt-ids", "1,99999"], "token id 99999 is not in this model's vocabulary"),
         (["x" * 40_000], "40000 tokens"),
         (["a\udcff"], "the text contains \\udcff, half a character or a byte that is not UTF-8"),
-        (["x", "--device", "cuda:77"], "device 'cuda:77' is not there"),
+        (["x", "--device", "cuda:77"], "device 'cuda:77' is not available"),
         (["x", "--attention", "magic"], "unknown attention backend 'magic'"),
         (["x", "--tokenizer", "/no/such"], "--tokenizer: there is no '/no/such'"),
     ],

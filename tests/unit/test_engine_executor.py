@@ -231,7 +231,7 @@ def test_out_of_memory_in_a_capture_says_what_fits(ref, monkeypatch):
         open_llm(ref.path, monkeypatch)
     assert str(failure.value) == (
         "cpu ran out of memory capturing the CUDA graph of a prompt of 16 tokens: at least 3.0 GiB needed, 2.0 GiB "
-        "free; give --max-batch-tokens 10 at most, or a smaller --kv-blocks, or --eager"
+        "free; give --max-batch-tokens 10 or less, or a smaller --kv-blocks, or --eager"
     )
 
 

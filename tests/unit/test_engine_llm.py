@@ -261,7 +261,7 @@ def test_a_failed_step_breaks_the_engine(ref, monkeypatch):
         blocks = 64 - -(-(1 << 19) // runner._block_bytes)
         assert str(raised.value) == (
             f"cpu ran out of memory in a step of {tokens} tokens: at least 1.5 MiB needed, 1.0 MiB free; "
-            f"give --max-batch-tokens {2 * tokens // 3} at most, or --kv-blocks {blocks} at most"
+            f"give --max-batch-tokens {2 * tokens // 3} or less, or --kv-blocks {blocks} or less"
         )
         runner._launch = run
         with pytest.raises(YalisError, match="create a new LLM"):
@@ -369,7 +369,10 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"kv_blocks": 2, "block_size": 4, "max_model_len": 64}, "KV"),
         ({"max_batch_tokens": 0}, "at least 1"),
         ({"blok_size": 4}, "no argument 'blok_size'"),
-        ({"kv_memory": 1e-9}, r"one block .* needs \d+\.\d KiB and 1 B are meant for it; give a larger --kv-memory,"),
+        (
+            {"kv_memory": 1e-9},
+            r"one block .* needs \d+\.\d KiB and 1 B are set aside for it; give a larger --kv-m",
+        ),
         ({"kv_memory": float("inf")}, "GiB above 0"),
         ({"kv_memory": "1"}, "GiB above 0"),
         ({"memory_fraction": "x"}, "at most 1"),
@@ -379,7 +382,7 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"threads": 10**6}, "1 to 1024"),
         (
             {"kv_blocks": 10**11},
-            r"does not fit the memory of cpu: .* GiB needed, .* free; give --kv-blocks \d+ at most",
+            r"does not fit the memory of cpu: .* GiB needed, .* free; give --kv-blocks \d+ or less",
         ),
         ({"max_model_len": 100_000}, "256"),
     ],

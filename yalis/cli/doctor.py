@@ -104,11 +104,11 @@ def _torch(version: str | None) -> Finding:
     try:
         import torch
 
-        from yalis.engine.device import OLDEST_TORCH, torch_is_old
+        from yalis.engine.device import MIN_TORCH, torch_is_too_old
     except (ImportError, OSError) as error:
         return Finding("software", "torch", False, f"{version} does not load: {error}", needed=True)
-    if torch_is_old():
-        oldest = ".".join(map(str, OLDEST_TORCH))
+    if torch_is_too_old():
+        oldest = ".".join(map(str, MIN_TORCH))
         detail = f"{torch.__version__} is too old; {oldest} or newer is needed: pip install -U torch"
         return Finding("software", "torch", False, detail, needed=True)
     return Finding("software", "torch", True, torch.__version__, needed=True)

@@ -80,7 +80,7 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     import torch
 
     from yalis.checkpoint.resolve import open_checkpoint
-    from yalis.engine.device import count_blocks, longest_context, resolve_block_size, resolve_device, resolve_dtype
+    from yalis.engine.device import count_blocks, resolve_block_size, resolve_device, resolve_dtype, resolve_max_len
     from yalis.parallel.memory import rank_memory, whole_memory
     from yalis.parallel.plan import Split
     from yalis.spec import read_spec
@@ -90,7 +90,7 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     checkpoint.close()
     split = Split(*config.tp, config.pp, config.dp)
     split.check(spec, checkpoint.label)
-    max_len = longest_context(config, spec, checkpoint.label)
+    max_len = resolve_max_len(config, spec, checkpoint.label)
     # A split for GPUs can be planned on a machine without GPUs.
     device = torch.device("cuda") if config.device.startswith("cuda") else resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)

@@ -1,4 +1,4 @@
-"""Memory that did not suffice, as a sentence: what was needed, what was free, what would fit."""
+"""Explains out-of-memory errors to the user: how much was needed, how much was free, and which settings would fit."""
 
 from __future__ import annotations
 
@@ -15,85 +15,87 @@ from yalis.engine.device import CPU_KV_MEMORY
 from yalis.errors import YalisFailure
 from yalis.parallel.memory import spell_bytes
 
-# How allocators that have no more say so, beside exceptions of their own, and how they tell what they were asked for.
-_FULL = ("can't allocate memory", "CUDA error: out of memory")
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)")
+# What the messages of allocators without an exception type of their own contain, and how they state the request.
+_MESSAGES = ("can't allocate memory", "CUDA error: out of memory")
+_REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU's allocator has its own exception; its driver and the CPU's allocator raise a plain RuntimeError."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in _FULL)
+    """Whether the error is an allocation failure. The CUDA driver and the CPU allocator raise a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in _MESSAGES)
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """In bytes; None where nobody says."""
+    """A failed allocation. Sizes are in bytes, None if unknown."""
 
-    asked: int | None  # in the end
-    free: int | None  # on the device, then
-    taken: int = 0  # until then by the same work, as far as the device's allocator tells
+    requested: int | None  # by the allocation that failed
+    free: int | None  # on the device at that time
+    allocated: int = 0  # by the same work before that, as counted by the device's allocator
 
     @property
     def needed(self) -> int | None:
-        """By the work, at least: it did not come to its end."""
-        return None if self.asked is None else self.taken + self.asked
+        """A lower bound of what the work needs: it did not run to its end."""
+        return None if self.requested is None else self.allocated + self.requested
 
     @property
-    def room(self) -> int | None:
-        """For the work, when it began."""
-        return None if self.free is None else self.taken + self.free
+    def available(self) -> int | None:
+        """The memory that was free when the work started."""
+        return None if self.free is None else self.allocated + self.free
 
     @property
-    def short(self) -> int | None:
-        """What was missing; None also where there was enough, in pieces that were too small."""
-        if self.asked is None or self.free is None or self.asked <= self.free:
+    def shortfall(self) -> int | None:
+        """The missing bytes. None also if enough was free, but fragmented."""
+        if self.requested is None or self.free is None or self.requested <= self.free:
             return None
-        return self.asked - self.free
+        return self.requested - self.free
 
     def fitting(self, count: int) -> int | None:
-        """How many of `count` alike, of which the work consists, have room."""
-        if not (self.short and self.needed and self.room):
+        """Return how many of `count` equal items fit, if the work consists of these."""
+        if not (self.shortfall and self.needed and self.available):
             return None
-        return count * self.room // self.needed
+        return count * self.available // self.needed
 
     def __str__(self) -> str:
         needed = "" if self.needed is None else f"at least {spell_bytes(self.needed)} needed, "
-        return f"{needed}{_spell(self.room)} free"
+        return f"{needed}{_spell(self.available)} free"
 
 
 @contextmanager
 def explain_oom(
-    device: torch.device, say: Callable[[OutOfMemory], str], before: int | None = None, needed: int = 0
+    device: torch.device, explain: Callable[[OutOfMemory], str], allocated: int | None = None, needed: int = 0
 ) -> Iterator[None]:
-    """Memory that runs out inside becomes a sentence. `before`: bytes that were allocated, where the caller knows.
+    """Turn an out-of-memory error within the block into a YalisFailure with the message of `explain`.
 
-    `needed`: what is known to be, of a host's memory: that is promised to anybody, and who takes it is ended later.
+    `allocated`: bytes that were allocated on the device before, if the caller has measured them. `needed`: bytes that
+    the block will allocate; on a CPU they are compared with the free memory at once, because the system overcommits
+    and would kill the process later.
     """
     if device.type == "cpu" and needed > (free := free_bytes(device) or needed):
-        raise YalisFailure(say(OutOfMemory(needed, free)))
-    if before is None:
-        before = allocated_bytes(device)
+        raise YalisFailure(explain(OutOfMemory(needed, free)))
+    if allocated is None:
+        allocated = allocated_bytes(device)
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # A capture that was broken off complains about that.
-        full = next((one for one in (error, error.__context__) if one is not None and is_out_of_memory(one)), None)
-        if full is None:
+        # A graph capture that was interrupted raises an error of its own, with the cause as context.
+        errors = [one for one in (error, error.__context__) if one is not None and is_out_of_memory(one)]
+        if not errors:
             raise
-        told = _ASKED.search(str(full))
-        asked = round(float(told[1]) * _UNITS[told[2]]) if told else None
-        lack = OutOfMemory(asked, free_bytes(device), max(0, allocated_bytes(device) - before))
-        raise YalisFailure(say(lack)) from error
+        found = _REQUEST.search(str(errors[0]))
+        requested = round(float(found[1]) * _UNITS[found[2]]) if found else None
+        oom = OutOfMemory(requested, free_bytes(device), max(0, allocated_bytes(device) - allocated))
+        raise YalisFailure(explain(oom)) from error
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """By this process, where the device's allocator counts them."""
+    """Return the bytes that this process has allocated on a GPU; 0 for a CPU, whose allocator does not count them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a device has left for anybody; None where the system does not say."""
+    """Return the free memory of a device, or None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -105,83 +107,85 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def weights_do_not_fit(
-    lack: OutOfMemory, label: str, weight_bytes: int, ranks: int, dtype: torch.dtype, device: torch.device
+    oom: OutOfMemory, label: str, weight_bytes: int, ranks: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """`weight_bytes`: of this rank, one of `ranks` that share the model."""
-    ways = ["a smaller model"]
+    """Explain that a model did not fit. `weight_bytes`: of this rank, one of `ranks` that share the model."""
+    options = ["a smaller model"]
     if dtype == torch.float32:
-        ways.insert(0, "--dtype bfloat16, which takes half")
-    if lack.room is not None and weight_bytes <= lack.room:  # it was something beside them
-        ways = ["a smaller --max-num-seqs or --max-model-len"]
-    elif lack.room and device.type == "cuda":
-        enough = -(-ranks * weight_bytes // lack.room)
-        ways.insert(0, f"{enough} GPUs at least, with --tp {enough}")
+        options.insert(0, "--dtype bfloat16, which takes half")
+    if oom.available is not None and weight_bytes <= oom.available:  # the weights fit, buffers next to them did not
+        options = ["a smaller --max-num-seqs or --max-model-len"]
+    elif oom.available and device.type == "cuda":
+        gpus = -(-ranks * weight_bytes // oom.available)
+        options.insert(0, f"at least {gpus} GPUs with --tp {gpus}")
     return (
-        f"{label} in {str(dtype).removeprefix('torch.')} does not fit the memory of {device}: its weights there take "
-        f"{spell_bytes(weight_bytes)}, {_spell(lack.room)} free; give {', or '.join(ways)}"
+        f"{label} in {str(dtype).removeprefix('torch.')} does not fit the memory of {device}: its weights take "
+        f"{spell_bytes(weight_bytes)} there, {_spell(oom.available)} free; give {', or '.join(options)}"
     )
 
 
 def cache_does_not_fit(
-    lack: OutOfMemory, config: EngineConfig, blocks: int, block_bytes: int, device: torch.device
+    oom: OutOfMemory, config: EngineConfig, blocks: int, block_bytes: int, device: torch.device
 ) -> str:
+    """Explain that the KV cache did not fit, in terms of the flag that set its size."""
     needed = blocks * block_bytes
-    room = lack.room if lack.room is not None and lack.room < needed else None
+    available = oom.available if oom.available is not None and oom.available < needed else None
     if config.kv_memory is not None:
-        asked, way = f" (--kv-memory {config.kv_memory:g})", _at_most("--kv-memory", room and room / 2**30)
+        flag, fit = f" (--kv-memory {config.kv_memory:g})", _limit("--kv-memory", available and available / 2**30)
     else:
-        asked, way = "", _at_most("--kv-blocks", room and room // block_bytes)
+        flag, fit = "", _limit("--kv-blocks", available and available // block_bytes)
     return (
-        f"a KV cache of {blocks} blocks{asked} does not fit the memory of {device}: {spell_bytes(needed)} needed, "
-        f"{_spell(lack.room)} free; give {way}"
+        f"a KV cache of {blocks} blocks{flag} does not fit the memory of {device}: {spell_bytes(needed)} needed, "
+        f"{_spell(oom.available)} free; give {fit}"
     )
 
 
 def step_does_not_fit(
-    lack: OutOfMemory, config: EngineConfig, device: torch.device, tokens: int, sequences: int, block_bytes: int
+    oom: OutOfMemory, config: EngineConfig, device: torch.device, tokens: int, sequences: int, block_bytes: int
 ) -> str:
-    """Explain that a step of these tokens did not fit; with one token per sequence, the sequences are what counts."""
+    """Explain that a step did not fit, by its sequences if each has one token, and otherwise by its tokens."""
     counts, work = (tokens, 0), f"{tokens} tokens"
     if tokens == sequences:
         counts, work = (0, sequences), f"{sequences} sequences"
-    fits = suggest_fit(lack, config, device, *counts, block_bytes)
-    return f"{device} ran out of memory in a step of {work}: {lack}; give {', or '.join(fits)}"
+    options = suggest_fit(oom, config, device, *counts, block_bytes)
+    return f"{device} ran out of memory in a step of {work}: {oom}; give {', or '.join(options)}"
 
 
 def suggest_fit(
-    lack: OutOfMemory,
+    oom: OutOfMemory,
     config: EngineConfig,
     device: torch.device,
     tokens: int = 0,
     sequences: int = 0,
     block_bytes: int = 0,
 ) -> list[str]:
-    """What to give for a step of so many tokens or sequences, with numbers where a proportion tells them.
+    """Return flags for a step of this many tokens or sequences, with the values that fit where they can be estimated.
 
-    `block_bytes`: of the KV cache, which could do with less; 0 before it has any memory.
+    `block_bytes`: size of a KV block, if the KV cache is allocated and could be smaller; otherwise 0.
     """
-    short, found = lack.short, []
+    shortfall, options = oom.shortfall, []
     if tokens:
-        found.append(_at_most("--max-batch-tokens", lack.fitting(tokens)))
+        options.append(_limit("--max-batch-tokens", oom.fitting(tokens)))
     if sequences:
-        found.append(_at_most("--max-num-seqs", lack.fitting(sequences)))
+        options.append(_limit("--max-num-seqs", oom.fitting(sequences)))
     if not block_bytes:
-        return found
+        return options
     if config.kv_blocks is not None:
-        found.append(_at_most("--kv-blocks", short and config.kv_blocks - -(-short // block_bytes)))
+        options.append(_limit("--kv-blocks", shortfall and config.kv_blocks - -(-shortfall // block_bytes)))
     elif config.kv_memory is not None or device.type == "cpu":
-        found.append(_at_most("--kv-memory", short and (config.kv_memory or CPU_KV_MEMORY) - short / 2**30))
+        kv_memory = config.kv_memory or CPU_KV_MEMORY
+        options.append(_limit("--kv-memory", shortfall and kv_memory - shortfall / 2**30))
     else:
-        part = short and short * config.ranks_per_gpu / torch.cuda.mem_get_info(device)[1]
-        found.append(_at_most("--memory-fraction", part and config.memory_fraction - part))
-    return found
+        fraction = shortfall and shortfall * config.ranks_per_gpu / torch.cuda.mem_get_info(device)[1]
+        options.append(_limit("--memory-fraction", fraction and config.memory_fraction - fraction))
+    return options
 
 
-def _at_most(flag: str, value: float | None) -> str:
-    """ "--max-batch-tokens 812 at most"; fractions are cut, so that they are not too large."""
+def _limit(flag: str, value: float | None) -> str:
+    """Return "--max-batch-tokens 812 or less", or advice without a number. Fractions are rounded down."""
     if isinstance(value, float):
         value = floor(value * 1000) / 1000
-    return f"{flag} {value} at most" if value and value > 0 else f"a smaller {flag}"
+    return f"{flag} {value} or less" if value and value > 0 else f"a smaller {flag}"
 
 
 def _spell(count: int | None) -> str:

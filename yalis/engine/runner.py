@@ -1,4 +1,4 @@
-"""One forward step on one rank: a StepPlan becomes a ForwardBatch, logits, and sampled tokens."""
+"""Runs the steps of one rank: packs a StepPlan, runs the model, and samples tokens from the logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
-from yalis.engine.device import count_blocks, longest_context, resolve_block_size, resolve_dtype
+from yalis.engine.device import count_blocks, resolve_block_size, resolve_dtype, resolve_max_len
 from yalis.engine.executor import make_executor
 from yalis.engine.forward import StepResult
 from yalis.engine.oom import (
@@ -48,10 +48,10 @@ log = get_logger(__name__)
 
 
 class PendingStep:
-    """A step that was launched; `result()` waits for its tokens."""
+    """A step that was launched. `result()` waits for its tokens."""
 
     def __init__(self, plan: StepPlan, sampled: SampledTokens | None, check: Callable[[], None] = lambda: None) -> None:
-        """`check` raises if what a device computed is not to be believed."""
+        """`check` raises if a communicator reports that the results of the device are invalid."""
         self._plan, self._check = plan, check
         self._sampled = sampled.start_copy() if sampled is not None else None
 
@@ -64,20 +64,20 @@ class PendingStep:
         return StepOutput(
             self._plan.step_id,
             dict(zip(ids, tokens, strict=True)),
-            {id: found for id, found in zip(ids, logprobs, strict=True) if found is not None},
+            {id: logprob for id, logprob in zip(ids, logprobs, strict=True) if logprob is not None},
         )
 
 
 @dataclass
 class StageTimes:
-    """Where a rank's host time went, counted since it was loaded; on a CPU the host computes."""
+    """Host time of a rank since it was loaded, in seconds. On a CPU it includes the computation."""
 
-    busy: float = 0.0  # computing
-    waiting: float = 0.0  # for the stage before
+    busy: float = 0.0  # packing, launching and sampling
+    waiting: float = 0.0  # for the previous pipeline stage
 
 
 class Runner:
-    """Holds one rank's part of the model, its KV cache and the sampler."""
+    """One rank's part of the model with its KV cache, step executor and sampler."""
 
     def __init__(
         self,
@@ -88,13 +88,15 @@ class Runner:
         device: torch.device,
         grid: Grid | None = None,
         stage: Stage | None = None,
-        settle: Callable[[int], int] = lambda blocks: blocks,
+        min_over_ranks: Callable[[int], int] = lambda blocks: blocks,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle`: from the KV blocks that fit here to those that fit on every rank; `check`: raises if what the
-        device computed since is not to be believed."""
+        """`min_over_ranks`: maps the number of KV blocks that fit on this rank to the number that fits on all ranks.
+
+        `check` raises if a communicator reports that the results of the device are invalid.
+        """
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # where Triton launches and graphs are captured
+            torch.cuda.set_device(device)  # Triton launches and graph captures use the current device
         if device.type == "cuda" or config.compile:
             env.set_compile_cache_dirs()
         self.check = check
@@ -117,9 +119,10 @@ class Runner:
             window=any(spec.windows), softcap=spec.attention_softcap is not None,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
-        max_len = longest_context(config, spec, checkpoint.label)
+        max_len = resolve_max_len(config, spec, checkpoint.label)
         max_blocks = -(-max_len // self.block_size)
-        with explain_oom(device, partial(self._too_large, label=checkpoint.label), needed=self._held_weights()):
+        explain = partial(self._model_too_large, label=checkpoint.label)
+        with explain_oom(device, explain, needed=self._count_weight_bytes()):
             self.model = Decoder(spec, grid, self.stage, max_len, self.dtype, device)
             self.model.load(checkpoint)
             if config.compile:
@@ -133,12 +136,12 @@ class Runner:
             self.packer = Packer(config.max_num_seqs, max_blocks, self.block_size, self.model.rotary.length)
             limits = StepLimits(config.max_num_seqs, config.max_batch_tokens, max_len, max_blocks)
             self.executor = make_executor(config, self.model, self.backend, grid, self.stage, self.last_tokens, limits)
-        self.pool = self._make_pool(config, needs, max_len, settle)
+        self.pool = self._make_pool(config, needs, max_len, min_over_ranks)
         self.executor.set_kv_caches([LayerCache(*self.pool.layer(i)) for i in range(len(self.model.layers))])
         self.executor.warm_up(self._warm_up_steps(max_len), self._block_bytes)
-        self._resident = allocated_bytes(device)  # between steps
+        self._idle_bytes = allocated_bytes(device)  # memory allocated between steps
         capacity = self.pool.num_blocks * self.block_size
-        # A length the user did not ask for shrinks to what the cache holds; one that was asked for is refused later.
+        # The default length shrinks to what the KV cache holds. If the user set it, longer prompts are rejected later.
         self.max_model_len = max_len if config.max_model_len else min(max_len, capacity)
         log.info("%s %s attention=%s kv_blocks=%d", self.device, self.dtype, self.backend.name, self.pool.num_blocks)
 
@@ -148,35 +151,35 @@ class Runner:
 
     @property
     def weight_bytes(self) -> int:
-        """What this rank holds of the model."""
+        """Size of the weights on this rank."""
         return sum(x.nbytes for x in self.model.parameters())
 
     def _make_pool(
-        self, config: EngineConfig, needs: AttentionNeeds, max_len: int, settle: Callable[[int], int]
+        self, config: EngineConfig, needs: AttentionNeeds, max_len: int, min_over_ranks: Callable[[int], int]
     ) -> KVPool:
+        """Allocate the KV cache. On a GPU, its size is the memory that activations and CUDA graphs leave free."""
         shape = (len(self.model.layers), self.block_size, needs.num_kv_heads, needs.head_dim)
-        per_sequence = -(-max_len // self.block_size)
+        max_blocks = -(-max_len // self.block_size) * config.max_num_seqs
         graph_bytes = 0
         if self.device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None:
             tokens = min(max_len, config.max_batch_tokens)
             with explain_oom(self.device, partial(self._step_too_large, tokens=tokens, sequences=1)):
                 graph_bytes = self._profile_memory(needs, tokens)
         block_bytes = KVPool.block_bytes(*shape, self.dtype)
-        blocks = settle(count_blocks(config, self.device, block_bytes, per_sequence * config.max_num_seqs, graph_bytes))
+        blocks = min_over_ranks(count_blocks(config, self.device, block_bytes, max_blocks, graph_bytes))
         layers, block_size, kv_heads, head_dim = shape
-        say = partial(cache_does_not_fit, config=config, blocks=blocks, block_bytes=block_bytes, device=self.device)
-        with explain_oom(self.device, say, needed=blocks * block_bytes):
+        explain = partial(cache_does_not_fit, config=config, blocks=blocks, block_bytes=block_bytes, device=self.device)
+        with explain_oom(self.device, explain, needed=blocks * block_bytes):
             pool = KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
         self._block_bytes = block_bytes
         return pool
 
-    def _too_large(self, lack: OutOfMemory, label: str) -> str:
-        """The model did not fit."""
+    def _model_too_large(self, oom: OutOfMemory, label: str) -> str:
         ranks = Split(self.grid.rows, self.grid.cols, self.stage.count).size
-        return weights_do_not_fit(lack, label, self._held_weights(), ranks, self.dtype, self.device)
+        return weights_do_not_fit(oom, label, self._count_weight_bytes(), ranks, self.dtype, self.device)
 
-    def _held_weights(self) -> int:
-        """Bytes of the model that this rank is to hold."""
+    def _count_weight_bytes(self) -> int:
+        """Return the size that the weights of this rank will have, computed from the spec."""
         grid, stage = self.grid, self.stage
         split = Split(grid.rows, grid.cols, stage.count)
         rank = split.rank(RankCoords(0, stage.index, grid.row, grid.col))
@@ -220,9 +223,9 @@ class Runner:
                 yield self.packer.pack([_dummy_prompt(i, length, self.block_size) for i, length in enumerate(lengths)])
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
-        """Start the step; on a GPU this returns before the tokens are known. None where another stage samples them."""
-        say = partial(self._step_too_large, tokens=plan.num_tokens, sequences=len(plan.sequences))
-        with self.profiler.step(plan), explain_oom(self.device, say, self._resident):
+        """Start the step. On a GPU this returns before it has run. None if another pipeline stage samples."""
+        explain = partial(self._step_too_large, tokens=plan.num_tokens, sequences=len(plan.sequences))
+        with self.profiler.step(plan), explain_oom(self.device, explain, self._idle_bytes):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> PendingStep | None:
@@ -261,7 +264,7 @@ class Runner:
         banned: tuple[int, ...] = ()
         if step.output_len < params.min_tokens:
             banned = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos))
-        assert params.seed is not None, "the engine's caller draws a seed"
+        assert params.seed is not None, "the engine sets a seed for every request"
         return SamplingRow(params, params.seed, step.start + step.count, history=step.history, banned=banned)
 
 
