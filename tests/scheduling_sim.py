@@ -1,8 +1,8 @@
-"""A runner without a model, and a model of the KV memory that shares no code with the scheduler.
+"""A simulated runner and KV cache that share no code with the scheduler.
 
-Every cell of the memory holds what was written there last: the whole token prefix up to that position (as a hash) and
-how it was rotated. A sequence that reads a cell must find its own prefix, so wrong sharing, an overwritten shared block
-and a stale or freed one all show. The sampled token is a function of the token prefix and the seed.
+Every cell of the simulated cache holds what was last written to it: a hash of all tokens up to that position, and the
+RoPE factors used. A sequence must read its own prefix. This detects wrong sharing, overwritten shared blocks, and stale
+or freed ones. The sampled token is a function of the token prefix and the seed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def mix(state: int, token: int) -> int:
     return state ^ (state >> 31)
 
 
-def fold(tokens: Sequence[int]) -> list[int]:
-    """The hash of every prefix."""
+def hash_prefixes(tokens: Sequence[int]) -> list[int]:
+    """Return the hash of every prefix."""
     states, state = [], 1
     for token in tokens:
         state = mix(state, token)
@@ -39,8 +39,8 @@ def sample(state: int, seed: int | None) -> int:
 
 
 def alone(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
-    """What a request gives with nobody else around, written without the scheduler."""
-    tokens, state = list(prompt), fold(prompt)[-1]
+    """Return the output and finish reason of a request that runs alone, computed without the scheduler."""
+    tokens, state = list(prompt), hash_prefixes(prompt)[-1]
     output: list[int] = []
     while True:
         token = sample(state, params.seed)
@@ -55,19 +55,19 @@ def alone(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> 
 
 
 class Sim:
-    """Drives a scheduler, runs its plans on the modelled memory, and checks each of them."""
+    """Drives a scheduler, and checks each of its plans on the simulated cache."""
 
     def __init__(self, config: SchedulerConfig, num_blocks: int) -> None:
         self.config = config
         self.scheduler = Scheduler(config, num_blocks)
         self.cells: dict[tuple[int, int], tuple[int, bool]] = {}
-        self.fed: dict[int, int] = {}  # slot -> token sampled there last, as the device remembers it
-        self.truth: dict[int, list[int]] = {}  # prompt and every token sampled, even those dropped later
+        self.last_sampled: dict[int, int] = {}  # by request slot, as on the device
+        self.truth: dict[int, list[int]] = {}  # prompt and every sampled token, including dropped ones
         self.requests: dict[int, Request] = {}
         self.emitted: dict[int, list[Emitted]] = {}
         self.launched: deque[tuple[StepPlan, StepOutput]] = deque()
         self.plans: list[StepPlan] = []
-        self.ended_by_us: set[int] = set()
+        self.ended_by_caller: set[int] = set()  # cancelled or finished
         self.steps_as_oldest: dict[int, int] = {}
 
     def add(self, prompt: Sequence[int], **params: object) -> Request:
@@ -80,12 +80,12 @@ class Sim:
 
     def cancel(self, request_id: int) -> None:
         for last in self.scheduler.cancel(request_id):
-            self.ended_by_us.add(request_id)
-            self.take(last)
+            self.ended_by_caller.add(request_id)
+            self.record(last)
 
     def finish(self, request_id: int) -> None:
         if self.scheduler.finish(request_id, "stop"):
-            self.ended_by_us.add(request_id)
+            self.ended_by_caller.add(request_id)
 
     def launch(self) -> StepPlan | None:
         oldest = next((r for r in self.requests.values() if r.finish_reason is None), None)
@@ -109,16 +109,16 @@ class Sim:
             self.steps_as_oldest[oldest] = self.steps_as_oldest.get(oldest, 0) + 1
         emitted = self.scheduler.commit(output)
         for item in emitted:
-            self.take(item)
+            self.record(item)
         return emitted
 
-    def take(self, item: Emitted) -> None:
+    def record(self, item: Emitted) -> None:
         past = self.emitted[item.request_id]
-        assert not past or past[-1].finish_reason is None, "a word after the last one"
+        assert not past or past[-1].finish_reason is None, "emitted after the end of the request"
         past.append(item)
 
     def step(self) -> bool:
-        """Fill the pipe, then commit one step; False when there was nothing to do."""
+        """Launch all possible steps, then commit one; returns False if there was nothing to do."""
         while self.launch() is not None:
             pass
         if self.launched:
@@ -143,18 +143,20 @@ class Sim:
         assert len({s.request_slot for s in plan.sequences}) == len(plan.sequences)
         ids = [s.request_id for s in plan.sequences]
         assert ids == sorted(set(ids)), "not in order of arrival"
-        flying = [s for other, _ in self.launched for s in other.sequences]
+        in_flight = [s for other, _ in self.launched for s in other.sequences]
         states: dict[int, list[int]] = {}
         for step in plan.sequences:
             request, truth = self.requests[step.request_id], self.truth[step.request_id]
             end = step.start + step.count
             assert request.finish_reason is None, "an ended request was scheduled"
             assert 0 <= step.request_slot < config.max_num_seqs
-            assert not any(s.request_slot == step.request_slot and s.request_id != step.request_id for s in flying), (
-                "slot still in use"
+            assert not any(
+                s.request_slot == step.request_slot and s.request_id != step.request_id for s in in_flight
+            ), "request slot is still in use"
+            tokens = tuple(
+                self.last_sampled[step.request_slot] if token == LAST_SAMPLED else token for token in step.tokens
             )
-            tokens = tuple(self.fed[step.request_slot] if token == LAST_SAMPLED else token for token in step.tokens)
-            assert tokens == tuple(truth[step.start : end]), "other tokens than its own"
+            assert tokens == tuple(truth[step.start : end]), "tokens differ from the sequence"
             assert step.count >= 1
             assert end <= len(truth)
             assert step.samples == (end == len(truth))
@@ -163,13 +165,13 @@ class Sim:
             assert len(truth) < config.max_model_len
             assert len(step.blocks) == -(-end // size)
             assert step.long_rope == (config.recompute_at is not None and len(truth) > config.recompute_at)
-            waits = any(s.request_id == step.request_id and s.samples for s in flying)
-            assert not (waits and (request.params.needs_history or not config.feed_on_device))
+            token_pending = any(s.request_id == step.request_id and s.samples for s in in_flight)
+            assert not (token_pending and (request.params.needs_history or not config.feed_on_device))
             if request.params.needs_history:
                 assert step.history == (tuple(request.prompt), tuple(truth[len(request.prompt) :]))
             else:
                 assert step.history is None
-            states[step.request_id] = fold(truth[:end])
+            states[step.request_id] = hash_prefixes(truth[:end])
             self.read(step.request_id, step.blocks, states[step.request_id][: step.start], step.long_rope)
         written: set[tuple[int, int]] = set()
         for step in plan.sequences:
@@ -183,7 +185,7 @@ class Sim:
             self.read(step.request_id, step.blocks, states[step.request_id], step.long_rope)
             if step.samples:
                 token = sample(states[step.request_id][-1], step.params.seed)
-                self.fed[step.request_slot] = tokens_out[step.request_id] = token
+                self.last_sampled[step.request_slot] = tokens_out[step.request_id] = token
                 self.truth[step.request_id].append(token)
         return StepOutput(plan.step_id, tokens_out)
 
@@ -194,22 +196,22 @@ class Sim:
             assert found == (state, long_rope), f"request {request_id} reads {found} at {position}"
 
     def check_end(self) -> None:
-        """Everyone ended, with the tokens they give alone, and everything was given back."""
+        """Check that all requests ended with the tokens they get alone, and that all blocks are free."""
         self.scheduler.check()
         assert self.scheduler.blocks.in_use == 0
         for request in self.requests.values():
             output, reason = alone(request.prompt, request.params, self.config.max_model_len)
-            words = self.emitted[request.id]
-            tokens = [word.token for word in words if word.token is not None]
+            emitted = self.emitted[request.id]
+            tokens = [item.token for item in emitted if item.token is not None]
             assert request.output == tokens
             assert request.finish_reason is not None
-            if request.id in self.ended_by_us:
+            if request.id in self.ended_by_caller:
                 assert tokens == output[: len(tokens)]
             else:
                 assert tokens == output
-                assert request.finish_reason == words[-1].finish_reason == reason
-            # First come, first served: while it is the oldest, each of its steps comes within a few commits, even
-            # where it is computed twice (past recompute_at) or waits for others' blocks to land.
+                assert request.finish_reason == emitted[-1].finish_reason == reason
+            # First come, first served: while a request is the oldest, each of its steps follows within a few commits,
+            # even if it is recomputed (past recompute_at) or waits for the blocks of plans in flight.
             length = len(request.prompt) + len(tokens)
             lag = 2 * self.config.max_in_flight + 1
             assert self.steps_as_oldest.get(request.id, 0) <= 2 * (length + 1) * lag

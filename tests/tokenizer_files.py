@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds there are: byte-level, and sentencepiece-like with bytes to fall back on."""
+"""Small tokenizers of the two usual types: byte-level BPE, and SentencePiece-like with byte fallback."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ VARIED = [
 
 
 def byte_level() -> Any:
-    """As GPT-2's: every byte is a piece, so any text can be spelled; <|start|> comes first by default."""
+    """Like GPT-2: every byte is a token, so any text can be encoded; <|start|> is prepended by default."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     special = ["<|start|>", "<|end|>", "<|user|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
-    made.train_from_iterator(TEXT, trainer)
-    made.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<|start|>", eos_token="<|end|>")
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>")
 
 
 def byte_fallback() -> Any:
-    """As Llama 2's: words with a mark for the space before them, and raw bytes for what is not among the words."""
+    """Like Llama 2: words with a mark for the preceding space, and raw bytes for everything else."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghilortw", "▁h", "lo"]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghilortw", "▁h", "lo"]
+    vocab = {token: index for index, token in enumerate(tokens)}
     merges = [("▁", "h"), ("l", "o")]
-    made = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def save(hf: Any, folder: Path, template: str | None = TEMPLATE) -> Path:

@@ -52,4 +52,4 @@ def test_mismatched_collectives_are_detected() -> None:
     with pytest.raises(AssertionError, match="different collectives"):
         run_ranks(2, lambda rank, comm: comm.all_reduce(torch.ones(1)) if rank else comm.all_gather(torch.ones(1)))
     with pytest.raises(threading.BrokenBarrierError):
-        run_ranks(2, lambda rank, comm: comm.barrier() if rank else None, patience=0.1)
+        run_ranks(2, lambda rank, comm: comm.barrier() if rank else None, timeout=0.1)

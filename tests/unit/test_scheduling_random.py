@@ -1,5 +1,5 @@
-"""Random traffic against the model of the KV memory in scheduling_sim: nothing read that is not one's own, nothing
-leaked, nobody starved, and each request ends with exactly the tokens it gives alone."""
+"""Random requests against the model of the KV cache in scheduling_sim: every request reads only its own prefix and gets
+the same tokens as when it runs alone, no block is leaked, and no request starves."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def setups(draw: st.DrawFn) -> tuple[SchedulerConfig, int]:
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[SchedulerConfig, int]:
-    """As setups, with the work cut into a step for each stage; a sequence waits for its token to come back."""
+    """As setups, with a micro-batch for each pipeline stage and without feed_on_device."""
     config, num_blocks = draw(setups())
     return replace(config, pipelined=True, feed_on_device=False, max_in_flight=draw(st.integers(2, 4))), num_blocks
 
 
-#: What happens between steps: (kind, a number that says which request, prompt or length).
+#: (action, seed for choosing the request, prompt or length).
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["add", "add", "launch", "launch", "launch", "commit", "commit", "cancel", "finish"]),
               st.integers(0, 2**30)),
@@ -51,9 +51,9 @@ ACTIONS = st.lists(
 )  # fmt: skip
 
 
-def act(sim: Sim, kind: str, number: int) -> None:
-    rng = random.Random(number)
-    if kind == "add":
+def act(sim: Sim, action: str, seed: int) -> None:
+    rng = random.Random(seed)
+    if action == "add":
         size = rng.randint(1, max(1, (sim.config.max_model_len - 1) // rng.choice([1, 2, 4])))
         shared = rng.choice([0, len(SHARED) // 2, len(SHARED)])
         prompt = (SHARED[:shared] + [rng.randrange(VOCAB) for _ in range(size)])[:size]
@@ -66,44 +66,44 @@ def act(sim: Sim, kind: str, number: int) -> None:
             stop_token_ids=(1,) if rng.random() < 0.1 else (),
             repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.5]),
         )
-    elif kind == "launch":
+    elif action == "launch":
         sim.launch()
-    elif kind == "commit" and sim.launched:
+    elif action == "commit" and sim.launched:
         sim.commit()
-    elif kind == "cancel" and sim.requests:
+    elif action == "cancel" and sim.requests:
         live = [r.id for r in sim.requests.values() if r.finish_reason is None]
         sim.cancel(rng.choice(live or list(sim.requests)))
-    elif kind == "finish" and sim.requests:
+    elif action == "finish" and sim.requests:
         sim.finish(rng.choice(list(sim.requests)))
 
 
 @settings(max_examples=300, deadline=None)
 @given(setups(), ACTIONS)
-def test_any_traffic(setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]]) -> None:
-    go_through(Sim(*setup), actions)
+def test_random_actions(setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]]) -> None:
+    run_actions(Sim(*setup), actions)
 
 
 @settings(max_examples=300, deadline=None)
 @given(pipelines(), ACTIONS, st.sampled_from([1, 3, 8, 64]))
-def test_any_traffic_in_a_pipeline(
-    setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]], smallest: int
+def test_random_actions_in_a_pipeline(
+    setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]], min_tokens: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "MIN_MICRO_BATCH_TOKENS", smallest)  # of the size of these prompts
+        patch.setattr(budget, "MIN_MICRO_BATCH_TOKENS", min_tokens)  # prompts are short here
         sim = Sim(*setup)
-        go_through(sim, actions)
+        run_actions(sim, actions)
     assert sim.scheduler.counters.fed_tokens == 0
 
 
-def go_through(sim: Sim, actions: list[tuple[str, int]]) -> None:
-    for kind, number in actions:
-        act(sim, kind, number)
+def run_actions(sim: Sim, actions: list[tuple[str, int]]) -> None:
+    for action, seed in actions:
+        act(sim, action, seed)
         sim.scheduler.check()
     sim.drain()
 
 
-def heavy(seed: int, max_in_flight: int, feed_on_device: bool, requests: int, pipelined: bool = False) -> Sim:
-    """Many requests in a small pool, arriving while others run, some cancelled."""
+def run_heavy_load(seed: int, max_in_flight: int, feed_on_device: bool, requests: int, pipelined: bool = False) -> Sim:
+    """Run many requests in a small KV cache, arriving while others run, some cancelled."""
     rng = random.Random(seed)
     num_blocks, block_size = rng.randint(6, 16), rng.choice([2, 4])
     config = SchedulerConfig(
@@ -132,10 +132,10 @@ def heavy(seed: int, max_in_flight: int, feed_on_device: bool, requests: int, pi
 
 @pytest.mark.parametrize("feed_on_device", [False, True])
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3, 4])
-def test_heavy_traffic_goes_through_everything(max_in_flight: int, feed_on_device: bool) -> None:
+def test_heavy_load_reaches_every_code_path(max_in_flight: int, feed_on_device: bool) -> None:
     totals: Counter[str] = Counter()
     for seed in range(6):
-        sim = heavy(seed * 8 + max_in_flight * 2 + feed_on_device, max_in_flight, feed_on_device, requests=60)
+        sim = run_heavy_load(seed * 8 + max_in_flight * 2 + feed_on_device, max_in_flight, feed_on_device, requests=60)
         totals.update(asdict(sim.scheduler.counters))
         totals.update(asdict(sim.scheduler.blocks.counters))
         totals["cancelled"] += sum(r.finish_reason == "cancelled" for r in sim.requests.values())
@@ -148,11 +148,11 @@ def test_heavy_traffic_goes_through_everything(max_in_flight: int, feed_on_devic
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_heavy_traffic_in_a_pipeline(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heavy_load_in_a_pipeline(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MIN_MICRO_BATCH_TOKENS", 3)
     totals: Counter[str] = Counter()
     for seed in range(6):
-        sim = heavy(seed * 8 + stages, stages, False, requests=60, pipelined=True)
+        sim = run_heavy_load(seed * 8 + stages, stages, False, requests=60, pipelined=True)
         totals.update(asdict(sim.scheduler.counters))
         totals["cancelled"] += sum(r.finish_reason == "cancelled" for r in sim.requests.values())
     expected = ["preemptions", "rope_switches", "prefix_hit_tokens", "chunked_prefills", "cancelled"]
@@ -161,12 +161,12 @@ def test_heavy_traffic_in_a_pipeline(stages: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 400))
-def test_heavy_traffic_at_length(seed: int) -> None:
-    heavy(seed, 1 + seed % 4, bool(seed // 4 % 2), requests=100)
+def test_heavy_load_many_seeds(seed: int) -> None:
+    run_heavy_load(seed, 1 + seed % 4, bool(seed // 4 % 2), requests=100)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(400, 700))
-def test_heavy_traffic_in_a_pipeline_at_length(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heavy_load_in_a_pipeline_many_seeds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MIN_MICRO_BATCH_TOKENS", [1, 3, 8, 64][seed % 4])
-    heavy(seed, 2 + seed % 3, False, requests=100, pipelined=True)
+    run_heavy_load(seed, 2 + seed % 3, False, requests=100, pipelined=True)

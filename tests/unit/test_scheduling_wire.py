@@ -1,4 +1,4 @@
-"""Plans, outputs and tokens come out of the wire as they went in, and a decode step costs the same at any length."""
+"""Plans, outputs and tokens are encoded without loss, and the size of a decode step does not grow with the sequence."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ from yalis.scheduling.wire import (
 from yalis.types import SamplingParams, TokenLogprobs
 
 
-def sent(value: Any) -> Any:
-    """As it arrives at the other end."""
+def transmit(value: Any) -> Any:
+    """Return the value as the receiver gets it."""
     return json.loads(json.dumps(value))
 
 
 class Wired(Sim):
-    """Every plan goes over the wire before it is run."""
+    """A simulation that encodes and decodes every plan before it is run."""
 
     def __init__(self, config: SchedulerConfig, num_blocks: int) -> None:
         super().__init__(config, num_blocks)
         self.encoder, self.decoder = PlanEncoder(), PlanDecoder()
-        self.owners: dict[int, set[int]] = {}  # slot -> requests that held it
+        self.slot_users: dict[int, set[int]] = {}  # request slot -> ids of the requests that had it
 
     def run(self, plan: StepPlan) -> StepOutput:
-        arrived = self.decoder.decode(sent(self.encoder.encode(plan)))
-        assert arrived == plan
+        received = self.decoder.decode(transmit(self.encoder.encode(plan)))
+        assert received == plan
         for step in plan.sequences:
-            self.owners.setdefault(step.request_slot, set()).add(step.request_id)
-        output = super().run(arrived)
-        assert decode_output(sent(encode_output(output))) == output
+            self.slot_users.setdefault(step.request_slot, set()).add(step.request_id)
+        output = super().run(received)
+        assert decode_output(transmit(encode_output(output))) == output
         return output
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(setups(), pipelines()), ACTIONS)
-def test_every_plan_arrives(setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]]) -> None:
+def test_plans_round_trip(setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]]) -> None:
     sim = Wired(*setup)
-    for kind, number in actions:
-        act(sim, kind, number)
+    for action, seed in actions:
+        act(sim, action, seed)
     sim.drain()
 
 
-@pytest.mark.parametrize(("outstanding", "fed", "pipelined"), [(1, False, False), (2, True, False), (3, False, True)])
-def test_heavy_traffic_arrives(outstanding: int, fed: bool, pipelined: bool) -> None:
-    """Few slots and few blocks: slots change hands, blocks are taken away, prompts come in parts, factors switch."""
+@pytest.mark.parametrize(("in_flight", "fed", "pipelined"), [(1, False, False), (2, True, False), (3, False, True)])
+def test_plans_round_trip_under_heavy_load(in_flight: int, fed: bool, pipelined: bool) -> None:
+    """Few slots and blocks: slots are reused, requests preempted, prompts chunked, RoPE factors switched."""
     totals: Counter[str] = Counter()
     for seed in range(4):
         rng = random.Random(seed)
         sim = Wired(
             SchedulerConfig(
-                max_num_seqs=3, max_batch_tokens=7, max_model_len=30, block_size=2, max_in_flight=outstanding,
+                max_num_seqs=3, max_batch_tokens=7, max_model_len=30, block_size=2, max_in_flight=in_flight,
                 feed_on_device=fed, recompute_at=12, pipelined=pipelined,
             ),
             16,
@@ -82,32 +82,32 @@ def test_heavy_traffic_arrives(outstanding: int, fed: bool, pipelined: bool) -> 
         sim.drain()
         totals.update(asdict(sim.scheduler.counters))
         totals["histories"] += sum(step.history is not None for plan in sim.plans for step in plan.sequences)
-        assert min(map(len, sim.owners.values())) > 1
+        assert min(map(len, sim.slot_users.values())) > 1
     expected = ["preemptions", "rope_switches", "chunked_prefills", "prefix_hit_tokens", "histories"]
     assert all(totals[name] for name in expected), totals
 
 
-def test_a_decode_step_costs_the_same_however_long_the_sequence_is() -> None:
-    """Also one whose penalties look at all of it: only what is new is sent."""
-    most = {}
+def test_the_size_of_a_decode_step_is_independent_of_the_sequence_length() -> None:
+    """Also with penalties, which need the whole history: only the new tokens are sent."""
+    max_size = {}
     for length in (10, 10_000):
         params = [SamplingParams(seed=5), SamplingParams(seed=5, presence_penalty=0.5)]
         encoder, decoder = PlanEncoder(), PlanDecoder()
         prompt = tuple(range(1000, 1000 + length))
         sizes = []
         for step in range(40):
-            plan = StepPlan(step, tuple(_step(slot, chosen, prompt, step) for slot, chosen in enumerate(params)))
+            plan = StepPlan(step, tuple(_step(slot, one, prompt, step) for slot, one in enumerate(params)))
             line = json.dumps(encoder.encode(plan))
             assert decoder.decode(json.loads(line)) == plan
             sizes.append(len(line))
-        assert sizes[0] > length  # the prompt itself, once
-        most[length] = max(sizes[1:])
-    assert most[10_000] < most[10] + 20  # a few digits more
-    assert most[10_000] < 150
+        assert sizes[0] > length  # contains the prompt, once
+        max_size[length] = max(sizes[1:])
+    assert max_size[10_000] < max_size[10] + 20  # a few digits more
+    assert max_size[10_000] < 150
 
 
 def _step(slot: int, params: SamplingParams, prompt: tuple[int, ...], step: int) -> SequenceStep:
-    """The prompt, or the step-th token behind it, of a sequence whose blocks of 16 are numbered as they come."""
+    """Return the prefill (step 0) or a decode step of a sequence with blocks of 16 tokens."""
     output = tuple(range(30_000, 30_000 + step))
     tokens = (*prompt, *output)
     start = len(tokens) - 1 if step else 0
@@ -116,7 +116,7 @@ def _step(slot: int, params: SamplingParams, prompt: tuple[int, ...], step: int)
     return SequenceStep(7 + slot, slot, start, tokens[start:], blocks, True, step, False, params, history)
 
 
-# Numbers
+# Exactness of numbers
 
 
 floats = st.one_of(
@@ -129,14 +129,14 @@ logprobs = st.builds(
 
 
 @given(st.integers(0, 2**40), st.dictionaries(st.integers(0, 2**40), st.tuples(st.integers(-1, 2**31), logprobs)))
-def test_outputs_arrive_to_the_last_bit(number: int, found: dict[int, tuple[int, TokenLogprobs]]) -> None:
+def test_outputs_round_trip_exactly(step_id: int, sampled: dict[int, tuple[int, TokenLogprobs]]) -> None:
     output = StepOutput(
-        number, {id: token for id, (token, _) in found.items()}, {id: x for id, (_, x) in found.items()}
+        step_id, {id: token for id, (token, _) in sampled.items()}, {id: x for id, (_, x) in sampled.items()}
     )
-    arrived = decode_output(sent(encode_output(output)))
-    assert arrived == output
-    # Equal numbers may differ in sign, and equal dictionaries in order.
-    assert repr(arrived) == repr(output)
+    received = decode_output(transmit(encode_output(output)))
+    assert received == output
+    # repr also distinguishes -0.0 from 0.0, and the order of dictionaries.
+    assert repr(received) == repr(output)
 
 
 @given(
@@ -148,13 +148,13 @@ def test_outputs_arrive_to_the_last_bit(number: int, found: dict[int, tuple[int,
         st.sampled_from([None, "stop", "length", "cancelled"]),
     )
 )
-def test_emitted_tokens_arrive_to_the_last_bit(item: Emitted) -> None:
-    arrived = decode_emitted(sent(encode_emitted(item)))
-    assert arrived == item
-    assert repr(arrived) == repr(item)
+def test_emitted_tokens_round_trip_exactly(item: Emitted) -> None:
+    received = decode_emitted(transmit(encode_emitted(item)))
+    assert received == item
+    assert repr(received) == repr(item)
 
 
-def test_every_field_of_the_sampling_parameters_arrives() -> None:
+def test_all_sampling_parameters_round_trip() -> None:
     params = SamplingParams(
         max_tokens=7, min_tokens=2, temperature=0.1 + 0.2, top_k=3, top_p=1 / 3, min_p=1e-300, repetition_penalty=1.1,
         presence_penalty=-0.7, frequency_penalty=0.3, stop=("\n\u2028", '"é😀'), stop_token_ids=(3, 5), ignore_eos=True,
@@ -162,5 +162,5 @@ def test_every_field_of_the_sampling_parameters_arrives() -> None:
     )  # fmt: skip
     plain = asdict(SamplingParams())
     assert all(value != plain[name] for name, value in asdict(params).items())
-    assert decode_params(sent(encode_params(params))) == params
-    assert decode_params(sent(encode_params(SamplingParams()))) == SamplingParams()
+    assert decode_params(transmit(encode_params(params))) == params
+    assert decode_params(transmit(encode_params(SamplingParams()))) == SamplingParams()

@@ -1,8 +1,8 @@
-"""What a rank of a split holds, as arithmetic: every part, its bytes, and who else holds the same.
+"""Computes the memory of each rank: every part of the weights and KV cache, its bytes, and how often it is replicated.
 
-A rank's weights are 1 / (tp * pp) of the model and its KV cache 1 / (rows * pp), plus the parts that are repeated:
-`copies` says on how many ranks of a replica, so that bytes / copies, summed over them, is the model once. Uneven shares
-move bytes between ranks and add none.
+A rank has 1 / (tp * pp) of the weights and 1 / (rows * pp) of the KV cache, plus its replicated parts. `copies` counts
+the ranks of a replica that hold the same bytes, so bytes / copies summed over those ranks is the size of the model.
+Uneven shards move bytes between ranks and add none.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _FLOAT32 = 4
 class Part:
     name: str
     bytes: int  # on this rank
-    held: str  # how it is split and repeated
-    copies: int = 1  # ranks of a replica that hold these same bytes
+    held: str  # how it is split and replicated, for people
+    copies: int = 1  # ranks of a replica that hold the same bytes
 
     @property
     def repeated(self) -> float:
-        """This rank's share of what the repetition costs."""
+        """This rank's share of the bytes spent on replication."""
         return self.bytes * (self.copies - 1) / self.copies
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds once it has loaded; activations come on top."""
+    """The weights and KV cache of one rank, without activations."""
 
     coords: RankCoords
     layers: range
     heads: range
     kv_heads: range
-    width: range  # of the MLP
+    width: range  # shard of the MLP width
     vocabulary: range
     block_size: int
     weights: tuple[Part, ...]
     rotary: Part
-    kv_block: tuple[Part, ...]  # one block of the KV cache over all layers of this rank
+    kv_block: tuple[Part, ...]  # one KV block, over all layers of this rank
 
     @property
     def weight_bytes(self) -> int:
@@ -64,15 +64,15 @@ class RankMemory:
 def rank_memory(
     spec: ModelSpec, split: Split, rank: int, itemsize: int, block_size: int, max_len: int | None = None
 ) -> RankMemory:
-    """What `rank` holds in a dtype of `itemsize` bytes; the rotary table has a row for each of `max_len` positions."""
+    """Return the memory of `rank` for a dtype of `itemsize` bytes and a RoPE table of `max_len` positions."""
     coords = split.coords(rank)
     grid = Grid(split.rows, split.cols, coords.row, coords.col)
     heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
     layers = shard(spec.num_layers, split.stages, coords.stage)
-    shares = _Shares(spec, split, coords, grid, itemsize, len(layers))
+    parts = _RankParts(spec, split, coords, grid, itemsize, len(layers))
     tables = 2 if spec.rope.switch_at else 1
     rows = tables * (max_len or spec.max_position)
-    # A row has a head's cosines and sines, each once per rotated dimension.
+    # A row of the RoPE table has a cosine and a sine for each rotated dimension.
     rotary = Part(
         "rotary table", rows * 2 * spec.rope.dim * itemsize, _repeated("whole", split.per_replica, "ranks"),
         split.per_replica,
@@ -82,19 +82,19 @@ def rank_memory(
         width=grid.width(spec.intermediate_size),
         vocabulary=grid.vocabulary(spec.vocab_size),
         block_size=block_size,
-        weights=tuple(part for part in shares.weights() if part.bytes),
+        weights=tuple(part for part in parts.weights() if part.bytes),
         rotary=rotary,
-        kv_block=tuple(shares.kv_block(block_size)),
+        kv_block=tuple(parts.kv_block(block_size)),
     )  # fmt: skip
 
 
 def whole_memory(spec: ModelSpec, itemsize: int, block_size: int, max_len: int | None = None) -> RankMemory:
-    """The model on one rank. Its weights over tp * pp and its KV cache over rows * pp are what even shares would be."""
+    """Return the memory of the model on a single rank; dividing it by the degrees gives the even shards."""
     return rank_memory(spec, Split(), 0, itemsize, block_size, max_len)
 
 
-class _Shares:
-    """The rules of the split, for the layers of one rank's stage."""
+class _RankParts:
+    """Computes the parts of one rank, for the layers of its stage."""
 
     def __init__(
         self, spec: ModelSpec, split: Split, coords: RankCoords, grid: Grid, itemsize: int, layers: int
@@ -105,9 +105,9 @@ class _Shares:
         self.width = len(grid.width(spec.intermediate_size))
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
         self.queries = len(heads) * spec.head_dim
-        # This rank's key/value heads, counted by the number of rows that hold them.
-        readers = Counter(head for row in range(split.rows) for head in _kv_heads(spec, split, row))
-        self.kv_heads = sorted(Counter(readers[head] for head in kv_heads).items())
+        # (number of rows that hold the head, number of such heads) of this rank's key/value heads.
+        holders = Counter(head for row in range(split.rows) for head in _kv_heads(spec, split, row))
+        self.kv_heads = sorted(Counter(holders[head] for head in kv_heads).items())
 
     def weights(self) -> Iterator[Part]:
         yield from self._tables()
@@ -121,7 +121,7 @@ class _Shares:
         yield from self._norms()
 
     def kv_block(self, block_size: int) -> Iterator[Part]:
-        """Attention is computed by each column of a row, so each holds the row's keys and values."""
+        """Yield the parts of a KV block. All columns of a grid row compute the same attention, each with a KV cache."""
         cols = self.split.cols
         for rows, count in self.kv_heads:
             elements = 2 * count * self.spec.head_dim * block_size
@@ -129,7 +129,7 @@ class _Shares:
             yield self._layered(_shared("KV cache", rows), elements, held, rows * cols)
 
     def _tables(self) -> Iterator[Part]:
-        """The embedding on the first stage, lm_head on the last; tied they are one matrix where they meet."""
+        """Yield the embedding (first stage) and lm_head (last stage). If tied, a single stage holds one matrix."""
         first, last = self.coords.stage == 0, self.coords.stage == self.split.stages - 1
         size = len(self.grid.vocabulary(self.spec.vocab_size)) * self.spec.hidden_size * self.itemsize
         held = "vocabulary " + _split(self.split, "rows", "columns")
@@ -141,7 +141,7 @@ class _Shares:
             yield Part("lm_head", size, held + (", also on the first stage (tied)" if apart else ""), copies)
 
     def _biases(self) -> Iterator[Part]:
-        """A bias joins one partial sum only: the first column's going up, the first row's going down."""
+        """Yield the biases. Only the first rank of a reduction has one: column 0 (qkv, gate, up) or row 0 (others)."""
         spec = self.spec
         if self.coords.col == 0:
             held = _split(self.split, "rows") + _only(self.split.cols, "column")
@@ -162,7 +162,7 @@ class _Shares:
     def _norms(self) -> Iterator[Part]:
         spec, split = self.spec, self.split
         count = self.layers * (4 if spec.sandwich_norms else 2) + (self.coords.stage == split.stages - 1)
-        # 1 + weight, as Gemma has it, is kept in fp32.
+        # Gemma's 1 + weight is stored in fp32.
         size = count * self.hidden * (_FLOAT32 if spec.norm_offset else self.itemsize)
         yield Part("norms", size, _repeated(_split(split, "columns"), split.rows, "rows"), split.rows)
         if spec.qk_norm:
@@ -200,6 +200,7 @@ def _only(count: int, line: str) -> str:
 
 
 def spell_bytes(count: int) -> str:
+    """Format a number of bytes with a binary unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
