@@ -111,12 +111,12 @@ NVRAR_DEVICE void ring(Transport& transport, const FlatGroup& group, const Kerne
         LLProtocol::read(op, group.own_memory + group.receive(op.parity, step), batch, packs,
                          WaitSite{kBaseline, step, group.pe[previous]});
         if (step < size - 1) {
-          Pack mine[kBatch] = {};
-          op.load(shard, batch, mine);
+          Pack local[kBatch] = {};
+          op.load(shard, batch, local);
 #pragma unroll
           for (int k = 0; k < kBatch; ++k) {
             Accumulator<Value> sum(packs[k]);
-            sum.add(mine[k]);
+            sum.add(local[k]);
             packs[k] = sum.round();
           }
         }

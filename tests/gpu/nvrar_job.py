@@ -107,8 +107,8 @@ class StressTest:
             identical = identical and len({outcomes[rank][1][which] for rank in ranks}) == 1
         return {"wrong": sum(wrong for wrong, _ in outcomes), "identical": self.all_agree(identical)}
 
-    def all_agree(self, mine: bool) -> bool:
-        return all(self.world.all_gather_object(mine))
+    def all_agree(self, value: bool) -> bool:
+        return all(self.world.all_gather_object(value))
 
 
 def background_matmul(device: torch.device) -> Callable[[], None]:

@@ -374,22 +374,22 @@ void check(int me, int op, const Work& work) {
   if (!work.in_place) { // x is only read
     const char* x = static_cast<const char*>(rank.args.x);
     for (uint64_t i = 0; i < work.count; ++i) {
-      char given[4] = {};
-      write_value(work.dtype, given, work.input(op, me, i));
-      if (std::memcmp(given, x + i * bytes, bytes)) fail(std::string(where) + ": x was modified");
+      char original[4] = {};
+      write_value(work.dtype, original, work.input(op, me, i));
+      if (std::memcmp(original, x + i * bytes, bytes)) fail(std::string(where) + ": x was modified");
     }
   }
   for (uint32_t row = 0; row < rank.args.rows; ++row) {
     double squares = 0;
     std::vector<double> kept(work.width);
     for (uint32_t i = 0; i < work.width; ++i) {
-      uint64_t at = uint64_t(row) * work.width + i;
-      char rounded[4] = {}, given[4] = {};
-      write_value(work.dtype, given, work.input(op, -1, at));
-      write_value(work.dtype, rounded, read_value(work.dtype, given) + read_value(work.dtype, out + at * bytes));
+      uint64_t index = uint64_t(row) * work.width + i;
+      char rounded[4] = {}, original[4] = {};
+      write_value(work.dtype, original, work.input(op, -1, index));
+      write_value(work.dtype, rounded, read_value(work.dtype, original) + read_value(work.dtype, out + index * bytes));
       kept[i] = read_value(work.dtype, rounded);
       squares += kept[i] * kept[i];
-      if (std::memcmp(rounded, static_cast<const char*>(rank.args.residual) + at * bytes, bytes)) {
+      if (std::memcmp(rounded, static_cast<const char*>(rank.args.residual) + index * bytes, bytes)) {
         fail(std::string(where) + ": residual sum");
       }
     }

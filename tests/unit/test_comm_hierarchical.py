@@ -30,13 +30,13 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 @dataclass
-class Parcel:
+class Message:
     """A message. Its bytes are copied once both sides have posted it, or, if `late`, when one of them first waits."""
 
     late: bool
     sent: Tensor | None = None
     received: Tensor | None = None
-    met: threading.Event = field(default_factory=threading.Event)
+    matched: threading.Event = field(default_factory=threading.Event)
     moved: bool = False
 
     def move(self) -> None:
@@ -50,34 +50,34 @@ class Parcel:
             self.moved = True
 
 
-class Wire:
+class Network:
     """The state shared by the transports of all ranks."""
 
     def __init__(self, seed: int, early_receives: bool) -> None:
         self.random, self.early_receives = random.Random(seed), early_receives
         self.lock = threading.Lock()
-        self.half_posted: dict[tuple[int, int, int, str], deque[Parcel]] = {}
+        self.half_posted: dict[tuple[int, int, int, str], deque[Message]] = {}
 
-    def post(self, source: int, to: int, tag: int, end: str, x: Tensor) -> Parcel:
+    def post(self, source: int, to: int, tag: int, end: str, x: Tensor) -> Message:
         other = "received" if end == "sent" else "sent"
         with self.lock:
             waiting = self.half_posted.get((source, to, tag, other))
-            parcel = waiting.popleft() if waiting else Parcel(late=self.random.random() < 0.5)
-            setattr(parcel, end, x)
-            if parcel.sent is None or parcel.received is None:
-                self.half_posted.setdefault((source, to, tag, end), deque()).append(parcel)
-                return parcel
-            if not parcel.late:
-                parcel.move()
-        parcel.met.set()
-        return parcel
+            message = waiting.popleft() if waiting else Message(late=self.random.random() < 0.5)
+            setattr(message, end, x)
+            if message.sent is None or message.received is None:
+                self.half_posted.setdefault((source, to, tag, end), deque()).append(message)
+                return message
+            if not message.late:
+                message.move()
+        message.matched.set()
+        return message
 
 
 class InMemory:
     """One rank's transport. Without early receives, `post` waits for all messages, as NCCL's stream order does."""
 
-    def __init__(self, wire: Wire, rank: Memory) -> None:
-        self.wire, self.rank, self.early_receives = wire, rank, wire.early_receives
+    def __init__(self, network: Network, rank: Memory) -> None:
+        self.network, self.rank, self.early_receives = network, rank, network.early_receives
         self.log: list[tuple[str, int, int]] = []
         self.tags = itertools.count()
 
@@ -86,34 +86,37 @@ class InMemory:
 
     def post(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
-    ) -> list[Arrival]:
-        here = self.rank.rank
-        begun = [Arrival(self, "got", peer, self.wire.post(peer, here, tag, "received", x)) for x, peer in receives]
+    ) -> list[Handle]:
+        own_rank = self.rank.rank
+        handles = [
+            Handle(self, "received", peer, self.network.post(peer, own_rank, tag, "received", x))
+            for x, peer in receives
+        ]
         self.log += [("post", peer, x.nbytes) for x, peer in receives]
         for x, peer in sends:
-            begun.append(Arrival(self, "gave", peer, self.wire.post(here, peer, tag, "sent", x)))
+            handles.append(Handle(self, "sent", peer, self.network.post(own_rank, peer, tag, "sent", x)))
             self.log.append(("send", peer, x.nbytes))
         if self.early_receives:
-            return begun
-        for arrival in begun:
-            arrival.wait()
+            return handles
+        for handle in handles:
+            handle.wait()
         return []
 
 
 @dataclass
-class Arrival:
+class Handle:
     transport: InMemory
     what: str
     peer: int
-    parcel: Parcel
+    message: Message
 
     def wait(self) -> None:
-        while not self.parcel.met.wait(0.2):
+        while not self.message.matched.wait(0.2):
             if self.transport.rank.board.gate.broken:
                 raise threading.BrokenBarrierError
-        with self.transport.wire.lock:
-            self.parcel.move()
-        self.transport.log.append((self.what, self.peer, self.parcel.sent.nbytes))
+        with self.transport.network.lock:
+            self.message.move()
+        self.transport.log.append((self.what, self.peer, self.message.sent.nbytes))
 
 
 def reduce(
@@ -131,11 +134,11 @@ def reduce(
 
     With several `times`, all-reduces of other sizes run in between. `shared`: the ranks of a node share memory.
     """
-    wire = Wire(seed, early_receives)
+    network = Network(seed, early_receives)
     windows = share_memory(nodes, inputs[0].nbytes) if shared else {}
 
     def rank(index: int, comm: Memory) -> tuple[Tensor, InMemory]:
-        transport = InMemory(wire, comm)
+        transport = InMemory(network, comm)
         allreduce = HierarchicalAllReduce(transport, nodes, index, windows.get(index))
         for turn in range(times):
             if turn:
@@ -299,9 +302,9 @@ def test_ranks_without_a_shard_contribute_and_receive() -> None:
 
 def test_chunks_are_pipelined() -> None:
     _, transports = reduce(((0,), (1,), (2,), (3,)), [torch.ones(20)] * 4, "doubling", 40)
-    log = [(what, peer) for what, peer, _ in transports[0].log if what in ("send", "got")]
-    assert log[:4] == [("send", 1), ("send", 1), ("got", 1), ("send", 2)]
-    assert log[4:] == [("got", 1), ("send", 2), ("got", 2), ("got", 2)]
+    log = [(what, peer) for what, peer, _ in transports[0].log if what in ("send", "received")]
+    assert log[:4] == [("send", 1), ("send", 1), ("received", 1), ("send", 2)]
+    assert log[4:] == [("received", 1), ("send", 2), ("received", 2), ("received", 2)]
 
 
 def test_receives_are_posted_before_anything_is_sent() -> None:
@@ -309,31 +312,31 @@ def test_receives_are_posted_before_anything_is_sent() -> None:
         _, transports = reduce(((0, 1), (2, 3), (4, 5)), [torch.ones(20)] * 6, inter, 16)
         for transport in transports:
             log = [what for what, _, _ in transport.log]
-            got = log.count("got")
-            assert log[:got] == ["post"] * got
+            received = log.count("received")
+            assert log[:received] == ["post"] * received
 
 
 def test_repeated_all_reduces_have_persistent_receives() -> None:
-    wire = Wire(0, early_receives=True)
+    network = Network(0, early_receives=True)
 
     def rank(index: int, comm: Memory) -> list[str]:
-        transport = InMemory(wire, comm)
+        transport = InMemory(network, comm)
         allreduce = HierarchicalAllReduce(transport, ((0,), (1,)), index)
         for _ in range(3):
             assert bool((allreduce.all_reduce(torch.ones(9), None, "doubling", 64) == 2).all())
         return [what for what, _, _ in transport.log]
 
-    once, persistent = ["post", "send", "got", "gave"], ["send", "got", "gave", "post"]
+    once, persistent = ["post", "send", "received", "sent"], ["send", "received", "sent", "post"]
     assert run_ranks(2, rank) == [[*once, "post", *persistent, *persistent]] * 2
 
 
 def test_number_of_persistent_receives_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hierarchical, "MAX_PERSISTENT", 2)
     monkeypatch.setattr(hierarchical, "MAX_PERSISTENT_BYTES", 400)
-    wire = Wire(0, early_receives=True)
+    network = Network(0, early_receives=True)
 
     def rank(index: int, comm: Memory) -> int:
-        allreduce = HierarchicalAllReduce(InMemory(wire, comm), ((0,), (1,)), index)
+        allreduce = HierarchicalAllReduce(InMemory(network, comm), ((0,), (1,)), index)
         for elements in (101, 5, 6, 7, 8, 5, 8, 101, 7, 6, 5, 101):
             assert bool((allreduce.all_reduce(torch.ones(elements), None, "direct", 64) == 2).all())
         return len(allreduce._persistent)
@@ -351,10 +354,10 @@ def test_long_tensors_are_split_into_segments(monkeypatch: pytest.MonkeyPatch) -
 
 def test_strided_tensors_and_output_dtypes() -> None:
     nodes = ((0,), (1,))
-    wire = Wire(0, early_receives=True)
+    network = Network(0, early_receives=True)
 
     def rank(index: int, comm: Memory) -> None:
-        allreduce = HierarchicalAllReduce(InMemory(wire, comm), nodes, index)
+        allreduce = HierarchicalAllReduce(InMemory(network, comm), nodes, index)
         whole = torch.zeros(6, 8)
         part = whole[:, ::2]
         part += index + 1
@@ -363,7 +366,7 @@ def test_strided_tensors_and_output_dtypes() -> None:
         assert not whole[:, 1::2].any()
         wide = torch.zeros(4, 6, dtype=torch.float64).t()
         assert bool((allreduce.all_reduce(part, wide, "direct", 64) == 6).all())
-        with torch.inference_mode():  # scratch memory allocated here is also used outside, and vice versa
+        with torch.inference_mode():  # scratch memory allocated own_rank is also used outside, and vice versa
             allreduce.all_reduce(torch.ones(500), None, "direct", 64)
         assert bool((allreduce.all_reduce(torch.ones(500), None, "direct", 64) == 2).all())
 
