@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, and what transformers makes of them."""
+"""Tiny random checkpoints of every family, with transformers' outputs as reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 VOCAB = 251  # a prime
 
-# What every case has unless it says otherwise; the context is long enough for every scenario of the tests.
+# Defaults of every case. The context is long enough for every scenario of the tests.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -36,19 +36,19 @@ class Case:
     name: str
     config: str  # transformers' config class
     options: dict[str, Any] = field(default_factory=dict)
-    spread: float = 0.25  # of the matrices; more layers amplify rounding, and need less
+    std: float = 0.25  # of the matrices; more layers amplify rounding errors and need a smaller value
 
     def build(self, seed: int) -> transformers.PreTrainedModel:
-        """A model with every weight drawn wide enough that logits differ and nothing is left at its default."""
+        """Return a model with random weights, large enough that logits differ clearly."""
         config = getattr(transformers, self.config)(**deepcopy({**_COMMON, **self.options}))
-        config._attn_implementation = "eager"  # sdpa leaves Gemma's softcap out
+        config._attn_implementation = "eager"  # sdpa ignores Gemma's softcap
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        draw = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         offset = 0.0 if "Gemma" in self.config else 1.0
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                noise = torch.randn(weight.shape, generator=draw)
-                weight.copy_(offset + 0.2 * noise if "norm" in name else self.spread * noise)
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.copy_(offset + 0.2 * noise if "norm" in name else self.std * noise)
         model.generation_config.eos_token_id = None
         model.generation_config.bos_token_id = None
         return model
@@ -145,20 +145,20 @@ CASES = [
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint on disk and transformers' greedy answers to some prompts."""
+    """A checkpoint on disk and transformers' greedy outputs for some prompts."""
 
     case: Case
     path: Path
     prompts: list[list[int]]
     tokens: list[list[int]]
-    logits: list[torch.Tensor]  # [steps, vocabulary] of each answer
+    logits: list[torch.Tensor]  # [steps, vocabulary] of each output
 
     def forced(self) -> list[list[int]]:
-        """Every prompt with each beginning of its answer: the reference's tokens, teacher-forced."""
+        """Return every prompt with each prefix of its output, for teacher forcing."""
         return [p + t[:step] for p, t in zip(self.prompts, self.tokens, strict=True) for step in range(len(t))]
 
     def bf16_noise(self) -> float:
-        """How far transformers' own bf16 logits are from its fp32 logits, at worst, over the teacher-forced prompts."""
+        """Return the largest difference of transformers' bf16 and fp32 logits over the teacher-forced prompts."""
         model = transformers.AutoModelForCausalLM.from_pretrained(
             self.path, dtype=torch.bfloat16, attn_implementation="eager"
         ).eval()
@@ -168,13 +168,13 @@ class Reference:
 
 
 def make_prompts(seed: int, lengths: tuple[int, ...], shared: int) -> list[list[int]]:
-    """Random prompts; all longer than `shared` begin with the same `shared` tokens."""
-    draw = torch.Generator().manual_seed(seed)
-    prefix = torch.randint(3, VOCAB, (shared,), generator=draw).tolist()
+    """Return random prompts. Those longer than `shared` have their first `shared` tokens in common."""
+    generator = torch.Generator().manual_seed(seed)
+    prefix = torch.randint(3, VOCAB, (shared,), generator=generator).tolist()
     prompts = []
     for length in lengths:
-        own = torch.randint(3, VOCAB, (length,), generator=draw).tolist()
-        prompts.append((prefix + own)[:length] if length > shared else own)
+        tokens = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        prompts.append((prefix + tokens)[:length] if length > shared else tokens)
     return prompts
 
 
@@ -188,7 +188,7 @@ def make_reference(case: Case, folder: Path, seed: int, prompts: list[list[int]]
             torch.tensor([prompt]),
             max_new_tokens=steps,
             do_sample=False,
-            use_cache=False,  # with its cache, transformers 5.17 loses the context where Phi-3's factors switch
+            use_cache=False,  # with its cache, transformers 5.17 is wrong where Phi-3's factors switch
             output_logits=True,
             return_dict_in_generate=True,
         )

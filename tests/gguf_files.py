@@ -1,4 +1,4 @@
-"""GGUF files of transformers models, written the way llama.cpp's converter writes them."""
+"""Writes transformers models as GGUF files, like llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 from tests.families import Case
 
-#: What these tests take for granted of a tiny model; 12 dimensions a head.
+#: Sizes of a tiny model, with 12 dimensions per head.
 SIZES = {
     "vocab_size": 251,
     "hidden_size": 48,
@@ -28,7 +28,7 @@ TINY = Case("tiny", "LlamaConfig", {**SIZES, "tie_word_embeddings": True})
 
 
 def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of the rows inside each head, for the rotary embedding it uses."""
+    """Return the rows of each head in llama.cpp's order, which its RoPE requires."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -41,7 +41,7 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     factors: dict[str, list[float]] | None = None,
 ) -> Path:
-    """`kind` is how matrices are stored; `extra` adds metadata, `factors` rope tensors by GGUF name."""
+    """Write a model. `kind`: type of its matrices, `extra`: more metadata, `factors`: RoPE tensors by GGUF name."""
     config = model.config
     family = {"mistral": "llama"}.get(config.model_type, config.model_type)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
@@ -98,7 +98,7 @@ def write_gguf(
 
 
 def write_matrix(path: Path, data: np.ndarray, kind: gguf.GGMLQuantizationType, hidden: int) -> Path:
-    """A file with one matrix, already encoded, and as much metadata as a Llama needs to be opened."""
+    """Write a file with one encoded matrix, and the metadata needed to open it as a Llama."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(hidden)
@@ -116,6 +116,7 @@ def write_matrix(path: Path, data: np.ndarray, kind: gguf.GGMLQuantizationType, 
 
 
 def read_all(checkpoint: Any) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint by name."""
     tensors = {}
     for name in checkpoint.names():
         lazy = checkpoint.find(name)

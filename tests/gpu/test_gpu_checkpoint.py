@@ -1,4 +1,4 @@
-"""Weights land on a GPU as they would on a CPU, and take little of its memory on the way."""
+"""Weights are loaded on a GPU with the same values as on a CPU, and with little extra memory."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_slice_of_a_file(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(out.cpu(), whole[100:300, 7:57].to(dtype))
 
 
-def test_memory_on_the_way(tmp_path: Path) -> None:
-    """256 MiB are filled with less than that beside them."""
+def test_extra_memory_while_loading(tmp_path: Path) -> None:
+    """Loading 256 MiB needs less than that in addition."""
     out = torch.empty(16384, 8192, dtype=torch.bfloat16, device="cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -16,7 +16,7 @@ import torch
 
 from tests.families import CASES, Case, Reference, make_prompts, make_reference
 from tests.mps import Mps
-from tests.multiprocess.splits import PRESSED, Trial
+from tests.multiprocess.splits import MEMORY_PRESSURE, Trial
 from tests.multiprocess.test_splits import Models, check, check_pressure, check_ranks, launch
 from tests.tap import check_near_ties
 from yalis import LLM, SamplingParams
@@ -186,7 +186,7 @@ def test_a_split_step_is_one_graph_too(mps: Mps, tmp_path_factory: pytest.TempPa
 
     if build.missing() is not None:
         pytest.skip(f"nvrar cannot be built here: {build.missing()}")
-    fields = {**PRESSED, "device": "cuda", "kv_blocks": 24}
+    fields = {**MEMORY_PRESSURE, "device": "cuda", "kv_blocks": 24}
     models = Models(tmp_path_factory.mktemp("wide"), fields)
     shared = {**fields, "ranks_per_gpu": 2, "allreduce": "nvrar"}
     alone = {**shared, "max_num_seqs": 1, "max_batch_tokens": 64}

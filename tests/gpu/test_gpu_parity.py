@@ -1,4 +1,4 @@
-"""The engine on a GPU against transformers: fp32 exactly, bf16 by the near-tie rule, no waiting in a decode step."""
+"""The engine on a GPU against transformers: fp32 exactly, bf16 up to near-ties, no synchronisation in a decode step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 STEPS = 12
 SEED = 1
 LENGTHS = (21, 1, 30, 37, 6, 26)
-#: One case of each family: flex compiles anew for each.
+#: One case per family, because flex compiles for each.
 FEW = [
     case
     for case in CASES
@@ -39,14 +39,14 @@ def reference(tmp_path_factory):
 
 
 def open_llm(ref: Reference, backend: str, dtype: str, **fields) -> LLM:
-    # In 16 bits attention brings whole blocks, where they are large enough.
+    # With 16-bit types the kernels load whole KV blocks by TMA if they are large enough.
     fields = {"block_size": 16 if dtype == "float32" else 64, "kv_blocks": 64, "max_model_len": 64, **fields}
     return LLM(str(ref.path), device="cuda", dtype=dtype, attention=backend, **fields)
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Many models pass through one process here; each may compile as if it were the first."""
+    """Reset the compiler, because many models run in one process here."""
     torch.compiler.reset()
 
 
@@ -65,7 +65,7 @@ def test_fp32_is_exact(reference, backend, case, pressed):
         tap = LogitTap(llm)
         outputs = llm.generate(ref.prompts, SamplingParams(max_tokens=STEPS, ignore_eos=True))
         counters = llm._engine.scheduler.counters
-        assert counters.fed_tokens > 0, "no token went from step to step on the device"
+        assert counters.fed_tokens > 0, "no token was read on the device"
         assert not pressed or (counters.chunked_prefills > 0 and counters.preemptions > 0)
     for index, output in enumerate(outputs):
         assert output.token_ids == ref.tokens[index]
@@ -90,7 +90,7 @@ def test_bf16_differs_only_at_near_ties(reference, backend):
 
 @pytest.mark.parametrize("pressed", [False, True])
 def test_bf16_over_several_blocks_of_triton(tmp_path, pressed):
-    """Whole blocks of 64 by descriptor, prompts in pieces, and sequences that lose their blocks."""
+    """KV blocks of 64 tokens loaded by TMA descriptor, with chunked prefill and preemption."""
     ref = make_reference(CASES[0], tmp_path, SEED, make_prompts(SEED, (120, 62, 125, 127), shared=64), STEPS)
     tight = {"kv_blocks": 6, "max_batch_tokens": 90} if pressed else {}
     with open_llm(ref, "triton", "bfloat16", max_model_len=256, **tight) as llm:
@@ -101,8 +101,8 @@ def test_bf16_over_several_blocks_of_triton(tmp_path, pressed):
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "triton", "flash"])
-def test_a_decode_step_does_not_wait(reference, backend):
-    """Launching a decode step for many sequences makes no host synchronisation at all."""
+def test_a_decode_step_does_not_synchronise(reference, backend):
+    """Launching a decode step for many sequences does not synchronise with the host."""
     ref = reference(CASES[0])
     with open_llm(ref, backend, "bfloat16", kv_blocks=256) as llm:
         runner = llm._engine.runner
@@ -126,8 +126,8 @@ def test_a_decode_step_does_not_wait(reference, backend):
         assert sum(checked) >= 24 * 8
 
 
-def test_device_feeding_stops_on_time(reference):
-    """Stops are seen a step late; no token after a stop is given out, and nothing is left behind."""
+def test_feed_on_device_drops_tokens_after_a_stop(reference):
+    """The host sees a stop one step late. Tokens after it are dropped, and all blocks are freed."""
     ref = reference(CASES[0])
     with open_llm(ref, "auto", "float32") as llm:
         stops = [
@@ -142,7 +142,7 @@ def test_device_feeding_stops_on_time(reference):
         llm._engine.scheduler.check()
 
 
-def test_random_weights_are_the_same_numbers_as_on_the_cpu(reference):
+def test_random_weights_equal_those_on_the_cpu(reference):
     ref = reference(CASES[0])
     with LLM(str(ref.path), load="random", device="cpu", dtype="float32", max_model_len=64) as llm:
         wanted = {name: value.clone() for name, value in llm._engine.runner.model.state_dict().items()}
@@ -151,14 +151,14 @@ def test_random_weights_are_the_same_numbers_as_on_the_cpu(reference):
             torch.testing.assert_close(value.cpu(), wanted[name], rtol=1e-6, atol=1e-7)
 
 
-def test_auto_serves_every_family(reference):
+def test_auto_backend_supports_every_family(reference):
     for case in CASES:
         ref = reference(case)
         with open_llm(ref, "auto", "bfloat16") as llm:
             assert len(llm.generate(ref.prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
 
 
-def test_memory_is_filled_with_blocks(reference):
+def test_free_memory_becomes_kv_blocks(reference):
     ref = reference(CASES[0])
     with LLM(str(ref.path), device="cuda", memory_fraction=0.5, max_num_seqs=4) as llm:
         assert llm._engine.runner.num_blocks == 4 * 256 // 64  # no more than four full contexts can use

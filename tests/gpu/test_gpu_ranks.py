@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.multiprocess.splits import PRESSED, SPLITS, STEPS, Trial
+from tests.multiprocess.splits import MEMORY_PRESSURE, SPLITS, STEPS, Trial
 from tests.multiprocess.test_splits import Models, check, check_pressure, check_ranks, launch
 from yalis.comm.nvrar.build import missing
 
@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 CASES = ("llama3-gqa4", "llama-bias-linear", "qwen3-gqa4", "gemma2", "phi3")
-ON_GPU = {**PRESSED, "device": "cuda", "kv_blocks": 24}
+ON_GPU = {**MEMORY_PRESSURE, "device": "cuda", "kv_blocks": 24}
 # All prompts fit into one step, so that the next step is a decode step of all of them, which a CUDA graph can replay.
 ONE_STEP = {"kv_blocks": 1100, "max_num_seqs": 80, "max_batch_tokens": 4096}
 

@@ -1,4 +1,4 @@
-"""Sampling on a GPU: the CPU's noise and tokens, the same in any batch, and no waiting for the device."""
+"""Sampling on a GPU: the same noise and tokens as on a CPU, in any batch, without synchronisation."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def tokens_on(device: str, logits: torch.Tensor, rows: list[SamplingRow]) -> lis
     return Sampler(range(vocab), vocab, SingleRank(), device).sample(logits.to(device), batch).to_host()[0]
 
 
-def test_uniform_noise_has_the_bits_of_the_cpu() -> None:
+def test_uniform_noise_equals_the_cpu_bit_for_bit() -> None:
     seeds, positions, ids = torch.arange(20) << 40, torch.arange(20) * 7, torch.arange(50_021)
     there = uniform(seeds.cuda(), positions.cuda(), ids.cuda()).cpu()
     assert torch.equal(there, uniform(seeds, positions, ids))
 
 
 @pytest.mark.parametrize("vocab", [1009, 50_021])
-def test_tokens_are_those_of_the_cpu_and_of_any_batch(vocab: int) -> None:
+def test_tokens_equal_the_cpu_in_any_batch(vocab: int) -> None:
     rows = mixed_rows(54)
     logits = torch.randn(54, vocab, generator=torch.Generator().manual_seed(2)) * 2
     tokens = tokens_on("cuda", logits, rows)
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_cpu_and_of_any_batch(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_with_a_share_each_find_the_tokens_of_one(ranks: int) -> None:
+def test_ranks_with_vocabulary_shards_sample_the_tokens_of_one_rank(ranks: int) -> None:
     vocab, rows = 50_021, mixed_rows(54)
     logits = torch.randn(54, vocab, generator=torch.Generator().manual_seed(2)).mul_(2).cuda()
 
@@ -68,7 +68,7 @@ def test_ranks_with_a_share_each_find_the_tokens_of_one(ranks: int) -> None:
         batch = SamplingBatch.build(rows, vocab_shard, vocab, "cuda")
         return Sampler(vocab_shard, vocab, group, "cuda").sample(logits[:, vocab_shard.start : vocab_shard.stop], batch)
 
-    run_ranks(ranks, sample)  # one-time set-up of the kernels may wait
+    run_ranks(ranks, sample)  # one-time set-up of the kernels may synchronise
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = run_ranks(ranks, sample)
@@ -80,19 +80,19 @@ def test_ranks_with_a_share_each_find_the_tokens_of_one(ranks: int) -> None:
         assert each.tokens.tolist() == expected
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+def test_greedy_selects_the_lowest_token_id_among_equals() -> None:
     logits = torch.zeros(3, 128_256, dtype=torch.bfloat16)
     logits[1, [70, 5_000, 128_255]] = 3
     assert tokens_on("cuda", logits, [SamplingRow(SamplingParams(), 0, 0)] * 3) == [0, 70, 0]
 
 
-def test_building_and_sampling_never_wait_for_the_device() -> None:
+def test_building_and_sampling_do_not_synchronise() -> None:
     rows = mixed_rows(18)
     logits = torch.randn(18, 8191, device="cuda", dtype=torch.bfloat16)
     sampler = Sampler(range(8191), 8191, SingleRank(), "cuda")
     sampler.sample(
         logits, SamplingBatch.build(rows, range(8191), 8191, "cuda")
-    )  # one-time set-up of the kernels may wait
+    )  # one-time set-up of the kernels may synchronise
     torch.cuda.set_sync_debug_mode("error")
     try:
         waiting = sampler.sample(logits, SamplingBatch.build(rows, range(8191), 8191, "cuda")).start_copy()

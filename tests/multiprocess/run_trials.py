@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.multiprocess.splits import DRAWN, GREEDY, STEPS, WAVE, Trial
+from tests.multiprocess.splits import GREEDY, RANDOM, STEPS, WAVE, Trial
 from yalis import LLM, SamplingParams
 from yalis.launch.launchers import detect_launcher
 from yalis.models.decoder import Block
@@ -68,7 +68,7 @@ def main(plan: Path, out: Path) -> None:
 
 def generate(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
     """Generate for every prompt greedily and by sampling, in one batch. Returns all logprobs of the greedy ones."""
-    outputs = llm.generate([*prompts, *prompts], [GREEDY] * len(prompts) + DRAWN[: len(prompts)])
+    outputs = llm.generate([*prompts, *prompts], [GREEDY] * len(prompts) + RANDOM[: len(prompts)])
     greedy = outputs[: len(prompts)]
     counters = getattr(llm._engine, "scheduler", None)
     return {

@@ -1,4 +1,4 @@
-"""Which splits are tried on which models: shapes that divide nothing evenly, and every family."""
+"""The splits and models of the split tests: every family, with sizes that no degree divides evenly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEPS = 12
 WAVE = 200
 LENGTHS = (21, 1, 30, 37, 6, 26)
 
-#: By number of ranks: the ways to split a model over them.
+#: Splits by number of ranks.
 SPLITS: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2}, {"tp": "1x2"}, {"pp": 2}, {"dp": 2}],
     3: [{"tp": 3}, {"pp": 3}],
@@ -23,23 +23,23 @@ SPLITS: dict[int, list[dict[str, Any]]] = {
 
 
 def widen(case: Case) -> Case:
-    """The case with 5 layers, enough heads for 8 ranks, and an MLP that no number of ranks divides."""
-    if case.config == "Phi3Config":  # whose heads fill the hidden size
+    """Return the case with 5 layers, enough heads for 8 ranks, and an MLP width that no number of ranks divides."""
+    if case.config == "Phi3Config":  # requires heads * head_dim == hidden size
         sizes = {"hidden_size": 128, "num_attention_heads": 8}
         kv_heads = {4: 8, 2: 4, 1: 1}
     else:
         sizes = {"hidden_size": 72, "num_attention_heads": 9, "head_dim": case.options.get("head_dim", 16)}
         kv_heads = {4: 9, 3: 3, 2: 3, 1: 1}
-    kept = {name: value for name, value in case.options.items() if name != "hidden_size"}
+    options = {name: value for name, value in case.options.items() if name != "hidden_size"}
     sizes["num_key_value_heads"] = kv_heads[case.options.get("num_key_value_heads", 2)]
-    return replace(case, spread=0.15, options={**kept, "num_hidden_layers": 5, "intermediate_size": 83, **sizes})
+    return replace(case, std=0.15, options={**options, "num_hidden_layers": 5, "intermediate_size": 83, **sizes})
 
 
 WIDE = [widen(case) for case in CASES]
 
-#: One request for each prompt and each of these, all in one batch.
+#: Every prompt is sampled with each of these parameters, all in one batch.
 GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True, logprobs=VOCAB)
-DRAWN = [
+RANDOM = [
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.8, seed=1),
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.5, top_k=7, seed=2),
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.2, top_p=0.8, seed=3),
@@ -50,8 +50,8 @@ DRAWN = [
     SamplingParams(max_tokens=STEPS, min_tokens=STEPS, temperature=0.9, top_p=0.95, seed=6, repetition_penalty=1.2),
 ]
 
-#: A cache too small for the batch and steps too short for a prompt: everything the scheduler does, happens.
-PRESSED = {
+#: A KV cache too small for the batch, and a token budget below the prompt lengths: forces preemption and chunking.
+MEMORY_PRESSURE = {
     "device": "cpu", "dtype": "float32", "block_size": 4, "kv_blocks": 30, "max_batch_tokens": 13, "max_model_len": 50,
     "max_num_seqs": 7,
 }  # fmt: skip
@@ -62,11 +62,11 @@ class Trial:
     """One engine in a launch: a model and how it is split."""
 
     case: str
-    model: str  # its folder
+    model: str  # folder
     split: dict[str, Any]
     fields: dict[str, Any]
-    forced: str | None = None  # a file of prompts with answers, to be continued token by token
-    waves: int = 0  # how often to generate WAVE tokens instead
+    forced: str | None = None  # file of prompts with outputs, for teacher forcing
+    waves: int = 0  # generate WAVE tokens this many times instead
 
     @property
     def name(self) -> str:

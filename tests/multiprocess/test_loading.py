@@ -1,4 +1,4 @@
-"""Ranks that load a real model: each holds what the plan says, and has read its own part of the file."""
+"""Ranks that load a real model: memory use equals the prediction, and each rank reads only its part of the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLIT = Split(2)
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Ranks of a machine share its cores, and the first of them is this process."""
+    """Restore the thread count, which the engine in this process changes."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -30,8 +30,8 @@ def threads() -> Iterator[None]:
 def test_nine_heads_over_two_ranks(threads: None) -> None:
     settings = {"device": "cpu", "dtype": "float32", "block_size": BLOCK, "kv_blocks": BLOCKS, "max_model_len": MAX_LEN}
     with LLM("smollm2-135m", tp=2, **settings) as llm:
-        [answer] = llm.generate(["The capital of France is"], SamplingParams(max_tokens=4))
-        assert answer.text.startswith(" Paris")
+        [output] = llm.generate(["The capital of France is"], SamplingParams(max_tokens=4))
+        assert output.text.startswith(" Paris")
         reports = llm._engine.reports()  # type: ignore[union-attr]
         spec = llm.spec
     assert (spec.num_heads, spec.num_kv_heads) == (9, 3)
@@ -45,9 +45,9 @@ def test_nine_heads_over_two_ranks(threads: None) -> None:
     assert isinstance(checkpoint, GgufCheckpoint)
     models = [build(spec, SPLIT, rank, torch.float32, MAX_LEN) for rank in range(2)]
     assert [report.bytes_read for report in reports] == [stored_bytes(checkpoint, m, whole_blocks=True) for m in models]
-    # Together: the file once, the norms and the key/value head between both ranks twice.
+    # In total: the file once, and twice the norms and the key/value head that both ranks need.
     once = stored_bytes(checkpoint, build(spec, Split(), 0, torch.float32, MAX_LEN), whole_blocks=True)
-    share = [report.bytes_read / once for report in reports]
-    assert 1 < sum(share) < 1.03
-    assert max(share) < 0.53
+    fractions = [report.bytes_read / once for report in reports]
+    assert 1 < sum(fractions) < 1.03
+    assert max(fractions) < 0.53
     checkpoint.close()

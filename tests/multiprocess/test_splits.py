@@ -1,4 +1,4 @@
-"""However a model is split, it gives the tokens of one rank, which are transformers'."""
+"""Every split of a model generates the tokens of a single rank, which equal transformers'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from tests.families import CASES, Reference, make_prompts, make_reference
 from tests.multiprocess.run_trials import generate, generate_long
-from tests.multiprocess.splits import LENGTHS, PRESSED, SPLITS, STEPS, WIDE, Trial
+from tests.multiprocess.splits import LENGTHS, MEMORY_PRESSURE, SPLITS, STEPS, WIDE, Trial
 from yalis import LLM
 from yalis.config import EngineConfig
 from yalis.engine.replica_ranks import split_of
@@ -25,9 +25,9 @@ SMALL = replace(CASES[0], name="small")
 
 
 class Models:
-    """The wide checkpoints with transformers' greedy answers and one rank's drawn ones, each made once."""
+    """The wide checkpoints with transformers' greedy outputs and a single rank's random ones, each computed once."""
 
-    def __init__(self, folder: Path, fields: dict[str, Any] = PRESSED) -> None:
+    def __init__(self, folder: Path, fields: dict[str, Any] = MEMORY_PRESSURE) -> None:
         self.folder, self.fields = folder, fields
         self._made: dict[str, tuple[Reference, dict[str, Any]]] = {}
 
@@ -47,7 +47,7 @@ def models(tmp_path_factory):
 
 
 def launch(ranks: int, trials: list[Trial], out: Path, variables: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """All trials in one launch; what each rank wrote."""
+    """Run all trials in one launch; returns what each rank wrote."""
     plan = out / "plan.json"
     plan.write_text(json.dumps([asdict(trial) for trial in trials]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -61,8 +61,8 @@ def launch(ranks: int, trials: list[Trial], out: Path, variables: dict[str, str]
 
 def check(trial: Trial, given: dict[str, Any], reference: Reference, alone: dict[str, Any]) -> None:
     count = len(reference.prompts)
-    assert given["tokens"][:count] == reference.tokens, f"{trial.name}: greedy tokens are not transformers'"
-    assert given["tokens"][count:] == alone["tokens"][count:], f"{trial.name}: drawn tokens are not one rank's"
+    assert given["tokens"][:count] == reference.tokens, f"{trial.name}: greedy tokens differ from transformers"
+    assert given["tokens"][count:] == alone["tokens"][count:], f"{trial.name}: random samples differ from a single rank"
     for logits, steps in zip(reference.logits, given["logprobs"], strict=True):
         found = torch.tensor([[value for _, value in step] for step in steps])
         worst = (found - logits.log_softmax(1)).abs().max().item()
@@ -72,7 +72,7 @@ def check(trial: Trial, given: dict[str, Any], reference: Reference, alone: dict
 
 
 def check_pressure(split: dict[str, Any], answers: list[dict[str, Any]]) -> None:
-    """Under this split everything the scheduler does has happened; of replicas only the preemptions are known."""
+    """Check that chunking, preemption and prefix hits all occurred. Replicas report only preemptions."""
     counted = [given["counters"] for given in answers if given["counters"] is not None]
     names = ("chunked_prefills", "preemptions", "prefix_hit_tokens") if counted else ()
     for name in names:
@@ -81,7 +81,7 @@ def check_pressure(split: dict[str, Any], answers: list[dict[str, Any]]) -> None
 
 
 def check_ranks(trial: Trial, seen: list[dict[str, Any]]) -> None:
-    """Ranks of one tensor-parallel group chose the same tokens; those of one column hold the same hidden states."""
+    """All ranks of a tensor-parallel group sample the same tokens; those of one column have equal hidden states."""
     split = split_of(EngineConfig(**trial.split))
     for first in range(0, len(seen), split.per_stage):
         group = seen[first : first + split.per_stage]
@@ -91,24 +91,24 @@ def check_ranks(trial: Trial, seen: list[dict[str, Any]]) -> None:
 
 
 def run(models: Models, ranks: int, chosen: list[tuple[str, dict[str, Any]]], out: Path) -> None:
-    # Replicas share the requests, so each has half the need for memory.
-    fields = [{**PRESSED, **({"kv_blocks": 15} if "dp" in split else {})} for _, split in chosen]
+    # Each replica serves half of the requests, and needs half the blocks for the same pressure.
+    fields = [{**MEMORY_PRESSURE, **({"kv_blocks": 15} if "dp" in split else {})} for _, split in chosen]
     trials = [
         Trial(name, str(models.find(name)[0].path), split, settings)
         for (name, split), settings in zip(chosen, fields, strict=True)
     ]
-    everyone = launch(ranks, trials, out)
+    results = launch(ranks, trials, out)
     for index, trial in enumerate(trials):
-        check(trial, everyone[0]["answers"][index], *models.find(trial.case))
-        check_ranks(trial, [rank["seen"][index] for rank in everyone])
-    for number, trial in enumerate(trials):
-        if trial.split not in [other.split for other in trials[:number]]:
+        check(trial, results[0]["answers"][index], *models.find(trial.case))
+        check_ranks(trial, [rank["seen"][index] for rank in results])
+    for position, trial in enumerate(trials):
+        if trial.split not in [other.split for other in trials[:position]]:
             alike = [index for index, other in enumerate(trials) if other.split == trial.split]
-            check_pressure(trial.split, [everyone[0]["answers"][index] for index in alike])
+            check_pressure(trial.split, [results[0]["answers"][index] for index in alike])
 
 
 def cover(ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """Every split with one to three models; over all numbers of ranks, every model with two splits at least.
+    """Return every split with one to three models. Over all numbers of ranks, every model has at least two splits.
 
     And norms of what a branch gives, where hidden states are split.
     """
@@ -116,14 +116,14 @@ def cover(ranks: int) -> list[tuple[str, dict[str, Any]]]:
     more = [("gemma2", {"tp": "2x2"})] if ranks == 4 else []
     return more + [
         (case.name, split)
-        for place, split in enumerate(SPLITS[ranks])
+        for offset, split in enumerate(SPLITS[ranks])
         for number, case in enumerate(WIDE)
-        if (number + place + 4 * ranks) % stride == 0
+        if (number + offset + 4 * ranks) % stride == 0
     ]
 
 
 @pytest.mark.parametrize("ranks", SPLITS)
-def test_splits_give_the_tokens_of_one_rank(models, ranks, tmp_path):
+def test_splits_generate_the_tokens_of_one_rank(models, ranks, tmp_path):
     run(models, ranks, cover(ranks), tmp_path)
 
 
@@ -142,9 +142,9 @@ def test_every_split_of_every_model(models, ranks, part, tmp_path):
 def test_ranks_agree_bit_for_bit_over_2000_steps(models, ranks, split, tmp_path):
     reference, _ = models.find(SMALL.name)
     trial = Trial(SMALL.name, str(reference.path), split, {"device": "cpu", "dtype": "float32"}, waves=10)
-    everyone = launch(ranks, [trial], tmp_path)
-    seen = [rank["seen"][0] for rank in everyone]
+    results = launch(ranks, [trial], tmp_path)
+    seen = [rank["seen"][0] for rank in results]
     assert min(found["steps"] for found in seen) >= 2000
     check_ranks(trial, seen)
     with LLM(trial.model, **trial.fields) as llm:
-        assert everyone[0]["answers"][0] == generate_long(llm, reference.prompts, 10)
+        assert results[0]["answers"][0] == generate_long(llm, reference.prompts, 10)

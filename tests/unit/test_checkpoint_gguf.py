@@ -1,4 +1,4 @@
-"""GGUF files: the tensors and the config transformers would have, read in slices, and every way a file can be bad."""
+"""GGUF files: tensors and config as in transformers, reading slices, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _write(case: Case, folder: Path, kind: Kind = Kind.F32) -> tuple[Path, trans
     extra: dict[str, object] = {}
     factors = {}
     if case.name.startswith("llama3"):
-        # as llama.cpp does: how much slower each pair of dimensions turns
+        # as llama.cpp stores them: divisors of the frequencies
         plain = 1.0 / 5e5 ** (torch.arange(0, 12, 2) / 12)
         factors["rope_freqs"] = (plain / model.model.rotary_emb.inv_freq).tolist()
     if case.name == "phi3-longrope":
@@ -88,11 +88,11 @@ def test_tensors_and_config_make_the_same_model(case: Case, tmp_path: Path) -> N
     missing = set(model.state_dict()) - set(tensors)
     assert missing == ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     for name, weight in expected.items():
-        # Gemma's shift by one costs a rounding, in the file already
+        # Gemma's offset of one was rounded when the file was written
         tolerance = 1e-6 if case.name == "gemma2" and "norm" in name else 0
         assert torch.allclose(tensors[name], weight, rtol=0, atol=tolerance), name
 
-    # the config, given to transformers with these tensors, computes what the first model computes
+    # a transformers model with this config and these tensors computes the same logits
     config = dict(checkpoint.config)
     assert config["architectures"][0] in FAMILIES
     read_spec(config)
@@ -100,14 +100,14 @@ def test_tensors_and_config_make_the_same_model(case: Case, tmp_path: Path) -> N
     rebuilt_config._attn_implementation = "eager"
     rebuilt = transformers.AutoModelForCausalLM.from_config(rebuilt_config, dtype=torch.float32).eval()
     rebuilt.load_state_dict(tensors, strict=False)
-    for length in (9, 40):  # on both sides of the sliding windows and of longrope's switch
+    for length in (9, 40):  # shorter and longer than the sliding windows and longrope's switch length
         ids = torch.randint(3, 251, (1, length), generator=torch.Generator().manual_seed(length))
         with torch.no_grad():
             assert torch.allclose(rebuilt(ids).logits, model(ids).logits, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_engine_generates_what_the_first_model_does(case: Case, tmp_path: Path) -> None:
+def test_the_engine_generates_the_tokens_of_the_original_model(case: Case, tmp_path: Path) -> None:
     path, model = _write(case, tmp_path)
     prompt = torch.randint(3, 251, (14,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 14:].tolist()
@@ -117,7 +117,7 @@ def test_the_engine_generates_what_the_first_model_does(case: Case, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3", "gemma2", "phi3"])
-def test_transformers_reads_the_same_from_the_same_file(name: str, tmp_path: Path) -> None:
+def test_transformers_reads_the_same_tensors_from_the_file(name: str, tmp_path: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path, model = _write(next(case for case in CASES if case.name == name), tmp_path, Kind.F16)
@@ -151,9 +151,9 @@ def _dequantisable() -> list[Kind]:
     return kinds
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes make infinite scales
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes give infinite scales
 @pytest.mark.parametrize("kind", _dequantisable(), ids=lambda kind: kind.name)
-def test_every_type_the_package_can_decode(kind: Kind, tmp_path: Path) -> None:
+def test_every_type_the_gguf_package_can_dequantise(kind: Kind, tmp_path: Path) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     columns = 512
     row_bytes = columns // block * size
@@ -169,7 +169,7 @@ def test_every_type_the_package_can_decode(kind: Kind, tmp_path: Path) -> None:
         out = torch.empty(expected[rows, cols].shape)
         lazy.read_into(out, rows, cols)
         assert torch.allclose(out, expected[rows, cols], rtol=0, atol=0, equal_nan=True)
-    # whole, half the columns of 15 rows, and the blocks that hold columns 3 to 69 of one row
+    # everything, half the columns of 15 rows, and the blocks that contain columns 3 to 69 of one row
     blocks = 37 * (columns // block) + 15 * (256 // block if block <= 256 else 1) + (-(-70 // block) - 3 // block)
     assert checkpoint.bytes_read - before == blocks * size
 
@@ -195,7 +195,7 @@ def test_any_slice_of_interleaved_heads(tmp_path: Path, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_K], ids=lambda kind: kind.name)
-def test_reading_holds_little_beside_the_result(kind: Kind, tmp_path: Path) -> None:
+def test_reading_needs_little_memory_besides_the_result(kind: Kind, tmp_path: Path) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     data = np.zeros((32768, 1024 // block * size), dtype=np.uint8)  # 128 MiB as fp32
     data = data.view(np.float32) if kind == Kind.F32 else data
@@ -203,7 +203,7 @@ def test_reading_holds_little_beside_the_result(kind: Kind, tmp_path: Path) -> N
     del data
     out = torch.ones(32768, 1024)
     lazy = checkpoint.tensor("model.embed_tokens.weight", (32768, 1024))
-    lazy.read_into(torch.empty(8, 1024), slice(0, 8))  # imports and thread pools
+    lazy.read_into(torch.empty(8, 1024), slice(0, 8))  # warm up imports and thread pools
     assert peak_extra_bytes(lambda: lazy.read_into(out)) < 48 << 20
     assert not out.any()
 
@@ -238,7 +238,7 @@ def _one_sentence(error: pytest.ExceptionInfo[YalisError]) -> str:
     return message
 
 
-def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
+def test_a_truncated_file(tmp_path: Path) -> None:
     path, _ = _write(CASES[0], tmp_path)
     whole = path.read_bytes()
     cut = tmp_path / "cut.gguf"
@@ -251,7 +251,7 @@ def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
-def test_a_damaged_header_is_a_sentence_or_harmless(tmp_path: Path, flips: list[tuple[float, int]]) -> None:
+def test_a_damaged_header_raises_one_sentence_or_is_harmless(tmp_path: Path, flips: list[tuple[float, int]]) -> None:
     path = tmp_path / "llama-tied.gguf"
     if not path.exists():
         _write(CASES[0], tmp_path)
@@ -269,7 +269,7 @@ def test_a_damaged_header_is_a_sentence_or_harmless(tmp_path: Path, flips: list[
                 lazy.read_into(torch.empty(lazy.shape))
 
 
-def test_what_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "bert")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

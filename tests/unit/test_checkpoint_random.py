@@ -23,7 +23,7 @@ def _read(
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_slice_has_the_same_numbers(data: st.DataObject) -> None:
+def test_any_slice_has_the_same_values(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(50,), (17, 23), (5, 4, 6)]))
     checkpoint = RandomCheckpoint({}, seed=data.draw(st.integers(0, 2**63 - 1)))
     whole = _read(checkpoint, "w", shape)
@@ -39,7 +39,7 @@ def test_any_slice_has_the_same_numbers(data: st.DataObject) -> None:
     assert torch.equal(out, expected)
 
 
-def test_seed_name_and_nothing_else() -> None:
+def test_values_depend_on_seed_and_name_only() -> None:
     first = _read(RandomCheckpoint({}, seed=1), "w", (64, 64))
     assert torch.equal(first, _read(RandomCheckpoint({"hidden_size": 9}, seed=1), "w", (64, 64)))
     assert not torch.equal(first, _read(RandomCheckpoint({}, seed=2), "w", (64, 64)))
@@ -47,13 +47,13 @@ def test_seed_name_and_nothing_else() -> None:
     assert torch.equal(first.bfloat16(), _read(RandomCheckpoint({}, seed=1), "w", (64, 64), torch.bfloat16))
 
 
-def test_known_numbers() -> None:
-    """The same on every machine and in every version: results made with random weights stay comparable."""
+def test_known_values() -> None:
+    """Values must not change between versions, so that results with random weights stay comparable."""
     values = _read(RandomCheckpoint({}, seed=0), "model.embed_tokens.weight", (2, 2)).flatten().tolist()
     assert values == [0.01330556720495224, 0.02756440080702305, -0.011578750796616077, 0.013296788558363914]
 
 
-def test_numbers_look_random() -> None:
+def test_values_look_random() -> None:
     x = _read(RandomCheckpoint({}, seed=0), "w", (1024, 1024)).double()
     assert abs(x.mean()) < 5 * STD / 1024
     assert x.std().item() == pytest.approx(STD, rel=2e-3)
@@ -68,7 +68,7 @@ def test_numbers_look_random() -> None:
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 256 + 6 * math.sqrt(2 * 256)
 
 
-def test_norms_start_neutral() -> None:
+def test_norms_are_the_identity() -> None:
     plain, gemma = RandomCheckpoint({}), RandomCheckpoint({"model_type": "gemma2"})
     for part in ("norm", "layers.0.input_layernorm", "layers.0.self_attn.q_norm"):
         name = f"model.{part}.weight"
@@ -77,7 +77,7 @@ def test_norms_start_neutral() -> None:
     assert 0 < _read(plain, "model.layers.0.self_attn.q_proj.bias", (8,)).abs().max() < 4 * STD
 
 
-def test_it_knows_no_names_before_it_is_asked() -> None:
+def test_it_has_no_list_of_names() -> None:
     checkpoint = RandomCheckpoint({"dtype": "float16"})
     assert list(checkpoint.names()) == []
     assert checkpoint.find("model.norm.weight") is None

@@ -1,4 +1,4 @@
-"""What `--model` means."""
+"""Resolving `--model`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache on a machine without a network, holding one repo."""
+    """The hub's cache with one repo, without a network."""
     from huggingface_hub import constants
 
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -81,7 +81,7 @@ def test_random_weights_need_only_a_config(folder: Path, tmp_path: Path) -> None
         assert checkpoint.source == tmp_path
 
 
-def test_what_is_not_a_model(tmp_path: Path) -> None:
+def test_paths_that_are_not_models(tmp_path: Path) -> None:
     with pytest.raises(YalisError, match=r"there is no 'nowhere'; give a folder .* or one of: smollm2-135m"):
         open_checkpoint("nowhere")
     with pytest.raises(YalisError, match="there is no '/no/such/place'"):

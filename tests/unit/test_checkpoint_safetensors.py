@@ -1,4 +1,4 @@
-"""Hugging Face folders: every slice, every shard, little memory, and every way they can be bad."""
+"""Hugging Face folders: reading slices and shards, memory use, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = Case("bias", "LlamaConfig", {**SIZES, "attention_bias": True})
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model saved whole and in shards."""
+    """One model saved in a single file and in shards."""
     base = tmp_path_factory.mktemp("folders")
     model = MODEL.build(seed=5)
     model.save_pretrained(base / "whole")
@@ -61,7 +61,7 @@ def test_any_slice_in_any_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     wanted = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     shape = data.draw(st.sampled_from([(), (7,), (30, 5), (9, 11), (4, 3, 5)]))
     whole = torch.randn(shape).to(stored)
-    # an odd number of bytes in front makes the data unaligned
+    # an odd number of bytes before it makes the data unaligned
     checkpoint = SafetensorsCheckpoint(_folder(tmp_path, {"a": torch.ones(3, dtype=torch.uint8), "w": whole}))
     index = []
     for size in shape:
@@ -76,13 +76,13 @@ def test_any_slice_in_any_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert checkpoint.bytes_read == expected.numel() * stored.itemsize
 
 
-def test_a_slice_of_the_wrong_size_is_refused(folders: dict[str, Path]) -> None:
+def test_a_slice_of_the_wrong_size_is_rejected(folders: dict[str, Path]) -> None:
     lazy = SafetensorsCheckpoint(folders["whole"]).tensor("model.embed_tokens.weight", (251, 48))
     with pytest.raises(ValueError, match="a slice of shape"):
         lazy.read_into(torch.empty(4, 48), slice(0, 5))
 
 
-def test_a_strided_result_is_filled(folders: dict[str, Path]) -> None:
+def test_reading_into_a_strided_tensor(folders: dict[str, Path]) -> None:
     lazy = SafetensorsCheckpoint(folders["whole"]).tensor("model.embed_tokens.weight", (251, 48))
     straight, turned = torch.empty(251, 48), torch.empty(48, 251)
     lazy.read_into(straight)
@@ -91,7 +91,7 @@ def test_a_strided_result_is_filled(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_reading_holds_little_beside_the_result(stored: torch.dtype, tmp_path: Path) -> None:
+def test_reading_needs_little_memory_besides_the_result(stored: torch.dtype, tmp_path: Path) -> None:
     rows = (128 << 20) // 1024 // stored.itemsize
     folder = _folder(tmp_path, {"w": torch.zeros(rows, 1024, dtype=stored)})  # 128 MiB
     checkpoint = SafetensorsCheckpoint(folder)
@@ -101,7 +101,7 @@ def test_reading_holds_little_beside_the_result(stored: torch.dtype, tmp_path: P
     assert not out.any()
 
 
-def test_half_the_columns_cost_half_the_bytes(tmp_path: Path) -> None:
+def test_reading_half_the_columns_reads_half_the_bytes(tmp_path: Path) -> None:
     checkpoint = SafetensorsCheckpoint(_folder(tmp_path, {"w": torch.randn(64, 32)}))
     checkpoint.tensor("w", (64, 32)).read_into(torch.empty(64, 16), slice(None), slice(16, 32))
     assert checkpoint.bytes_read == 64 * 16 * 4
@@ -123,7 +123,7 @@ def test_a_missing_shard_is_named(folders: dict[str, Path], tmp_path: Path) -> N
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
+def test_a_truncated_file(tmp_path: Path) -> None:
     folder = _folder(tmp_path, {"a": torch.randn(40, 8), "b": torch.randn(30)})
     file = folder / "model.safetensors"
     whole = file.read_bytes()
@@ -136,7 +136,7 @@ def test_a_file_cut_short_anywhere(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3))
-def test_a_damaged_header_is_a_sentence_or_harmless(tmp_path: Path, flips: list[tuple[float, int]]) -> None:
+def test_a_damaged_header_raises_one_sentence_or_is_harmless(tmp_path: Path, flips: list[tuple[float, int]]) -> None:
     folder = _folder(tmp_path, {"a": torch.randn(4, 8), "b": torch.randn(3)})
     content = bytearray((folder / "model.safetensors").read_bytes())
     for where, value in flips:
@@ -146,7 +146,7 @@ def test_a_damaged_header_is_a_sentence_or_harmless(tmp_path: Path, flips: list[
         read_all(SafetensorsCheckpoint(folder))
 
 
-def test_a_header_that_lies_about_sizes(tmp_path: Path) -> None:
+def test_a_header_with_wrong_sizes(tmp_path: Path) -> None:
     folder = _folder(tmp_path, {"a": torch.randn(4)})
     for shape in ([5], [1 << 62, 16], [-4, -1]):
         header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}}).encode()
@@ -156,18 +156,18 @@ def test_a_header_that_lies_about_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int32])
-def test_a_type_that_is_not_supported(stored: torch.dtype, tmp_path: Path) -> None:
+def test_an_unsupported_dtype(stored: torch.dtype, tmp_path: Path) -> None:
     checkpoint = SafetensorsCheckpoint(_folder(tmp_path, {"w": torch.ones(4).to(stored), "v": torch.ones(4)}))
     assert checkpoint.find("v") is not None
     with pytest.raises(YalisError, match=r"tensor 'w' .* is stored as (F8_E4M3|I32); accepted: F64, F32, F16, BF16"):
         checkpoint.find("w")
 
 
-def test_folders_that_lack_something(tmp_path: Path) -> None:
+def test_incomplete_folders(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["FooForCausalLM"]}')
     with pytest.raises(
         YalisError, match="architecture 'FooForCausalLM', which is not supported"
-    ):  # and no weights help
+    ):  # the better message than missing weights
         SafetensorsCheckpoint(tmp_path)
     sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"), 8)
     config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, **sizes}

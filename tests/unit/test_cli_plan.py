@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_parallel_memory import NINE_HEADS, Seats
+from tests.unit.test_parallel_memory import NINE_HEADS, FakeRanks
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.cli.main import main
 from yalis.cli.plan import spell_ranks
@@ -51,7 +51,7 @@ def test_every_rank_has_the_planned_sizes(
     assert [rank["rank"] for rank in planned["ranks"]] == list(range(split.size))
     counts = []
     for rank in planned["ranks"]:
-        seats = Seats(rank["rank"])
+        seats = FakeRanks(rank["rank"])
         grid, stage = Grid.open(split, seats.rank, seats), Stage.open(split, seats.rank, seats)
         fitting: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Each rank reads its own slices and no more, and all ranks together hold the model of one rank, bit for bit."""
+"""Each rank reads only its slices, and the shards of all ranks together are the complete model, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.families import Case
 from tests.gguf_files import write_gguf
 from tests.multiprocess.splits import WIDE
-from tests.unit.test_parallel_memory import BLOCK, Seats
+from tests.unit.test_parallel_memory import BLOCK, FakeRanks
 from yalis.checkpoint.base import Checkpoint
 from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.checkpoint.random import RandomCheckpoint
@@ -44,7 +44,7 @@ MAX_LEN = 64
 
 
 def load_rank(spec: ModelSpec, checkpoint: Checkpoint, split: Split, rank: int, dtype: torch.dtype) -> Decoder:
-    seats = Seats(rank)
+    seats = FakeRanks(rank)
     grid, stage = Grid.open(split, rank, seats), Stage.open(split, rank, seats)
     model = Decoder(spec, grid, stage, MAX_LEN, dtype, torch.device("cpu"))
     for parameter in model.parameters():
@@ -53,7 +53,7 @@ def load_rank(spec: ModelSpec, checkpoint: Checkpoint, split: Split, rank: int, 
     return model
 
 
-Slice = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]  # name, whole shape, what is kept of it, values
+Slice = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]  # name, full shape, slice of it, values
 
 
 def dense(weight: Weight) -> Tensor:
@@ -62,7 +62,7 @@ def dense(weight: Weight) -> Tensor:
 
 
 def slices_of(model: Decoder) -> Iterator[Slice]:
-    """Every slice of a checkpoint's tensor that the model holds."""
+    """Yield every slice of a checkpoint tensor that the model holds."""
     for module in model.modules():
         if not isinstance(module, ParallelLayer):
             continue
@@ -88,23 +88,23 @@ def slices_of(model: Decoder) -> Iterator[Slice]:
 
 
 def join(models: list[Decoder]) -> dict[str, Tensor]:
-    """The whole tensors, NaN where no rank holds a number; what several ranks hold must be the same numbers."""
+    """Return the full tensors, NaN where no rank has a value. Values on several ranks must be equal."""
     whole: dict[str, Tensor] = {}
     for model in models:
         for name, shape, kept, values in slices_of(model):
-            assert not values.isnan().any(), f"{name}: not everything was filled"
+            assert not values.isnan().any(), f"{name}: not completely loaded"
             tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
-            place = tensor[tuple(slice(part.start, part.stop) for part in kept)]
-            assert place.shape == values.shape
-            assert (place.isnan() | (place == values)).all(), f"{name} differs between ranks"
-            place.copy_(values)
+            target = tensor[tuple(slice(part.start, part.stop) for part in kept)]
+            assert target.shape == values.shape
+            assert (target.isnan() | (target == values)).all(), f"{name} differs between ranks"
+            target.copy_(values)
     return whole
 
 
 def load(
     spec: ModelSpec, reopen: Callable[[], Checkpoint], split: Split, dtype: torch.dtype
 ) -> tuple[list[Decoder], list[int]]:
-    """Every rank's model and the bytes it read, each through a checkpoint of its own."""
+    """Return the model of every rank and the bytes it read, each with a separate checkpoint object."""
     models, read = [], []
     for rank in range(split.size):
         checkpoint = reopen()
@@ -120,7 +120,7 @@ def check_joined(spec: ModelSpec, split: Split, models: list[Decoder], alone: di
     assert joined.keys() == alone.keys()
     for name, tensor in alone.items():
         assert torch.equal(joined[name], tensor), f"{name} over {split}"
-    if spec.tie_embeddings and split.stages > 1:  # which join() takes for one
+    if spec.tie_embeddings and split.stages > 1:  # join() merges them under one name
         assert models[0].embedding is not None
         assert models[-split.per_stage].head is not None
         assert torch.equal(dense(models[0].embedding.weight), dense(models[-split.per_stage].head.weight))
@@ -140,7 +140,7 @@ def test_safetensors(case: Case, stored: torch.dtype, tmp_path: Path) -> None:
     [whole], [once] = load(spec, lambda: open_checkpoint(str(tmp_path)), Split(), torch.float32)
     alone = join([whole])
     for name, tensor in source.state_dict().items():
-        if name in alone:  # but for an lm_head that is tied
+        if name in alone:  # unless it is a tied lm_head
             offset = spec.norm_offset if "norm" in name else 0.0
             assert torch.equal(alone[name], tensor.float() + offset)
     assert once == sum(tensor.numel() for tensor in alone.values()) * stored.itemsize
@@ -168,7 +168,7 @@ GGUF_CASES = [
     (Case("qwen2", "Qwen2Config", {**NARROW, "num_hidden_layers": 3}), Kind.BF16),
     (Case("gemma2", "Gemma2Config", {**NARROW, "head_dim": 16, "num_hidden_layers": 3}), Kind.Q8_0),
     (Case("phi3", "Phi3Config", {**NARROW, "num_hidden_layers": 3}), Kind.Q4_0),
-    # Blocks of 256: every cut goes through one.
+    # Blocks of 256: every shard boundary is inside a block.
     (
         Case("llama-blocks", "LlamaConfig", {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                                              "intermediate_size": 512, "num_hidden_layers": 3}),
@@ -178,7 +178,7 @@ GGUF_CASES = [
 
 
 def stored_bytes(checkpoint: GgufCheckpoint, model: Decoder, whole_blocks: bool) -> float:
-    """What the model's slices take in the file; blocks that a slice cuts count whole, or by the part it takes."""
+    """Return the file size of the model's slices. Blocks at their boundaries count fully, or in proportion."""
     total = 0.0
     for name, _, kept, _ in slices_of(model):
         entry = checkpoint._entries[name]
@@ -210,11 +210,11 @@ def test_gguf(case: Case, kind: Kind, tmp_path: Path) -> None:
         share = [stored_bytes(checkpoint, model, whole_blocks=False) for model in models]
         assert read == [stored_bytes(checkpoint, model, whole_blocks=True) for model in models]
         cut += sum(read) - sum(share)
-        # A row is cut at both ends at most, so what is read twice is at most two blocks of each row.
+        # A row has at most two boundaries, so at most two of its blocks are read twice.
         for model, mine, part in zip(models, read, share, strict=True):
             rows = sum(len(kept[0]) for _, _, kept, _ in slices_of(model) if len(kept) == 2)
             assert part <= mine <= part + 2 * rows * max(entry.block_bytes for entry in tensors.values())
-    assert (cut > 0) == (kind != Kind.BF16)  # some split went through blocks
+    assert (cut > 0) == (kind != Kind.BF16)  # some boundary was inside a block
 
 
 # Random weights

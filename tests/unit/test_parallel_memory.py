@@ -1,4 +1,4 @@
-"""What the plan says a rank holds is what its layers hold, part by part and to the byte."""
+"""The computed memory of a rank equals that of its layers, part by part and to the byte."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SPLITS = [
 ]
 
 
-class Seat(SingleRank):
-    """A place in a group with nobody else in it: enough to build layers."""
+class FakeRank(SingleRank):
+    """A rank of a larger group without the other ranks: enough to build layers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
-class Seats(CommBackend):
+class FakeRanks(CommBackend):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
@@ -60,25 +60,25 @@ class Seats(CommBackend):
         return None
 
     def group(self, name: str, ranks: Sequence[int]) -> Communicator:
-        return Seat(list(ranks).index(self.rank), len(ranks))
+        return FakeRank(list(ranks).index(self.rank), len(ranks))
 
 
 @cache
 def family(name: str) -> ModelSpec:
-    """A tiny model of the family, with three layers."""
+    """Return the spec of a tiny model of the family, with three layers."""
     (case,) = (case for case in CASES if case.name == name)
     case = replace(case, options={**case.options, "num_hidden_layers": 3})
     return read_spec(case.build(seed=0).config.to_dict(), name)
 
 
 def build(spec: ModelSpec, split: Split, rank: int, dtype: torch.dtype, max_len: int) -> Decoder:
-    seats = Seats(rank)
+    seats = FakeRanks(rank)
     grid, stage = Grid.open(split, rank, seats), Stage.open(split, rank, seats)
     return Decoder(spec, grid, stage, max_len, dtype, torch.device("meta"))
 
 
 def parameter_bytes(model: Decoder) -> dict[str, int]:
-    """Bytes of the decoder's parameters under the names of the plan's parts."""
+    """Return the bytes of the decoder's parameters by the names of memory parts."""
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         layer = model.layers[0].attention
@@ -125,8 +125,8 @@ def check_against_layers(spec: ModelSpec, split: Split, dtype: torch.dtype, max_
         assert 5 * memory.kv_block_bytes == KVPool(*shape, dtype, torch.device("meta")).nbytes
 
 
-def check_repetition(spec: ModelSpec, split: Split) -> None:
-    """Every byte counted once for all its copies makes the whole model again."""
+def check_copies(spec: ModelSpec, split: Split) -> None:
+    """Counting each replicated byte once gives the size of the model."""
     ranks = [rank_memory(spec, split, rank, 2, BLOCK) for rank in range(split.per_replica)]
     whole = whole_memory(spec, 2, BLOCK)
     assert sum(Fraction(part.bytes, part.copies) for rank in ranks for part in rank.weights) == whole.weight_bytes
@@ -141,7 +141,7 @@ def test_every_family_to_the_byte(case: str) -> None:
     spec = family(case)
     for split in SPLITS:
         check_against_layers(spec, split, torch.bfloat16, max_len=100)
-        check_repetition(spec, split)
+        check_copies(spec, split)
     check_against_layers(spec, Split(2, 2), torch.float32, max_len=100)
 
 
@@ -174,7 +174,7 @@ def test_any_model_and_split_to_the_byte(case: tuple[ModelSpec, Split]) -> None:
     spec, split = case
     split.check(spec, "it")
     check_against_layers(spec, split, torch.bfloat16, max_len=32)
-    check_repetition(spec, split)
+    check_copies(spec, split)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_any_model_and_split_to_the_byte(case: tuple[ModelSpec, Split]) -> None:
     ],
 )
 def test_nine_heads_over_three(rows: int, shares: list[tuple[int, int]]) -> None:
-    """A rank holds its queries' key/value heads, those that straddle two rows on both."""
+    """A rank holds the key/value heads of its query heads; a head that two rows read is on both."""
     spec, split = read_spec(NINE_HEADS), Split(rows)
     ranks = [rank_memory(spec, split, rank, 4, BLOCK) for rank in range(rows)]
     assert [(len(rank.heads), len(rank.kv_heads)) for rank in ranks] == shares
@@ -205,7 +205,7 @@ def test_prime_vocabulary_and_odd_layers() -> None:
     assert [len(rank.width) for rank in ranks] == [51, 51, 50, 50] * 2
 
 
-def test_a_tied_table_is_on_both_ends_of_a_pipeline() -> None:
+def test_a_tied_embedding_is_on_the_first_and_last_stage() -> None:
     spec = read_spec(NINE_HEADS)
     first, middle, last = (rank_memory(spec, Split(stages=3), rank, 4, BLOCK) for rank in range(3))
     table = 251 * 72 * 4
@@ -214,12 +214,12 @@ def test_a_tied_table_is_on_both_ends_of_a_pipeline() -> None:
     assert (embedding.bytes, embedding.copies) == (head.bytes, head.copies) == (table, 2)
     assert embedding.held.endswith("also on the last stage (tied)")
     assert {"embedding", "lm_head"}.isdisjoint(part.name for part in middle.weights)
-    # With one stage it is one matrix.
+    # With a single stage there is one matrix.
     assert [part.name for part in whole_memory(spec, 4, BLOCK).weights].count("lm_head") == 0
 
 
-def test_an_even_split_holds_its_part_and_the_repeated_parts() -> None:
-    """The sentence of the plan: 1 / (tp * pp) of the weights, 1 / (rows * pp) of the KV cache, and what is repeated."""
+def test_an_even_split_has_its_fraction_and_the_replicated_parts() -> None:
+    """1 / (tp * pp) of the weights and 1 / (rows * pp) of the KV cache, plus the replicated parts."""
     even = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 256}
     spec = read_spec({**NINE_HEADS, **even, "num_hidden_layers": 4, "tie_word_embeddings": False})
     whole = whole_memory(spec, 2, BLOCK)
@@ -229,5 +229,5 @@ def test_an_even_split_holds_its_part_and_the_repeated_parts() -> None:
             assert memory.kv_token_bytes == whole.kv_token_bytes / (split.rows * split.stages)
             assert {part.name for part in memory.weights if part.copies > 1} <= {"norms"}
             predicted = whole.weight_bytes / split.per_replica + sum(part.repeated for part in memory.weights)
-            # The first stage and the last have a table each; only the last norm is one too many or too few.
+            # The first and last stage have an embedding table each, so only the final norm is unevenly distributed.
             assert memory.weight_bytes == pytest.approx(predicted, abs=spec.hidden_size * 2)

@@ -1,4 +1,4 @@
-"""Splits: places, shares, and what is refused."""
+"""Splits: rank coordinates, shards, and errors for impossible splits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ splits = st.builds(Split, degrees, degrees, degrees, st.integers(1, 3))
 
 
 @given(splits)
-def test_every_rank_has_one_place(split: Split) -> None:
-    places = [split.coords(rank) for rank in range(split.size)]
-    cells = [
+def test_every_rank_has_unique_coordinates(split: Split) -> None:
+    all_coords = [split.coords(rank) for rank in range(split.size)]
+    expected = [
         RankCoords(replica, stage, row, col)
         for replica in range(split.replicas)
         for stage in range(split.stages)
         for row in range(split.rows)
         for col in range(split.cols)
     ]
-    assert places == cells  # columns count first, then rows, stages and replicas
-    assert [split.rank(coords) for coords in places] == list(range(split.size))
+    assert all_coords == expected  # the column varies fastest, then row, stage and replica
+    assert [split.rank(coords) for coords in all_coords] == list(range(split.size))
 
 
 @given(splits)
@@ -40,10 +40,10 @@ def test_drivers_and_reporters(split: Split) -> None:
 
 
 @given(st.integers(0, 500), st.integers(1, 40))
-def test_shares_cover_exactly_and_evenly(total: int, parts: int) -> None:
-    shares = [shard(total, parts, index) for index in range(parts)]
-    assert [item for part in shares for item in part] == list(range(total))
-    sizes = [len(part) for part in shares]
+def test_shards_cover_the_range_evenly(total: int, parts: int) -> None:
+    shards = [shard(total, parts, index) for index in range(parts)]
+    assert [item for part in shards for item in part] == list(range(total))
+    sizes = [len(part) for part in shards]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
 
@@ -80,7 +80,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
     )
 
 
-def refusal(split: Split, spec: ModelSpec) -> str | None:
+def error_of(split: Split, spec: ModelSpec) -> str | None:
     try:
         split.check(spec, "it")
     except YalisError as error:
@@ -89,7 +89,7 @@ def refusal(split: Split, spec: ModelSpec) -> str | None:
 
 
 def is_possible(split: Split, spec: ModelSpec) -> bool:
-    """Nobody is left with nothing, and columns are alike."""
+    """Whether no shard is empty and all columns are equal."""
     shares = [
         (spec.num_heads, split.rows),
         (spec.intermediate_size, split.rows),
@@ -101,47 +101,47 @@ def is_possible(split: Split, spec: ModelSpec) -> bool:
 
 
 @given(models(), st.builds(Split, st.integers(1, 12), st.integers(1, 8), st.integers(1, 8), st.integers(1, 3)))
-def test_exactly_the_impossible_is_refused(spec: ModelSpec, split: Split) -> None:
-    assert (refusal(split, spec) is None) == is_possible(split, spec)
+def test_exactly_the_impossible_splits_are_rejected(spec: ModelSpec, split: Split) -> None:
+    assert (error_of(split, spec) is None) == is_possible(split, spec)
 
 
 @given(models(), st.builds(Split, st.integers(1, 12), st.integers(1, 8), st.integers(1, 8)), st.data())
-def test_the_sentence_lists_what_works(spec: ModelSpec, split: Split, data: st.DataObject) -> None:
-    """Whoever takes any of the proposals, of one sentence after the other, ends with a split that runs."""
+def test_the_error_lists_splits_that_work(spec: ModelSpec, split: Split, data: st.DataObject) -> None:
+    """Following any of the suggestions of one error after the other leads to a possible split."""
     for _ in range(4):
-        told = refusal(split, spec)
-        if told is None:
+        message = error_of(split, spec)
+        if message is None:
             break
         rows, cols, stages = split.rows, split.cols, split.stages
-        if found := re.search(r"give 1 to (\d+) rows$", told):
+        if found := re.search(r"give 1 to (\d+) rows$", message):
             most = int(found[1])
             assert most < rows
             rows = data.draw(st.integers(1, most))
-            # And no more would have done.
-            assert "rows" in (refusal(Split(most + 1), spec) or "")
-        elif found := re.search(r"columns that divide it: ([\d, ]+?)(, \.\.\.)?$", told):
+            # A larger value would not be possible.
+            assert "rows" in (error_of(Split(most + 1), spec) or "")
+        elif found := re.search(r"columns that divide it: ([\d, ]+?)(, \.\.\.)?$", message):
             listed = [int(one) for one in found[1].split(", ")]
             fitting = [one for one in range(1, spec.hidden_size + 1) if spec.hidden_size % one == 0]
             assert listed == fitting[: len(listed)]
             assert found[2] or listed == fitting
             cols = data.draw(st.sampled_from(listed))
-        elif found := re.search(r"give a grid of at most (\d+) ranks$", told):
+        elif found := re.search(r"give a grid of at most (\d+) ranks$", message):
             most = int(found[1])
             assert split.per_stage > most
             fits = [(r, c) for r in range(1, rows + 1) for c in range(1, cols + 1) if r * c <= most]
             rows, cols = data.draw(st.sampled_from([(r, c) for r, c in fits if spec.hidden_size % c == 0]))
         else:
-            found = re.search(r"give pp 1 to (\d+)$", told)
-            assert found is not None, told
+            found = re.search(r"give pp 1 to (\d+)$", message)
+            assert found is not None, message
             stages = data.draw(st.integers(1, int(found[1])))
-            assert "pp" in (refusal(Split(stages=int(found[1]) + 1), spec) or "")
+            assert "pp" in (error_of(Split(stages=int(found[1]) + 1), spec) or "")
         split = Split(rows, cols, stages)
-    assert refusal(split, spec) is None
+    assert error_of(split, spec) is None
 
 
 @pytest.mark.parametrize(
     ("split", "name"),
     [(Split(), "tp 1 x pp 1 x dp 1"), (Split(4), "tp 4 x pp 1 x dp 1"), (Split(2, 2, 3, 2), "tp 2x2 x pp 3 x dp 2")],
 )
-def test_a_split_spells_itself(split: Split, name: str) -> None:
+def test_str_of_a_split(split: Split, name: str) -> None:
     assert str(split) == name

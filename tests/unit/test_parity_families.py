@@ -1,4 +1,4 @@
-"""Every family gives transformers' logits and greedy tokens, whatever the scheduler does on the way."""
+"""Every family has transformers' logits and greedy tokens in every scheduling situation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ STEPS = 12
 SEEDS = (1, 2)
 LENGTHS = (21, 1, 30, 37, 6, 26)
 EVERY = tuple(range(len(LENGTHS)))
-#: chunked prefill, prefix reuse, forced preemption: each off and on
+#: chunked prefill, prefix caching, forced preemption: each off and on
 SCENARIOS = list(itertools.product((False, True), repeat=3))
 ALL_ON = (True, True, True)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """transformers' answers, made once per case and seed."""
+    """transformers' outputs, computed once per case and seed."""
     folder, made = tmp_path_factory.mktemp("families"), {}
 
     def find(case: Case, seed: int) -> Reference:
@@ -48,16 +48,16 @@ def open_llm(ref: Reference, backend: str, chunked: bool, reuse: bool, preempt: 
 
 
 def check(ref: Reference, llm: LLM, mixed: bool, chosen: Sequence[int] = EVERY, steps: int = STEPS) -> None:
-    """The prompts, together or one after the other: the reference's tokens exactly, its logits within 1e-4."""
+    """Run the prompts, batched or one by one; tokens must equal the reference, logits within 1e-4."""
     tap = LogitTap(llm)
     asked = [ref.prompts[index] for index in chosen]
     groups = [asked] if mixed else [[prompt] for prompt in asked]
     greedy = SamplingParams(max_tokens=steps, ignore_eos=True)
     outputs = [output for group in groups for output in llm.generate(group, greedy)]
-    for place, (index, output) in enumerate(zip(chosen, outputs, strict=True)):
+    for request_id, (index, output) in enumerate(zip(chosen, outputs, strict=True)):
         assert output.token_ids == ref.tokens[index][:steps], f"prompt {index} of {ref.case.name}"
         assert output.finish_reason == "length"
-        worst = (tap.of(place) - ref.logits[index][:steps]).abs().max().item()
+        worst = (tap.of(request_id) - ref.logits[index][:steps]).abs().max().item()
         assert worst < 1e-4, f"prompt {index} of {ref.case.name}: logits off by {worst:.2e}"
     llm._engine.scheduler.blocks.check()
 
@@ -76,9 +76,9 @@ def check_scenario(
         counted = llm._engine.scheduler.counters
         assert (counted.chunked_prefills > 0) == chunked
         assert (counted.preemptions > 0) == preempt
-        # Preempted requests find their own blocks again, so reuse shows either way; without it there is none.
+        # Preempted requests reuse their own cached blocks, so there are hits in any case if caching is on.
         assert (counted.prefix_hit_tokens > 0) == reuse
-        # Gemma's own mathematics is not among the native kernels.
+        # The native kernels do not support Gemma's softcap and norms.
         replayed = backend == "native" and "gemma2" not in ref.case.name
         assert (llm._engine.runner.executor.replays > 0) == replayed
         if ref.case.name == "phi3-longrope":
@@ -113,8 +113,8 @@ def test_alone(reference, backend, case):
         check(ref, llm, mixed=False)
 
 
-# Triton's interpreter takes milliseconds a program: a model for each thing that its kernels do (one head and several to
-# a key, wide heads, windows, caps, norms of heads, tables that switch), and just enough work for every counter.
+# Triton's interpreter takes milliseconds per program. One model for each feature of the kernels (MHA and GQA, wide
+# heads, sliding windows, softcap, QK norm, longrope), and just enough work for every counter.
 INTERPRETED = {
     "llama-mha-tied", "llama3-gqa4", "llama-wide-heads", "mistral-window", "qwen3-gqa4", "gemma2", "phi3-longrope"
 }  # fmt: skip

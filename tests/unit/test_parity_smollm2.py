@@ -1,4 +1,4 @@
-"""The small real model, from its GGUF file, gives transformers' tokens for the same file in fp32."""
+"""The small real model generates the same tokens as transformers from the same GGUF file in fp32."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_chat_equals_transformers(llm, hf):
     assert output.token_ids == ask(hf, ids)
 
 
-def test_streamed_text_is_the_text(llm):
+def test_streamed_text_equals_generated_text(llm):
     sampling = SamplingParams(max_tokens=24)
     whole = llm.generate(PROMPTS[:3], sampling)
     pieces = ["", "", ""]

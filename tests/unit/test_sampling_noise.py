@@ -1,4 +1,4 @@
-"""The noise is a pure function of (seed, position, token id), even, and without visible ties between neighbours."""
+"""The noise is a pure function of (seed, position, token id), uniform, and uncorrelated between neighbours."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def rows(seeds: list[int], positions: list[int], tokens: torch.Tensor) -> torch.
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**20), st.integers(0, 2**20))
-def test_torch_computes_the_integers_that_python_computes(seed: int, position: int, token: int) -> None:
+def test_torch_equals_the_python_reference(seed: int, position: int, token: int) -> None:
     tokens = torch.arange(token, token + 37)  # long enough for vector and scalar code
     expected = [reference(seed, position, t) for t in tokens.tolist()]
     assert rows([seed], [position], tokens)[0].tolist() == expected
 
 
-def test_a_slice_of_the_vocabulary_gives_that_slice_of_the_noise() -> None:
+def test_a_slice_of_the_vocabulary_gets_that_slice_of_the_noise() -> None:
     whole = rows([3, 4, 5], [10, 11, 12], torch.arange(1009))
     for low, high in ((0, 1), (1, 500), (499, 1009)):
         assert torch.equal(rows([3, 4, 5], [10, 11, 12], torch.arange(low, high)), whole[:, low:high])
@@ -67,7 +67,7 @@ def test_gumbel_is_the_logarithm_of_the_uniform_and_finite() -> None:
     assert noise.std().item() == pytest.approx(math.pi / math.sqrt(6), abs=0.01)
 
 
-def even_enough(counts: torch.Tensor) -> bool:
+def is_uniform(counts: torch.Tensor) -> bool:
     """A chi-square test against equal counts, at five standard deviations."""
     expected = counts.sum().item() / counts.numel()
     chi2 = ((counts.double() - expected) ** 2 / expected).sum().item()
@@ -86,10 +86,10 @@ AXES = {
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_even_along(axis: str) -> None:
+def test_uniform_along(axis: str) -> None:
     draws = AXES[axis]()
-    assert even_enough(torch.bincount((draws * 256).long(), minlength=256))
-    assert even_enough(torch.bincount((draws * 2**20).long() % 256, minlength=256))  # finer bits too
+    assert is_uniform(torch.bincount((draws * 256).long(), minlength=256))
+    assert is_uniform(torch.bincount((draws * 2**20).long() % 256, minlength=256))  # finer bits too
 
 
 @pytest.mark.parametrize("step", [1, 2, 16, 256])
@@ -97,7 +97,7 @@ def test_even_along(axis: str) -> None:
 def test_neighbours_are_independent_along(axis: str, step: int) -> None:
     draws = AXES[axis]()
     left, right = (draws[:-step] * 16).long(), (draws[step:] * 16).long()
-    assert even_enough(torch.bincount(left * 16 + right, minlength=256))
+    assert is_uniform(torch.bincount(left * 16 + right, minlength=256))
 
 
 def test_rows_of_neighbouring_seeds_and_positions_do_not_correlate() -> None:
@@ -109,7 +109,7 @@ def test_rows_of_neighbouring_seeds_and_positions_do_not_correlate() -> None:
     assert len({tuple(row[:4].tolist()) for row in noise}) == len(sets)
 
 
-def test_derived_seeds_are_distinct_and_the_first_is_the_own() -> None:
+def test_derived_seeds_are_distinct_and_the_first_is_unchanged() -> None:
     assert derive_seed(123, 0) == 123
     seeds = [derive_seed(seed, i) for seed in (0, 1, 2, 2**63 - 1) for i in range(100)]
     assert len(set(seeds)) == len(seeds)

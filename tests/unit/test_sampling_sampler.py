@@ -1,4 +1,4 @@
-"""Tokens follow their distribution, come from the set that transformers keeps, and depend on their own row alone."""
+"""Samples follow the distribution, pass the same filters as in transformers, and depend only on their row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokens_of(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
-    """What transformers makes of the logits: [R, V], -inf where a token is filtered out."""
+    """Return the logits processed by transformers: [R, V], -inf where a token is filtered out."""
     from transformers.generation.logits_process import (
         MinPLogitsWarper,
         TemperatureLogitsWarper,
@@ -52,12 +52,12 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def kept(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Which tokens our filters let a row draw: bool [R, V]."""
+    """Return which tokens our filters keep: bool [R, V]."""
     vocab = logits.shape[1]
     batch = SamplingBatch.build([SamplingRow(params, 0, 0)] * len(logits), range(vocab), vocab, "cpu")
     assert batch.random is not None
-    drawing = RandomSampling(logits, batch.random, VocabShards(range(vocab), vocab, SingleRank()))
-    return drawing.perturbed_scores(hash_tokens(torch.arange(vocab)), drawing.first_message()) > -math.inf
+    sampling = RandomSampling(logits, batch.random, VocabShards(range(vocab), vocab, SingleRank()))
+    return sampling.perturbed_scores(hash_tokens(torch.arange(vocab)), sampling.first_message()) > -math.inf
 
 
 FILTERS = {
@@ -70,7 +70,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_draws_follow_the_distribution(name: str) -> None:
+def test_samples_follow_the_distribution(name: str) -> None:
     params = SamplingParams(**FILTERS[name])
     vocab, draws = 40, 40_000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * 1.5
@@ -97,17 +97,17 @@ def test_draws_follow_the_distribution(name: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_the_kept_set_is_that_of_transformers(given_params: dict, seed: int) -> None:
+def test_filters_keep_the_same_tokens_as_transformers(given_params: dict, seed: int) -> None:
     logits = torch.randn(6, 5003, generator=torch.Generator().manual_seed(seed)) * 2.5
     logits[:, ::97] = -math.inf
     for temperature in (0.3, 1.0, 1.7):
         params = SamplingParams(temperature=temperature, **given_params)
-        # In double, because their cumulative sum rounds where ours is exact.
+        # In float64, because transformers' cumulative sum rounds and ours is exact.
         assert torch.equal(kept(logits, params), warp(logits.double(), params) > -math.inf)
 
 
-def test_partial_ranking_and_sorting_find_the_same_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a top_p alone is first looked for among the best 1024; a flat row needs the sort."""
+def test_top_p_by_partial_sort_equals_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, top_p first tries the best 1024 tokens. A flat distribution needs the full sort."""
     sorts = []
     sort = torch.Tensor.sort
     monkeypatch.setattr(torch.Tensor, "sort", lambda self, **how: sorts.append(1) or sort(self, **how))
@@ -126,7 +126,7 @@ def test_partial_ranking_and_sorting_find_the_same_nucleus(monkeypatch: pytest.M
 
 
 def mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
-    """Rows of every kind, in an order that mixes them."""
+    """Return rows with all sampling parameters, mixed."""
     kinds = [
         {},
         {"temperature": 0.8},
@@ -145,7 +145,7 @@ def mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
 
 
 @pytest.mark.parametrize("vocab", [17, 1009, 8191])
-def test_a_row_gives_the_same_token_alone_and_in_any_batch(vocab: int) -> None:
+def test_a_row_gets_the_same_token_alone_and_in_any_batch(vocab: int) -> None:
     rows = mixed_rows(30, vocab)
     logits = torch.randn(30, vocab, generator=torch.Generator().manual_seed(2)) * 2
     tokens, logprobs = sample(logits, rows).to_host()
@@ -159,8 +159,8 @@ def test_a_row_gives_the_same_token_alone_and_in_any_batch(vocab: int) -> None:
         assert tokens_of(logits[some], [rows[i] for i in some]) == [tokens[i] for i in some]
 
 
-def test_noise_is_added_with_the_same_bits_in_any_batch() -> None:
-    """Equal tokens could hide a difference in the last bit; the scores behind them must not have one."""
+def test_noisy_scores_have_the_same_bits_in_any_batch() -> None:
+    """Equal tokens could hide a difference in the last bit, so the scores are compared."""
     from yalis.sampling.noise import gumbel
 
     vocab = 4099
@@ -177,7 +177,7 @@ def test_noise_is_added_with_the_same_bits_in_any_batch() -> None:
         assert torch.equal(filters.top_p_threshold(scores[i : i + 1].clone(), top_p[i : i + 1], whole)[0], together[i])
 
 
-def test_seeds_and_positions_change_the_draw() -> None:
+def test_seeds_and_positions_change_the_sample() -> None:
     logits = torch.zeros(64, 5000)
     params = SamplingParams(temperature=1.0)
     by_seed = tokens_of(logits, [SamplingRow(params, seed, 9) for seed in range(64)])
@@ -188,7 +188,7 @@ def test_seeds_and_positions_change_the_draw() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype) -> None:
+def test_greedy_selects_the_lowest_token_id_among_equals(dtype: torch.dtype) -> None:
     logits = torch.randn(5, 999, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[0, [40, 700, 998]] = 50
     logits[1] = 0
@@ -213,7 +213,7 @@ def test_extreme_temperatures_stay_finite(temperature: float, scale: float) -> N
             assert tokens == logits.argmax(1).tolist()
 
 
-def test_a_cold_draw_still_divides_exact_ties() -> None:
+def test_exact_ties_are_sampled_evenly_at_low_temperature() -> None:
     logits = torch.full((200, 50), -3.0)
     logits[:, [11, 30]] = 1000.0
     tokens = tokens_of(logits, [SamplingRow(SamplingParams(temperature=1e-9), 0, i) for i in range(200)])
@@ -221,7 +221,7 @@ def test_a_cold_draw_still_divides_exact_ties() -> None:
     assert 60 < tokens.count(11) < 140
 
 
-def test_penalties_are_those_of_transformers_and_openai() -> None:
+def test_penalties_equal_those_of_transformers_and_openai() -> None:
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
@@ -242,7 +242,7 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
         expected = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, logits[i : i + 1].clone())[0]
         expected = expected - p.frequency_penalty * count - p.presence_penalty * (count > 0)
         torch.testing.assert_close(ours[i], expected)
-    assert torch.equal(logits, before)  # the caller's logits stay
+    assert torch.equal(logits, before)  # the input is not modified
 
 
 def test_penalties_need_a_history() -> None:
@@ -251,7 +251,7 @@ def test_penalties_need_a_history() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_banned_tokens_never_come(temperature: float) -> None:
+def test_banned_tokens_are_never_sampled(temperature: float) -> None:
     logits = torch.zeros(500, 6)
     logits[:, [2, 4]] = 20.0
     params = SamplingParams(temperature=temperature)
@@ -282,7 +282,7 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
         assert list(found.top.values()) == pytest.approx(best.values.tolist(), abs=1e-6)
 
 
-def test_work_that_no_row_needs_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_parameters_cost_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     from yalis.sampling import random_sampling
 
     calls: list[str] = []
@@ -317,9 +317,7 @@ SOME_PARAMS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(SOME_PARAMS, min_size=1, max_size=6), st.integers(1, 40), st.integers(0, 2**63 - 1), st.booleans())
-def test_a_token_outside_the_kept_set_never_comes(
-    params: list[SamplingParams], vocab: int, seed: int, holes: bool
-) -> None:
+def test_filtered_tokens_are_never_sampled(params: list[SamplingParams], vocab: int, seed: int, holes: bool) -> None:
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(seed % 2**31)) * 3
     if holes:
         logits[:, 1::2] = -math.inf

@@ -1,4 +1,4 @@
-"""With the vocabulary split over ranks, each rank finds the tokens that one rank finds, in messages of a fixed size."""
+"""With a vocabulary split over ranks, all ranks sample the tokens of a single rank, with messages of a fixed size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole(logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:
 
 
 def split(logits: Tensor, rows: list[SamplingRow], ranks: int) -> tuple[list[SampledTokens], list[tuple[str, int]]]:
-    """What each rank finds, and the messages of the first."""
+    """Return the tokens of each rank, and the messages of the first."""
     vocab = logits.shape[1]
 
     def sample(rank: int, group: Memory) -> tuple[SampledTokens, list[tuple[str, int]]]:
@@ -44,7 +44,7 @@ def split(logits: Tensor, rows: list[SamplingRow], ranks: int) -> tuple[list[Sam
 
 
 def check(logits: Tensor, rows: list[SamplingRow], ranks: int) -> list[tuple[str, int]]:
-    """The messages of one rank, after comparing every rank with one that holds all."""
+    """Compare every rank with a single rank; returns the messages of one rank."""
     expected = whole(logits, rows)
     found, calls = split(logits, rows, ranks)
     for each in found:
@@ -55,7 +55,9 @@ def check(logits: Tensor, rows: list[SamplingRow], ranks: int) -> list[tuple[str
         assert each.logprobs is not None
         ours, theirs = each.logprobs.packed, expected.logprobs.packed
         assert ours.numpy().tobytes() == found[0].logprobs.packed.numpy().tobytes()  # type: ignore[union-attr]
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12, equal_nan=True)  # the ids of alternatives too
+        torch.testing.assert_close(
+            ours, theirs, rtol=0, atol=1e-12, equal_nan=True
+        )  # includes the token ids of alternatives
     return calls
 
 
@@ -90,7 +92,7 @@ def some_logits(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_every_kind_of_row_alone_and_together(ranks: int, dtype: torch.dtype) -> None:
+def test_all_sampling_parameters_alone_and_mixed(ranks: int, dtype: torch.dtype) -> None:
     vocab = 2003  # a prime
     for kind in KINDS:
         logits = some_logits(12, vocab, dtype)
@@ -109,7 +111,7 @@ def test_every_kind_of_row_alone_and_together(ranks: int, dtype: torch.dtype) ->
     seed=st.integers(0, 2**31),
 )
 def test_any_rows_over_any_ranks(kinds: list[str], ranks: int, extra: int, levels: int, holes: str, seed: int) -> None:
-    """Small vocabularies, with shares shorter than a top_k; few levels make ties everywhere."""
+    """Small vocabularies, with shards smaller than top_k. Few distinct logits create many ties."""
     vocab = ranks + extra
     logits = some_logits(len(kinds), vocab, torch.float32, seed)
     if levels:
@@ -117,7 +119,7 @@ def test_any_rows_over_any_ranks(kinds: list[str], ranks: int, extra: int, level
     gone = {
         "none": [],
         "many": list(range(0, vocab, 2)),
-        "a whole share": list(shard(vocab, ranks, seed % ranks)),
+        "a whole shard": list(shard(vocab, ranks, seed % ranks)),
         "all but one": [t for t in range(vocab) if t != seed % vocab],
     }[holes]
     rows = [row(kind, i, vocab, tuple(gone) if seed % 2 else ()) for i, kind in enumerate(kinds)]
@@ -127,7 +129,7 @@ def test_any_rows_over_any_ranks(kinds: list[str], ranks: int, extra: int, level
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_the_lowest_of_equals_wins_across_ranks(ranks: int) -> None:
+def test_the_lowest_token_id_among_equals_wins_across_ranks(ranks: int) -> None:
     vocab = 101
     starts = [shard(vocab, ranks, rank).start for rank in range(ranks)]
     logits = torch.zeros(4, vocab)
@@ -173,7 +175,7 @@ def test_messages_are_few_and_do_not_grow_with_the_vocabulary(kind: str) -> None
     assert max(elements for _, elements in small) <= 3 * 256
 
 
-def test_kinds_of_rows_share_their_messages() -> None:
+def test_all_rows_share_the_same_messages() -> None:
     kinds = [kind for kind, count in MESSAGES.items() if count in (1, 2, 6) and kind != "large top_k"]
     assert len(check(some_logits(len(kinds), 4_001, torch.float32), [row(k, 0, 4_001) for k in kinds], 3)) == 6
 
@@ -184,7 +186,7 @@ def test_one_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(some_logits(len(KINDS), 2_003, torch.float32), [row(kind, 0, 2_003) for kind in KINDS]).to_host()
 
 
-def test_penalties_and_bans_are_built_for_the_own_share() -> None:
+def test_penalties_and_bans_are_limited_to_the_vocabulary_shard() -> None:
     params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.25)
     rows = [SamplingRow(params, 0, 0, ([1, 12, 19], [12, 12, 15, 30]), (3, 11, 99))] * 2
     batch = SamplingBatch.build(rows, range(10, 20), 40, "cpu")
@@ -196,20 +198,20 @@ def test_penalties_and_bans_are_built_for_the_own_share() -> None:
 
 
 def noisy_scores(logits: Tensor, rows: list[SamplingRow], held: range, group: Communicator) -> Tensor:
-    """What a draw takes the best of, -inf where a filter drops a token."""
+    """Return scores with noise, -inf where a filter drops a token."""
     vocab = logits.shape[1]
-    draw = SamplingBatch.build(rows, held, vocab, "cpu").random
-    assert draw is not None
+    random = SamplingBatch.build(rows, held, vocab, "cpu").random
+    assert random is not None
     shards = VocabShards(held, vocab, group)
-    drawing = RandomSampling(logits[:, held.start : held.stop], draw, shards)
-    return drawing.perturbed_scores(
-        hash_tokens(torch.arange(held.start, held.stop)), shards.gather(*drawing.first_message())
+    sampling = RandomSampling(logits[:, held.start : held.stop], random, shards)
+    return sampling.perturbed_scores(
+        hash_tokens(torch.arange(held.start, held.stop)), shards.gather(*sampling.first_message())
     )
 
 
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A top_k above 4 is counted, not ranked."""
+    """Use the histogram search for every top_k above 4."""
     monkeypatch.setattr(batch_module, "_MAX_CANDIDATES", 4)
 
 
@@ -232,10 +234,10 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     levels=st.sampled_from([0, 1, 4, 40]),
     seed=st.integers(0, 2**31),
 )
-def test_filters_keep_the_same_set(
+def test_filters_keep_the_same_tokens(
     params: list[SamplingParams], ranks: int, extra: int, levels: int, seed: int
 ) -> None:
-    """Equal tokens could hide a boundary that is one token off; the noisy scores of a split must have the same bits."""
+    """Equal samples could hide a threshold that is one token off, so the noisy scores are compared bit by bit."""
     vocab = ranks + extra
     logits = some_logits(len(params), vocab, torch.float32, seed)
     if levels:
@@ -249,8 +251,8 @@ def test_filters_keep_the_same_set(
 
 @pytest.mark.usefixtures("few_candidates")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_rows_without_any_token_left(ranks: int) -> None:
-    """Nothing is right there, but nothing may break, and the ranks stay together."""
+def test_rows_with_all_tokens_banned(ranks: int) -> None:
+    """There is no correct token, but nothing may fail, and all ranks must agree."""
     vocab = 31
     rows = [row(kind, i, vocab, tuple(range(vocab))) for i, kind in enumerate(KINDS)]
     found, _ = split(some_logits(len(rows), vocab, torch.float32), rows, ranks)
@@ -258,7 +260,7 @@ def test_rows_without_any_token_left(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_alternatives_of_probability_zero_are_each_named_once(ranks: int) -> None:
+def test_alternatives_of_probability_zero_are_distinct(ranks: int) -> None:
     vocab = 11
     logits = torch.full((1, vocab), -math.inf)
     logits[0, 4:6] = torch.tensor([1.0, 2.0])

@@ -1,4 +1,4 @@
-"""What a config.json means, and one sentence for those that mean nothing."""
+"""Reading config.json: defaults as in transformers, and a one-sentence error for invalid values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ GOOD = {
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_silence_means_what_transformers_assumes(architecture):
-    """A config.json that gives only sizes is read with the defaults of transformers' own config class."""
+def test_missing_keys_have_the_defaults_of_transformers(architecture):
+    """A config.json with sizes only is read with the defaults of transformers' config class."""
     family = FAMILIES[architecture].name
     sizes = {
         "hidden_size": 512,
@@ -32,20 +32,20 @@ def test_silence_means_what_transformers_assumes(architecture):
         "num_attention_heads": 32,
         "vocab_size": 100,
     }
-    theirs = transformers.AutoConfig.for_model(family, **sizes)
-    ours = read_spec({"architectures": [architecture], **sizes})
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.max_position == theirs.max_position_embeddings
-    assert ours.norm_eps == theirs.rms_norm_eps
-    assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
-    window = theirs.sliding_window if getattr(theirs, "use_sliding_window", True) and family != "llama" else None
-    assert ours.windows[0] == window
+    expected = transformers.AutoConfig.for_model(family, **sizes)
+    spec = read_spec({"architectures": [architecture], **sizes})
+    assert spec.num_kv_heads == expected.num_key_value_heads
+    assert spec.max_position == expected.max_position_embeddings
+    assert spec.norm_eps == expected.rms_norm_eps
+    assert spec.tie_embeddings == expected.tie_word_embeddings
+    assert spec.rope.theta == expected.rope_parameters["rope_theta"]
+    assert spec.head_dim == (getattr(expected, "head_dim", None) or 16)
+    window = expected.sliding_window if getattr(expected, "use_sliding_window", True) and family != "llama" else None
+    assert spec.windows[0] == window
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"architectures": ["BertModel"]}, "'BertModel', which is not supported; known: LlamaForCausalLM"),
         ({"architectures": "GPT2LMHeadModel"}, "'GPT2LMHeadModel'"),
@@ -81,7 +81,7 @@ def test_silence_means_what_transformers_assumes(architecture):
         ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "one for each"),
     ],
 )
-def test_nonsense_is_a_sentence(change, says):
-    with pytest.raises(YalisError, match=says) as error:
+def test_invalid_values_raise_one_sentence(change, message):
+    with pytest.raises(YalisError, match=message) as error:
         read_spec({**GOOD, **change}, "the folder")
     assert "\n" not in str(error.value)

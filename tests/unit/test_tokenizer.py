@@ -1,4 +1,4 @@
-"""Tokenizers: from a folder and from a GGUF file, with chat templates and the ids that end a text."""
+"""Tokenizers from a folder and from a GGUF file, chat templates, and EOS token ids."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_chat(folder: Path) -> None:
         tokenizer.encode_chat([{"role": "tool", "content": "x"}])
 
 
-def test_half_a_character_is_a_sentence_wherever_it_stands(folder: Path) -> None:
+def test_invalid_unicode_raises_one_sentence(folder: Path) -> None:
     _, tokenizer = _open(folder)
-    for half, told in (("\ud800", r"\\ud800"), ("a\udcff", r"\\udcff")):  # the second: byte ff of an argument
-        with pytest.raises(YalisError, match=f"the text contains {told}, half a character or a byte"):
+    for half, escaped in (("\ud800", r"\\ud800"), ("a\udcff", r"\\udcff")):  # the second: byte ff of an argument
+        with pytest.raises(YalisError, match=f"the text contains {escaped}, half a character or a byte"):
             tokenizer.encode(half)
         for message in ({"role": "user", "content": half}, {"role": f"user{half}", "content": "x"}):
-            with pytest.raises(YalisError, match=f"the text contains {told}"):
+            with pytest.raises(YalisError, match=f"the text contains {escaped}"):
                 tokenizer.encode_chat([message])
 
 
@@ -86,19 +86,19 @@ def test_no_template_and_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_random_weights_keep_their_tokenizer(folder: Path) -> None:
+def test_random_weights_use_the_tokenizer_of_the_folder(folder: Path) -> None:
     for model in (folder, folder / "config.json"):
         assert load_tokenizer(open_checkpoint(str(model), load="random")) is not None
 
 
-def test_the_ids_that_end_a_text(folder: Path, tmp_path: Path) -> None:
+def test_eos_token_ids(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "model"
     TINY.build(seed=1).save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     save(byte_level(), path)
     checkpoint, tokenizer = _open(path)
     assert eos_token_ids(checkpoint) == (2,)  # config.json
-    assert tokenizer.eos_ids == (2, 1)  # and the tokenizer's own
+    assert tokenizer.eos_ids == (2, 1)  # and that of the tokenizer
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1]}))
     checkpoint, tokenizer = _open(path)
     assert eos_token_ids(checkpoint) == (7, 1)
@@ -109,7 +109,7 @@ def test_the_ids_that_end_a_text(folder: Path, tmp_path: Path) -> None:
 
 
 def _gguf(path: Path, **extra: object) -> Path:
-    """A tiny Llama whose file carries the byte-level tokenizer."""
+    """Write a tiny Llama with the byte-level tokenizer in its file."""
     hf = byte_level()
     model = json.loads(hf.backend_tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
@@ -118,7 +118,7 @@ def _gguf(path: Path, **extra: object) -> Path:
     return write_gguf(path, TINY.build(seed=1), tokens=tokens, merges=merges, extra={**ids, **extra})
 
 
-def test_a_gguf_file_carries_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))
@@ -136,7 +136,7 @@ def test_a_gguf_file_carries_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         chat = tokenizer.encode_chat(HELLO)
         assert tokenizer.decode(chat, skip_special_tokens=False) == "<|user|>hello there<|end|><|assistant|>"
 
-    # another file makes another entry, and a damaged entry is built again
+    # another file gets another cache entry, and a damaged entry is rebuilt
     _open(_gguf(tmp_path / "other.gguf", **{"general.name": "other"}))
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 2
     (entries[0] / "tokenizer.json").write_text("{")
@@ -144,23 +144,23 @@ def test_a_gguf_file_carries_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads((entries[0] / "tokenizer.json").read_text())
 
 
-def test_a_gguf_file_may_ask_for_a_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_with_add_bos_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))
     path = _gguf(tmp_path / "bos.gguf", **{"tokenizer.ggml.add_bos_token": True})
-    for _ in range(2):  # built, and from the cache
+    for _ in range(2):  # built, then from the cache
         tokenizer = _open(path)[1]
         assert tokenizer.encode("hello world")[0] == 0
         assert tokenizer.encode("hello world").count(0) == 1
         assert 0 not in tokenizer.encode_chat(HELLO)
 
 
-def test_a_gguf_file_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_without_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))
     path = write_gguf(tmp_path / "bare.gguf", TINY.build(seed=1))
     assert load_tokenizer(open_checkpoint(str(path))) is None
 
 
-def test_which_tokens_are_raw_bytes(tmp_path: Path) -> None:
+def test_raw_byte_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(save(byte_fallback(), tmp_path)))
     assert tokenizer is not None
     ids = tokenizer.encode("hello é")
@@ -169,7 +169,7 @@ def test_which_tokens_are_raw_bytes(tmp_path: Path) -> None:
     assert not tokenizer.is_byte(10**6)
 
 
-def test_smollm2_tokens_are_those_of_transformers() -> None:
+def test_smollm2_tokens_equal_transformers() -> None:
     from transformers import AutoTokenizer
 
     try:
