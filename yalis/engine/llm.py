@@ -399,7 +399,7 @@ class LLM:
                 self._running().finish(completion.sequence.id)
             request = completion.request
             request.group.notify(completion)
-            if request.finished:
+            if completion.finish_reason is not None and request.finished:
                 del self._requests[request.id]
                 for ended in request.completions:
                     del self._by_sequence[ended.sequence.id]

@@ -151,7 +151,7 @@ class RequestGroup:
         """Record that the completion has new output, and that its request has finished if this was its last part."""
         request = completion.request
         self._changed[request.id, completion.index] = completion
-        if request.finished:
+        if completion.finish_reason is not None and request.finished:
             self.unfinished.discard(request.id)
             self.finished[request.id] = request.output()
 
