@@ -46,13 +46,13 @@ class FormulaRanks:
     """The part of ReplicaRanks that an engine uses."""
 
     def __init__(self, device: str, num_blocks: int, max_model_len: int, seconds: float = 0.0) -> None:
-        graphs = SimpleNamespace(nbytes=7)
+        executor = SimpleNamespace(graph_bytes=7)
         self.runner = SimpleNamespace(
             device=torch.device(device),
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             block_size=4,
-            graphs=graphs,
+            executor=executor,
         )
         self.world = SimpleNamespace(explain=lambda error: None, fail=lambda sentence: None, failure=None, rank=0)
         self.seconds, self.closed = seconds, False
