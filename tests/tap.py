@@ -1,4 +1,4 @@
-"""Sees the logits a running engine samples from, and can make it go on with other tokens than it chose."""
+"""Records the logits that an engine samples from, and can replace the tokens that it sampled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from yalis import LLM, SamplingParams
 
 
 class LogitTap:
-    """Logits and choice of every sampled token, by (engine request id, number of output tokens before it).
+    """Records logits and token of every sampled position, by (engine request id, number of output tokens before it).
 
-    With `forced`, the k-th request goes on with the k-th list's tokens, whatever it chose.
+    With `forced`, the k-th request continues with the tokens of the k-th list instead of the sampled ones.
     """
 
     def __init__(self, llm: LLM, forced: Sequence[Sequence[int]] | None = None) -> None:
@@ -36,23 +36,23 @@ class LogitTap:
                 self.seen[key], self.chosen[key] = row.detach().float().cpu().clone(), token
             if forced is None:
                 return sampled
-            wanted = [forced[step.request_id][step.output_len] for step in steps]
-            return dataclasses.replace(sampled, tokens=torch.tensor(wanted, device=sampled.tokens.device))
+            tokens = [forced[step.request_id][step.output_len] for step in steps]
+            return dataclasses.replace(sampled, tokens=torch.tensor(tokens, device=sampled.tokens.device))
 
         runner.launch, runner.sampler.sample = tapped_launch, tapped_sample
 
     def of(self, request_id: int) -> torch.Tensor:
-        """[steps, vocabulary] of one engine request."""
+        """Return the logits of one engine request, [steps, vocabulary]."""
         count = sum(id == request_id for id, _ in self.seen)
         return torch.stack([self.seen[request_id, step] for step in range(count)])
 
 
 def check_near_ties(ref: Reference, llm: LLM) -> tuple[int, int]:
-    """The near-tie rule for 16-bit floats, teacher-forced on the reference's fp32 tokens: (tokens, disagreements).
+    """Check 16-bit logits with the near-tie rule, teacher-forced on the reference's fp32 tokens.
 
-    The bound is twice the error that transformers' own bf16 logits have on these prompts: ours must lie within it, and
-    a token may differ only where the reference's logits of the two tokens are closer than it. The prompts are prefilled
-    together and then decoded, token by token.
+    The bound is twice the error of transformers' own bf16 logits on these prompts. Our error must be within it, and a
+    token may differ only where the reference's logits of the two tokens are closer than the bound. The prompts are
+    prefilled together and then decoded token by token. Returns (tokens, disagreements).
     """
     bound = 2 * ref.bf16_noise()
     tap = LogitTap(llm, forced=ref.tokens)
@@ -67,6 +67,6 @@ def check_near_ties(ref: Reference, llm: LLM) -> tuple[int, int]:
         best = logits.argmax().item()
         disagreements += chosen != best
         gap = (logits[best] - logits[chosen]).item()
-        assert gap < bound, f"{ref.case.name}: chose a token {gap:.3f} below the best, bound {bound:.3f}"
+        assert gap < bound, f"{ref.case.name}: sampled a token {gap:.3f} below the best, bound {bound:.3f}"
     assert len(tap.seen) == len(ref.prompts) * steps
     return len(tap.seen), disagreements

@@ -220,7 +220,7 @@ def test_fused_gate_and_up_gemm(size: tuple[int, int]) -> None:
     for dtype, activation in ((torch.bfloat16, "silu"), (torch.float16, "gelu_tanh")):
         x = draw(ops.FUSED_GATE_MIN_ROWS + 77, inputs, dtype=dtype)
         weight = draw(outputs, inputs, dtype=dtype) / inputs**0.5
-        assert gated_product.suits(x, weight)
+        assert gated_product.supports(x, weight)
         for bias in (None, draw(outputs, dtype=dtype)):
             found = ops.gated_linear(x, weight, activation, bias)
             assert error(found, reference.gated_linear(x, weight, activation, bias)) < 2e-3

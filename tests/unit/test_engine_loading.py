@@ -28,7 +28,7 @@ def test_loading_needs_less_than_one_tensor_of_extra_memory(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     checkpoint = open_checkpoint(str(tmp_path))
     spec = read_spec(checkpoint.config)
-    model = Decoder(spec, Grid(), Stage(), 128, torch.float32, torch.device("cpu"))  # its pages are not touched yet
+    model = Decoder(spec, Grid(), Stage(), 128, torch.float32, torch.device("cpu"))  # allocated, but not resident yet
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     largest = 65_536 * 512 * 4
     assert size > 1.5 * largest

@@ -1,4 +1,4 @@
-"""The loop a GPU runs, on the CPU: plans overlap, sampled tokens feed the next step on the device, stops come late."""
+"""The asynchronous loop of a GPU, on the CPU: plans overlap, the next step reads sampled tokens on the device."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def plain(**fields) -> SamplingParams:
     return SamplingParams(**{"max_tokens": STEPS, "ignore_eos": True, **fields})
 
 
-def settle(llm: LLM) -> None:
-    """Commit what is still in flight, then nothing may be left."""
+def drain(llm: LLM) -> None:
+    """Commit the steps in flight, and check that no request holds KV blocks or slots."""
     while llm._engine.has_work:
         llm.poll()
     llm._engine.scheduler.check()
@@ -40,7 +40,7 @@ def settle(llm: LLM) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "auto"])
 @pytest.mark.parametrize("pressed", [False, True])
-def test_tokens_are_the_references(ref, attention, pressed):
+def test_tokens_match_the_reference(ref, attention, pressed):
     tight = {"block_size": 4, "kv_blocks": 17, "max_batch_tokens": 11, "max_model_len": 50} if pressed else {}
     with LLM(str(ref.path), device="cpu", attention=attention, **{"kv_blocks": 64, **tight}) as llm:
         outputs = llm.generate(ref.prompts, plain())
@@ -48,17 +48,17 @@ def test_tokens_are_the_references(ref, attention, pressed):
         counters = llm._engine.scheduler.counters
         assert counters.fed_tokens > 0
         assert not pressed or (counters.preemptions > 0 and counters.chunked_prefills > 0)
-        settle(llm)
+        drain(llm)
 
 
-def test_late_stops_and_cancels_leave_nothing_behind(ref):
+def test_late_stops_and_cancels_release_everything(ref):
     with LLM(str(ref.path), device="cpu", kv_blocks=64) as llm:
         stops = [plain(stop_token_ids=(tokens[4],)) for tokens in ref.tokens]
         for output, tokens in zip(llm.generate(ref.prompts, stops), ref.tokens, strict=True):
             assert output.token_ids == tokens[: tokens.index(tokens[4]) + 1]
             assert output.finish_reason == "stop"
         assert llm._engine.scheduler.counters.dropped_tokens > 0, "no stop was late"
-        settle(llm)
+        drain(llm)
         ids = [llm.submit(prompt, plain()) for prompt in ref.prompts]
         for _ in range(4):
             llm.poll()
@@ -68,10 +68,10 @@ def test_late_stops_and_cancels_leave_nothing_behind(ref):
         while llm.num_unfinished:
             done.update(llm.poll())
         for index, id in enumerate(ids):
-            wanted = "cancelled" if index % 2 == 0 else "length"
-            assert done[id].finish_reason == wanted
+            expected = "cancelled" if index % 2 == 0 else "length"
+            assert done[id].finish_reason == expected
             assert done[id].token_ids == ref.tokens[index][: len(done[id].token_ids)]
-        settle(llm)
+        drain(llm)
 
 
 def test_penalties_wait_for_their_history(ref):

@@ -44,27 +44,27 @@ def test_gated_product(
 
 
 def test_matrices_without_tma_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def suits(width: int, inputs: int, gap: int = 0, across: bool = False) -> bool:
+    def supports(width: int, inputs: int, gap: int = 0, across: bool = False) -> bool:
         x, weight = (torch.zeros(n, inputs + gap, dtype=torch.bfloat16)[:, gap:] for n in (8, 2 * width))
-        return bool(kernels.suits(x.t().contiguous().t() if across else x, weight))
+        return bool(kernels.supports(x.t().contiguous().t() if across else x, weight))
 
-    assert not suits(32, 64)  # no descriptors on a CPU
+    assert not supports(32, 64)  # no descriptors on a CPU
     monkeypatch.setattr(kernels, "gpu_limits", lambda device: GpuLimits(132, 227 << 10, True))
-    assert suits(32, 64)
-    assert suits(32, 64, gap=8)
-    assert not suits(36, 64)  # rows of the output would not be aligned
-    assert not suits(32, 60)
-    assert not suits(32, 64, gap=4)
-    assert not suits(32, 64, across=True)
+    assert supports(32, 64)
+    assert supports(32, 64, gap=8)
+    assert not supports(36, 64)  # rows of the output would not be aligned
+    assert not supports(32, 60)
+    assert not supports(32, 64, gap=4)
+    assert not supports(32, 64, across=True)
     monkeypatch.setattr(kernels, "gpu_limits", lambda device: GpuLimits(170, 99 << 10, True))
-    assert not suits(32, 64)
+    assert not supports(32, 64)
 
 
 def test_ops_use_it_from_a_number_of_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
     monkeypatch.setattr(ops, "FUSED_GATE_MIN_ROWS", 66)
     monkeypatch.setattr(ops, "_triton", lambda x: True)
-    monkeypatch.setattr(kernels, "suits", lambda x, weight: used.append(x.shape[0]) or False)
+    monkeypatch.setattr(kernels, "supports", lambda x, weight: used.append(x.shape[0]) or False)
     weight = torch.randn(16, 8)
     for rows in (65, 66, 67):
         ops.gated_linear(torch.randn(rows, 8), weight, "silu")

@@ -1,4 +1,4 @@
-"""What ops choose on a GPU gives what they choose on a CPU, with Triton's kernels in its interpreter."""
+"""The GPU implementations of ops, in Triton's interpreter, compute the same as the CPU implementations."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 
 def on_gpu(function: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """As if the tensors were on one."""
+    """Call an op as if its tensors were on a GPU."""
     with patch.object(ops, "_triton", lambda x: True):
         return function(*args, **kwargs)
 
 
 def in_torch(function: Callable[..., T], *args: object, **kwargs: object) -> T:
-    with patch.object(native, "_loaded", native.Unavailable("not wanted here")):
+    with patch.object(native, "_loaded", native.Unavailable("disabled in this test")):
         return function(*args, **kwargs)
 
 
@@ -52,7 +52,7 @@ def check(found: Tensor, *expected: Tensor) -> None:
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 7, 20, 65])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products(dtype: torch.dtype, rows: int, biased: bool) -> None:
+def test_linear(dtype: torch.dtype, rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 72).to(dtype), (torch.randn(40, 72) / 8).to(dtype)
     bias = torch.randn(40).to(dtype) if biased else None
@@ -67,10 +67,10 @@ def test_products(dtype: torch.dtype, rows: int, biased: bool) -> None:
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 65])
 @pytest.mark.parametrize("wide", [False, True])
-def test_norms_of_sums(dtype: torch.dtype, rows: int, wide: bool) -> None:
-    x, branch = torch.randn(2, rows, 40).to(dtype)
-    weight = torch.randn(40).to(torch.float32 if wide else dtype)  # Gemma's is
-    for given in ((x, branch, weight, 1e-5), (x, None, weight, 1e-5)):
+def test_add_rms_norm(dtype: torch.dtype, rows: int, wide: bool) -> None:
+    x, residual = torch.randn(2, rows, 40).to(dtype)
+    weight = torch.randn(40).to(torch.float32 if wide else dtype)  # as in Gemma
+    for given in ((x, residual, weight, 1e-5), (x, None, weight, 1e-5)):
         expected = reference.add_rms_norm(*given)
         for found in (on_gpu(ops.add_rms_norm, *given), ops.add_rms_norm(*given), in_torch(ops.add_rms_norm, *given)):
             check(found[0], expected[0])
@@ -78,10 +78,10 @@ def test_norms_of_sums(dtype: torch.dtype, rows: int, wide: bool) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("turned", "norm"), [(32, False), (32, True), (16, False)])
-def test_rope_write(dtype: torch.dtype, turned: int, norm: bool) -> None:
+@pytest.mark.parametrize(("rotated", "norm"), [(32, False), (32, True), (16, False)])
+def test_rope_write(dtype: torch.dtype, rotated: int, norm: bool) -> None:
     qkv, pool = torch.randn(5, 4 + 2 * 2, 32).to(dtype), torch.randn(2, 4, 8, 2, 32).to(dtype)
-    cos, sin = torch.randn(5, 1, 2 * turned).to(dtype).chunk(2, dim=-1)
+    cos, sin = torch.randn(5, 1, 2 * rotated).to(dtype).chunk(2, dim=-1)
     slots = torch.randperm(32)[:5]
     norms = (torch.randn(32).to(dtype), torch.randn(32).to(dtype), 1e-6) if norm else ()
     pools = [pool.clone() for _ in range(4)]
@@ -96,16 +96,16 @@ def test_rope_write(dtype: torch.dtype, turned: int, norm: bool) -> None:
     assert not torch.equal(pools[0], pool)
 
 
-def test_a_product_is_one_launch_with_what_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to so many rows; with more, the gate is a launch of its own, and torch multiplies."""
+def test_small_gemms_are_fused_with_their_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more than 64 rows, torch computes the GEMM and the gate is a launch of its own."""
     launched: list[str] = []
 
-    def watch(module: object, name: str) -> None:
+    def log_launches(module: object, name: str) -> None:
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **kwargs: launched.append(name) or function(*args, **kwargs))
 
     for module, name in ((skinny, "linear"), (skinny, "gated_linear"), (fused, "add_rms_norm"), (fused, "gated")):
-        watch(module, name)
+        log_launches(module, name)
     weight, norm = torch.randn(32, 16), torch.ones(16)
     for rows, expected in ((64, ["add_rms_norm", "gated_linear", "linear"]), (65, ["add_rms_norm", "gated"])):
         x = torch.randn(rows, 16)
@@ -117,7 +117,7 @@ def test_a_product_is_one_launch_with_what_stands_behind_it(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["llama-bias-linear", "qwen3-gqa4", "phi3-partial-tied", "gemma2"])
 def test_a_model(name: str) -> None:
-    """Logits and cache of a prompt beside decoding sequences, then of a single token."""
+    """Compare logits and KV cache of a prompt next to decoding sequences, then of a single token."""
     model = make_model(next(case for case in CASES if case.name == name))
     spec = model.spec
     needs = AttentionNeeds(
@@ -136,7 +136,7 @@ def test_a_model(name: str) -> None:
     assert torch.allclose(*pools, 1e-4, 1e-4)
 
 
-def test_launches_are_dependent_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pdl_is_used_only_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert not pdl_enabled()
     with enable_pdl(torch.device("cuda")):

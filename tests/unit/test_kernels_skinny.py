@@ -80,7 +80,7 @@ def test_numbers_of_rows_that_suit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def suitable(inputs: int = 4096, dtype: torch.dtype = torch.bfloat16) -> list[int]:
         weight = torch.zeros(6144, inputs, dtype=dtype)
-        return [rows for rows in range(200) if skinny.suits(torch.zeros(rows, inputs, dtype=dtype), weight)]
+        return [rows for rows in range(200) if skinny.supports(torch.zeros(rows, inputs, dtype=dtype), weight)]
 
     by_address = list(range(1, 65))
     assert suitable() == by_address

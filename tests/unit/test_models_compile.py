@@ -1,4 +1,4 @@
-"""Blocks compile whole, without a break, once for all layers that are alike and any number of tokens."""
+"""Blocks compile without graph breaks, once for all layers of the same type and any number of tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_model(case: Case, grid: Grid | None = None, layers: int = 2) -> Decoder
 
 
 def make_batch(lengths: tuple[int, ...], cached: int) -> ForwardBatch:
-    """Sequences that bring these numbers of tokens, each behind so many cached ones, in blocks of their own."""
+    """Return a batch of sequences with these numbers of new tokens, each after `cached` tokens, in separate blocks."""
     each = BLOCKS // len(lengths)
     places = [(i, cached + k) for i, length in enumerate(lengths) for k in range(length)]
     positions = torch.tensor([position for _, position in places])
@@ -83,7 +83,7 @@ def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     def run(model: Decoder, pool: Tensor, batch: ForwardBatch) -> Tensor:
         return model(batch, [LayerCache(*layer) for layer in pool.transpose(0, 1)], attention)
 
-    layers = [(at == 0, window) for at, window in enumerate(eager.spec.windows)]  # nothing is added before the first
+    layers = [(at == 0, window) for at, window in enumerate(eager.spec.windows)]  # the first has no residual
     kinds, before_the_last = len(set(layers)), len(set(layers[:-1]))
     for lengths, cached, expected in (
         ((5, 9, 1), 0, before_the_last),
@@ -102,12 +102,14 @@ def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     assert pools[0].count_nonzero() > 0
     called = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"}
     assert {"yalis.rope_write.default", "yalis.attend.default"} < called
-    assert not {target for target in called if "clone" in target or "copy" in target}, "of the cache?"
+    assert not {target for target in called if "clone" in target or "copy" in target}, (
+        "the KV cache may have been copied"
+    )
 
 
-def test_engine_after_engine() -> None:
-    """torch keeps a few graphs for a piece of code and gives up beyond; those of other engines do not count."""
-    case = next(case for case in CASES if case.name == "gemma2")  # two kinds of layers
+def test_compiling_one_model_after_another() -> None:
+    """torch limits the graphs per code object. The graphs of other engines do not count."""
+    case = next(case for case in CASES if case.name == "gemma2")  # two types of layers
     for _ in range(4):
         model = make_model(case, layers=5)
         compile_blocks(model, backend="eager")
@@ -121,7 +123,7 @@ def test_engine_after_engine() -> None:
 
 @pytest.mark.parametrize("split", [Split(2), Split(1, 2)], ids=["rows", "columns"])
 def test_ranks_sum_within_compiled_blocks(split: Split) -> None:
-    """Two ranks of a model whose hidden states, or whose heads, are split: as uncompiled."""
+    """Two ranks of a model whose hidden states or heads are split compute the same as uncompiled."""
     case = next(case for case in CASES if case.name == "qwen3-gqa4")
     batches = [make_batch(lengths, cached) for lengths, cached in (((5, 9), 0), ((1, 1), 9))]
 

@@ -1,4 +1,4 @@
-"""What a step computes for whom."""
+"""Which rows the layers of a step compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from yalis.attention.choose import choose_backend
 
 
 @pytest.mark.parametrize("name", ["llama-bias-linear", "gemma2"])
-def test_the_last_layer_goes_on_with_tokens_that_get_logits(name: str) -> None:
+def test_the_last_layer_computes_only_rows_that_get_logits(name: str) -> None:
     model = make_model(next(case for case in CASES if case.name == name))
     spec = model.spec
     needs = AttentionNeeds(spec.num_heads, spec.num_kv_heads, spec.head_dim, torch.float32, torch.device("cpu"), 8)
@@ -35,5 +35,5 @@ def test_the_last_layer_goes_on_with_tokens_that_get_logits(name: str) -> None:
     for rows in ([4, 13, 14], [14], []):
         some, written = run(replace(batch, logit_rows=torch.tensor(rows, dtype=torch.int64)))
         assert seen == [15] * (spec.num_layers - 1) + [len(rows)]
-        assert torch.equal(written, pool), "all tokens leave their keys and values"
+        assert torch.equal(written, pool), "all tokens write their keys and values"
         torch.testing.assert_close(some, whole[rows])

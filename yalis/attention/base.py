@@ -1,7 +1,7 @@
-"""The contract of an attention backend, and the batch it works on.
+"""The interface of attention backends, and the batch of a step.
 
-Shapes: T tokens of all sequences of a step, packed · S sequences · H query heads · K key/value heads · D head_dim ·
-N blocks in the pool · B tokens a block holds.
+Shapes: T tokens of all sequences of a step, concatenated · S sequences · R rows that get logits · H query heads ·
+K key/value heads · D head_dim · N KV blocks · B block_size.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from yalis.registry import Registry
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The tokens of one step, on the device, with the lengths also known on the host."""
+    """The input of one step on the device, with the sequence lengths also on the host.
+
+    The tensors of a recorded step are views of a buffer: its lengths and block tables are int64, with any strides.
+    """
 
     token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, place in its own sequence
-    rope_rows: Tensor  # [T] int64, row of the rotary table (the position, or past it for a second set of factors)
-    kv_slots: Tensor  # [T] int64, where a token's key and value go: block * B + place in the block
-    query_start: Tensor  # [S + 1] int32, where each sequence's tokens begin among the T; in a recorded step or int64
-    context_len: Tensor  # [S] int32, tokens of the sequence after this step, these included
-    block_tables: Tensor  # [S, most blocks] int32, padded with 0; in a recorded step int64 like lengths, of any strides
-    logit_rows: Tensor  # [R] int64, which of the T tokens get logits: ascending, each once
-    query_lens: tuple[int, ...]  # the same lengths on the host
-    context_lens: tuple[int, ...]
-    hidden: Tensor | None = None  # [T, hidden] from the pipeline stage before this one
+    positions: Tensor  # [T] int64, position of the token in its sequence
+    rope_rows: Tensor  # [T] int64, row of the rotary table: the position, plus an offset for LongRoPE's long factors
+    kv_slots: Tensor  # [T] int64, KV slot that the token is written to: block * B + offset in the block
+    query_start: Tensor  # [S + 1] int32, index of the first token of each sequence, then T
+    context_len: Tensor  # [S] int32, tokens of the sequence, those of this step included
+    block_tables: Tensor  # [S, max blocks] int32, padded with 0
+    logit_rows: Tensor  # [R] int64, tokens that get logits, ascending and distinct
+    query_lens: tuple[int, ...]  # tokens of each sequence in this step, on the host; upper bounds in a recorded step
+    context_lens: tuple[int, ...]  # context_len on the host; not valid in a recorded step
+    hidden: Tensor | None = None  # [T, hidden], the output of the previous pipeline stage
 
     @property
     def decode_only(self) -> bool:
-        """Every sequence brings exactly one token."""
+        """Whether every sequence has exactly one token."""
         return len(self.query_lens) == int(self.token_ids.shape[0])
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, in blocks."""
+    """The KV cache of one layer."""
 
     k: Tensor  # [N, B, K, D]
     v: Tensor  # [N, B, K, D]
@@ -47,7 +50,7 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model asks of a backend on this rank; enough to say whether a backend can serve it."""
+    """What a model needs from an attention backend on this rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -56,24 +59,24 @@ class AttentionNeeds:
     device: torch.device
     block_size: int
     window: bool = False  # some layer has a sliding window
-    softcap: bool = False  # scores are capped by tanh
+    softcap: bool = False  # scores are soft-capped with tanh
 
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What may differ from layer to layer."""
+    """Attention parameters that may differ between layers."""
 
     scale: float
-    window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    window: int | None = None  # a token attends to itself and the window - 1 tokens before it
     softcap: float | None = None
 
 
 class AttentionBackend(ABC):
-    """Reads the paged cache. One object serves all layers of a rank."""
+    """Attention over the paged KV cache. One object serves all layers of a rank."""
 
     name: ClassVar[str]
-    #: whether steps can be recorded and replayed: all it reads is in the batch's tensors, and the lengths on the host
-    #: are but the most that may come
+    #: whether steps can be recorded and replayed: results depend on the tensors of the batch alone. Of the lengths on
+    #: the host, query_lens is used only as upper bounds and context_lens not at all.
     capturable: bool = False
 
     def __init__(self, needs: AttentionNeeds) -> None:
@@ -82,17 +85,17 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def unusable(cls, needs: AttentionNeeds) -> str | None:
-        """Why this backend cannot serve these needs here, as a short clause; None when it can."""
+        """Return why this backend cannot meet these needs, as a short clause, or None if it can."""
 
     def prepare(self, batch: ForwardBatch) -> Any:
-        """What all layers of one step share (index tensors, masks): made once a step, handed to every attend()."""
+        """Return state that all layers of a step share, such as index tensors and masks. attend() receives it."""
         return None
 
     @abstractmethod
     def attend(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: Any, params: AttentionParams) -> Tensor:
-        """Causal attention of q [T, H, D] over each sequence's own cached tokens, as [T, H, D].
+        """Return the causal attention of q [T, H, D] over the cached tokens of each sequence, as [T, H, D].
 
-        The step's own keys and values are already written. Query head h reads key/value head h // (H // K).
+        The keys and values of this step are already in the cache. Query head h reads key/value head h // (H // K).
         """
 
 

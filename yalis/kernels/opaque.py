@@ -1,4 +1,4 @@
-"""Functions that torch.compile puts into its graphs as they are, without looking inside."""
+"""Functions that torch.compile calls as custom ops, without tracing into them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ Shape = Callable[..., tuple[int, ...]]
 
 
 def opaque(schema: str, *shapes: Shape) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function of tensors, within compiled code the torch op yalis::<its name>.
+    """Make a function of tensors the torch op yalis::<name> within compiled code. Elsewhere it is called directly.
 
-    Its results have the dtype and device of the first argument and these `shapes` of all of them. What runs inside is
-    decided when it runs, so a graph that is compiled once serves any number of rows, and gives the bits that the
-    function gives uncompiled.
+    The results have the dtype and device of the first argument, and the shapes that `shapes` return for the arguments.
+    The function selects its implementation when it runs. One compiled graph therefore serves any number of rows, with
+    the same bits as uncompiled code.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
 
         def run(*args: P.args, **kwargs: P.kwargs) -> Any:
-            found = function(*args, **kwargs)
-            # as a compiler is told
-            return found.contiguous() if isinstance(found, Tensor) else tuple(one.contiguous() for one in found)
+            result = function(*args, **kwargs)
+            # Contiguous, like the tensors of the fake implementation.
+            return result.contiguous() if isinstance(result, Tensor) else tuple(x.contiguous() for x in result)
 
-        def like(first: Tensor, *args: object) -> Any:
-            made = tuple(first.new_empty(shape(first, *args)) for shape in shapes)
-            return made if len(made) > 1 else made[0]
+        def fake(first: Tensor, *args: object) -> Any:
+            outputs = tuple(first.new_empty(shape(first, *args)) for shape in shapes)
+            return outputs if len(outputs) > 1 else outputs[0]
 
         op = torch.library.custom_op(f"yalis::{name}", run, mutates_args=(), schema=schema)
-        op.register_fake(like)
+        op.register_fake(fake)
         compiled = getattr(torch.ops.yalis, name).default
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
-                found: R = compiled(*args, **kwargs)
-                return found
+                result: R = compiled(*args, **kwargs)
+                return result
             return function(*args, **kwargs)
 
         return call

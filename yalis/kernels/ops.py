@@ -1,16 +1,16 @@
-"""What layers compute between collectives, in the largest steps they can name; ops decide what runs.
+"""The operations of layers between collectives. Each op selects an implementation for its tensors.
 
-On a CPU in float32 that is native code (kernels/native.c). On a GPU it is our Triton kernels: few rows of a product
-join it with what stands behind (kernels/skinny.py), many go through cuBLAS, with kernels/fused.py around; so do gate
-and up of very many, whose gate joins them (kernels/gated_product.py).
-Everywhere else, and where tensors do not suit a kernel, it is plain torch, operation by operation. All round where
-those operations round.
+- CPU in float32: native code (kernels/native.c).
+- GPU: Triton kernels. GEMMs with few rows are fused with their epilogue (kernels/skinny.py). GEMMs with many rows use
+  cuBLAS, and kernels/fused.py has the operations around them. From FUSED_GATE_MIN_ROWS rows on, the gate and up GEMM is
+  fused with the gate (kernels/gated_product.py).
+- Everything else: plain torch, operation by operation. All implementations round where these operations round.
 
-None of them asks the device anything, so a CUDA graph may capture them, after a first run: that one compiles kernels
-and makes the counters of split products, which all launches share. So one stream carries a device's steps, one after
-the other. torch.compile does not look inside (kernels/opaque.py).
+No op waits for the device, so CUDA graphs can capture them. They must run once before a capture, which compiles kernels
+and allocates the counters of split-K GEMMs. All launches share these counters, so the steps of a device must run in one
+stream. torch.compile does not trace into the ops (kernels/opaque.py).
 
-Names: T tokens · H query heads · K key/value heads · D head_dim · N blocks of a cache · B tokens a block holds.
+Shapes: T tokens · H query heads · K key/value heads · D head_dim · N KV blocks · B block_size.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def linear(
     weight: Tensor,  # [out, in]
     bias: Tensor | None = None,  # [out]
 ) -> Tensor:
-    """x times weight transposed, plus bias."""
-    if _few_rows(x, weight):
+    """Return x @ weight.T + bias."""
+    if _is_skinny(x, weight):
         from yalis.kernels import skinny
 
         return skinny.linear(x, weight, bias, pdl_enabled())
-    return _product(x, weight, bias)
+    return _dense_linear(x, weight, bias)
 
 
 @opaque(
@@ -55,50 +55,51 @@ def linear(
 )
 def gated_linear(
     x: Tensor,  # [T, in]
-    weight: Tensor,  # [2 * width, in], the gate's rows before those of up
+    weight: Tensor,  # [2 * width, in], rows of gate, then rows of up
     activation: str,
     bias: Tensor | None = None,  # [2 * width]
 ) -> Tensor:
-    """activation(gate) * up, both products of x with their half of weight."""
-    if _few_rows(x, weight, gated=True):
+    """Return activation(gate) * up, where gate and up are the products of x with their half of weight: [T, width]."""
+    if _is_skinny(x, weight, gated=True):
         from yalis.kernels import skinny
 
         return skinny.gated_linear(x, weight, activation, bias, pdl_enabled())
     if x.shape[0] >= FUSED_GATE_MIN_ROWS and _triton(x):
         from yalis.kernels import gated_product
 
-        if gated_product.suits(x, weight):
+        if gated_product.supports(x, weight):
             return gated_product.gated_product(x, weight, activation, bias)
     return gated(linear(x, weight, bias), activation)
 
 
-# A compiler that knew of the writes would copy the caches to have keys and values apart, which share their memory. What
-# reads them is attention alone, and it takes the queries: that keeps the order.
+# The op does not declare that it mutates the caches: torch.compile would copy them, as keys and values share storage.
+# Only attention reads them, and it depends on the queries that this op returns, so the order is kept.
 @opaque(
-    "(Tensor qkv, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor slots, "
+    "(Tensor qkv, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor kv_slots, "
     "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0) -> Tensor",
     lambda qkv, cos, sin, k_cache, *_: (qkv.shape[0], qkv.shape[1] - 2 * k_cache.shape[2], qkv.shape[2]),
 )
 def rope_write(
     qkv: Tensor,  # [T, H + 2K, D]
-    cos: Tensor,  # [T, 1, dim], dim of a head's D numbers are rotated
-    sin: Tensor,  # [T, 1, dim], with the sign of the first half
+    cos: Tensor,  # [T, 1, dim], the first dim elements of a head are rotated
+    sin: Tensor,  # [T, 1, dim], negated in the first half
     k_cache: Tensor,  # [N, B, K, D]
     v_cache: Tensor,  # [N, B, K, D]
-    slots: Tensor,  # [T] where a token's key and value go, each to its own
-    q_norm: Tensor | None = None,  # [D], and then k_norm too
-    k_norm: Tensor | None = None,
+    kv_slots: Tensor,  # [T], distinct
+    q_norm: Tensor | None = None,  # [D], given together with k_norm
+    k_norm: Tensor | None = None,  # [D]
     eps: float = 0.0,
 ) -> Tensor:
-    """Norm (where there is one) and rotate queries and keys, write keys and values to the cache; the queries [T, H, D].
+    """Apply the optional norm and RoPE to queries and keys, and write keys and values to the cache.
 
-    A slot below 0 is nowhere, for native and Triton kernels; plain torch takes none.
+    Returns the queries [T, H, D]. The native and Triton kernels skip tokens whose slot is negative. Plain torch does
+    not support negative slots.
     """
     if _triton(qkv) and k_cache.stride(3) == v_cache.stride(3) == 1:
         from yalis.kernels import fused
 
         pdl = pdl_enabled()
-        return fused.rope_write(qkv, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps, pdl)
+        return fused.rope_write(qkv, cos, sin, k_cache, v_cache, kv_slots, q_norm, k_norm, eps, pdl)
     kv_heads = k_cache.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
     if q_norm is not None and k_norm is not None:
@@ -107,19 +108,19 @@ def rope_write(
     else:
         q, k = rotate(qkv[:, : heads + kv_heads], cos, sin).split((heads, kv_heads), dim=1)
         v = qkv[:, heads + kv_heads :]
-    write(k, v, k_cache, v_cache, slots)
+    write(k, v, k_cache, v_cache, kv_slots)
     return q
 
 
 @opaque("(Tensor x, Tensor weight, float eps) -> Tensor", lambda x, *_: x.shape)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension of x, [T, C] or [T, heads, C], in the dtype of the weight."""
+    """Return x / rms(x) * weight over the last dimension of x [T, C] or [T, heads, C], computed in weight's dtype."""
     if x.dim() == 2 and _triton(x):
         from yalis.kernels import fused
 
         return fused.add_rms_norm(x, None, weight, eps, pdl_enabled())[0]
     lib = _native(x)
-    if lib is None or weight.dtype != x.dtype or not _packed(x):
+    if lib is None or weight.dtype != x.dtype or not _is_packed(x):
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     cols = weight.shape[0]
@@ -131,27 +132,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(the norm of x + branch, x + branch), of [T, C] each; without a branch, of x alone."""
-    return (rms_norm(x, weight, eps), x) if branch is None else _add_rms_norm(x, branch, weight, eps)
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (the norm of x + residual, x + residual), [T, C] each; without a residual, (the norm of x, x)."""
+    return (rms_norm(x, weight, eps), x) if residual is None else _add_rms_norm(x, residual, weight, eps)
 
 
 @opaque(
-    "(Tensor x, Tensor branch, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     lambda x, *_: x.shape,
     lambda x, *_: x.shape,
 )
-def _add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if _triton(x):
         from yalis.kernels import fused
 
-        return fused.add_rms_norm(x, branch, weight, eps, pdl_enabled())
-    x = add(x, branch)
+        return fused.add_rms_norm(x, residual, weight, eps, pdl_enabled())
+    x = add(x, residual)
     return rms_norm(x, weight, eps), x
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """The rows of table [N, C] that `rows` [T] int64 names, in its order."""
+    """Return the rows of table [N, C] with the indices `rows` [T] int64."""
     if torch.compiler.is_compiling():
         return table.index_select(0, rows)
     if _triton(table) and rows.is_contiguous():
@@ -179,10 +180,10 @@ def use_last_tokens(token_ids: Tensor, last_tokens: Tensor, request_slots: Tenso
     return torch.where(token_ids < 0, last_tokens.index_select(0, request_slots), token_ids)
 
 
-# A compiler would take what follows of the sum before it is rounded.
+# An op of its own, so that torch.compile does not fuse it with what follows and skip the rounding of the sum.
 @opaque("(Tensor x, Tensor y) -> Tensor", lambda x, *_: x.shape)
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y, of one shape."""
+    """Return x + y. Both have the same shape."""
     lib = _native(x)
     if lib is None or x.shape[0] > NATIVE_MAX_ROWS or not (x.is_contiguous() and y.is_contiguous()):
         return x + y
@@ -193,7 +194,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 @opaque("(Tensor gate_up, str activation) -> Tensor", lambda gate_up, *_: (gate_up.shape[0], gate_up.shape[1] // 2))
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, for the two halves of gate_up [T, 2 * width]; silu, gelu or gelu_tanh."""
+    """Return activation(gate) * up for gate_up [T, 2 * width], gate in the first half; silu, gelu or gelu_tanh."""
     if _triton(gate_up):
         from yalis.kernels import fused
 
@@ -211,16 +212,16 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dim of x's last dimension, [T, heads, D], pairing element i with i + dim/2.
+    """Apply RoPE to the first dim elements of each head of x [T, heads, D], pairing element i with i + dim/2.
 
-    cos and sin are [T, 1, dim], the sign of the first half in the sines.
+    cos and sin are [T, 1, dim]; the sines of the first half are negated.
     """
     dim = cos.shape[-1]
     lib = _native(x)
-    if lib is None or not _packed(x) or cos.dtype != x.dtype or cos.stride() != sin.stride() or cos.stride(2) != 1:
-        turned = x if dim == x.shape[-1] else x[..., :dim]
-        half = torch.roll(turned, dim // 2, -1)
-        out = torch.addcmul(turned * cos, half, sin)
+    if lib is None or not _is_packed(x) or cos.dtype != x.dtype or cos.stride() != sin.stride() or cos.stride(2) != 1:
+        rotated = x if dim == x.shape[-1] else x[..., :dim]
+        half = torch.roll(rotated, dim // 2, -1)
+        out = torch.addcmul(rotated * cos, half, sin)
         return out if dim == x.shape[-1] else torch.cat((out, x[..., dim:]), dim=-1)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     lib.rotate(
@@ -230,20 +231,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Put keys and values, [T, K, D] each, into their slots."""
+def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tensor) -> None:
+    """Write keys and values, [T, K, D] each, to their KV slots [T]."""
     lib = _native(k)
-    if lib is None or not (_packed(k) and _packed(v) and k_cache.is_contiguous() and v_cache.is_contiguous()):
-        k_cache.flatten(0, 1).index_copy_(0, slots, k)
-        v_cache.flatten(0, 1).index_copy_(0, slots, v)
+    if lib is None or not (_is_packed(k) and _is_packed(v) and k_cache.is_contiguous() and v_cache.is_contiguous()):
+        k_cache.flatten(0, 1).index_copy_(0, kv_slots, k)
+        v_cache.flatten(0, 1).index_copy_(0, kv_slots, v)
         return
     lib.write_kv(
         k_cache.data_ptr(), v_cache.data_ptr(), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-        slots.data_ptr(), k.shape[0], k.shape[1] * k.shape[2],
+        kv_slots.data_ptr(), k.shape[0], k.shape[1] * k.shape[2],
     )  # fmt: skip
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
     lib = _native(x)
     if lib is None or not 0 < rows <= NATIVE_MAX_ROWS or x.stride(1) != 1 or not weight.is_contiguous():
@@ -257,17 +258,17 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def _few_rows(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Whether a product is one for kernels/skinny.py."""
+def _is_skinny(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    """Whether kernels/skinny.py computes this GEMM."""
     if not _triton(x) or weight.dtype != x.dtype or weight.stride(1) != 1:
         return False
     from yalis.kernels import skinny
 
-    return skinny.suits(x, weight, gated)
+    return skinny.supports(x, weight, gated)
 
 
 def _triton(x: Tensor) -> bool:
-    """Whether our Triton kernels compute on tensors such as this one."""
+    """Whether our Triton kernels support this tensor's device and dtype."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and _has_triton()
 
 
@@ -277,11 +278,11 @@ def _has_triton() -> bool:
 
 
 def _native(x: Tensor) -> native.Library | None:
-    """The native library, where it computes on tensors such as this one."""
+    """Return the native library if it supports this tensor's device and dtype."""
     return native.load() if x.is_cpu and x.dtype is torch.float32 else None
 
 
-def _packed(x: Tensor) -> bool:
-    """Whether only the first dimension of [T, C] or [T, heads, C] may skip elements."""
+def _is_packed(x: Tensor) -> bool:
+    """Whether [T, C] or [T, heads, C] is contiguous except for the stride of the first dimension."""
     strides = x.stride()
     return strides[-1] == 1 and (len(strides) == 2 or strides[1] == x.shape[2])

@@ -1,7 +1,7 @@
-"""A stretch of native calls, recorded once and replayed by a single one: to a CPU what a captured graph is to a GPU.
+"""Records the native calls of a function and replays all of them in one call: on a CPU, what a CUDA graph is on a GPU.
 
-A replay reads its inputs where the recording did: whoever replays puts new numbers into the same tensors. What lay in
-between is laid out anew, each piece of memory used again as soon as nobody reads it any more.
+A replay reads its inputs at the addresses of the recording, so new inputs are written into the same tensors.
+Intermediate results get new addresses in a buffer of their own, which reuses memory as soon as no later call reads it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from yalis.kernels import native
 
 _NAMES = list(native.SIGNATURES)
 _FIELDS: dict[type, str] = {c_void_p: "p", c_int64: "i", c_double: "f"}
-_MOST_ARGUMENTS = max(map(len, native.SIGNATURES.values()))
-_LINE = 64  # bytes; no two pieces share a cache line
+_MAX_ARGUMENTS = max(map(len, native.SIGNATURES.values()))
+_CACHE_LINE = 64  # bytes; no two allocations share one
 
 
 class _Value(Union):
@@ -31,32 +31,35 @@ class _Value(Union):
 
 
 class _Call(Structure):
-    _fields_ = [("function", c_int64), ("of", _Value * _MOST_ARGUMENTS)]
+    _fields_ = [("function", c_int64), ("arguments", _Value * _MAX_ARGUMENTS)]
 
 
-Note = tuple[str, tuple[Any, ...]]  # a function of native.c and its arguments
+RecordedCall = tuple[str, tuple[Any, ...]]  # a function of native.c and its arguments
 
 
 class ReplayBuffer:
-    """The calls of one run of a function that computes in native calls alone."""
+    """The native calls of a function, and the memory for their intermediate results."""
 
-    def __init__(self, library: native.Library, notes: list[Note], made: list[Tensor], result: Tensor) -> None:
-        layout = _Layout(notes, made, result)
-        self._library, self._count = library, len(notes)
-        self._names = [name for name, _ in notes]
+    def __init__(
+        self, library: native.Library, calls: list[RecordedCall], allocated: list[Tensor], result: Tensor
+    ) -> None:
+        """`allocated`: the tensors that were allocated between the calls."""
+        layout = _MemoryLayout(calls, allocated, result)
+        self._library, self._count = library, len(calls)
+        self._names = [name for name, _ in calls]
         self.memory = torch.empty(layout.size // 4)
         base = self.memory.data_ptr()
-        self._calls: Array[_Call] = (_Call * len(notes))()
-        for entry, (name, arguments) in zip(self._calls, notes, strict=True):
+        self._calls: Array[_Call] = (_Call * len(calls))()
+        for entry, (name, arguments) in zip(self._calls, calls, strict=True):
             entry.function = _NAMES.index(name)
-            for place, (kind, argument) in enumerate(zip(native.SIGNATURES[name], arguments, strict=True)):
-                moved = layout.move(argument, base) if kind is c_void_p else argument
-                setattr(entry.of[place], _FIELDS[kind], moved)
-        start = (layout.move(result.data_ptr(), base) - base) // 4
+            for index, (ctype, argument) in enumerate(zip(native.SIGNATURES[name], arguments, strict=True)):
+                value = layout.relocate(argument, base) if ctype is c_void_p else argument
+                setattr(entry.arguments[index], _FIELDS[ctype], value)
+        start = (layout.relocate(result.data_ptr(), base) - base) // 4
         self._result = self.memory.as_strided(result.shape, result.stride(), start)
 
     def replay(self) -> Tensor:
-        """The function's result for what its inputs hold now; overwritten by the next replay."""
+        """Run the calls on the current inputs and return the result, which the next replay overwrites."""
         listener = native.current_listener()
         if listener is None:
             self._library.replay(addressof(self._calls), self._count)
@@ -65,7 +68,7 @@ class ReplayBuffer:
         return self._result
 
     def _replay_timed(self, listener: native.CallListener) -> None:
-        """The same, with the time of every call."""
+        """Replay, and report the time of each call to the listener."""
         times = (c_int64 * (self._count + 1))()
         self._library.replay_timed(addressof(self._calls), self._count, addressof(times))
         for name, (begin, end) in zip(self._names, pairwise(times), strict=True):
@@ -73,113 +76,115 @@ class ReplayBuffer:
 
 
 def record(function: Callable[[], Tensor]) -> tuple[Tensor, ReplayBuffer | None]:
-    """What the function gives, and a tape that computes it again; None where more than native calls went into it."""
+    """Run a function and return its result and its native calls, or None if it also used other operations."""
     library = native.load()
     if library is None:
         return function(), None
-    recorder, watch = _Recorder(library), _Watch()
-    with native.replaced(recorder), watch:
+    recorder, observer = _RecordingLibrary(library), _OperationObserver()
+    with native.replaced(recorder), observer:
         result = function()
-    return result, ReplayBuffer(library, recorder.notes, watch.made, result) if watch.pure else None
+    if not observer.replayable:
+        return result, None
+    return result, ReplayBuffer(library, recorder.calls, observer.allocated, result)
 
 
 @dataclass
-class _Piece:
-    """Memory that a recording allocated: where, how much, and from which call to which it is used."""
+class _Allocation:
+    """Memory allocated during a recording, and the first and last call that use it."""
 
-    at: int
+    address: int
     size: int
     first: int
     last: int
-    offset: int = 0  # in the tape's own memory
+    offset: int = 0  # in the memory of the replay buffer
 
 
-class _Layout:
-    """Where what a recording allocated lies in the memory of its tape."""
+class _MemoryLayout:
+    """Assigns the allocations of a recording to offsets in one buffer, which overlap if their lifetimes do not."""
 
-    def __init__(self, notes: list[Note], made: list[Tensor], result: Tensor) -> None:
-        end = len(notes)
-        self._pieces = [_Piece(_place(x), x.untyped_storage().nbytes(), end, -1) for x in made]
-        self._pieces.sort(key=lambda piece: piece.at)
-        self._starts = [piece.at for piece in self._pieces]
-        for call, (name, arguments) in enumerate(notes):
-            for kind, argument in zip(native.SIGNATURES[name], arguments, strict=True):
-                if kind is c_void_p:
-                    self._use(argument, call)
-        self._use(result.data_ptr(), end)  # so that nobody overwrites it
-        self.size = self._arrange()
+    def __init__(self, calls: list[RecordedCall], allocated: list[Tensor], result: Tensor) -> None:
+        end = len(calls)
+        self._allocations = [_Allocation(_storage_address(x), x.untyped_storage().nbytes(), end, -1) for x in allocated]
+        self._allocations.sort(key=lambda allocation: allocation.address)
+        self._addresses = [allocation.address for allocation in self._allocations]
+        for index, (name, arguments) in enumerate(calls):
+            for ctype, argument in zip(native.SIGNATURES[name], arguments, strict=True):
+                if ctype is c_void_p:
+                    self._extend_lifetime(argument, index)
+        self._extend_lifetime(result.data_ptr(), end)
+        self.size = self._assign_offsets()
 
-    def move(self, pointer: Any, base: int) -> Any:
-        """The address in the tape's memory, which begins at `base`; one outside the recording's memory stays."""
-        piece = self._find(pointer)
-        return pointer if piece is None else pointer - piece.at + piece.offset + base
+    def relocate(self, pointer: Any, base: int) -> Any:
+        """Return the address in a buffer that starts at `base`. Pointers outside the recording's memory are kept."""
+        allocation = self._find(pointer)
+        return pointer if allocation is None else pointer - allocation.address + allocation.offset + base
 
-    def _find(self, pointer: Any) -> _Piece | None:
-        where = bisect_right(self._starts, pointer or 0) - 1
-        if where < 0 or pointer >= self._starts[where] + self._pieces[where].size:
+    def _find(self, pointer: Any) -> _Allocation | None:
+        index = bisect_right(self._addresses, pointer or 0) - 1
+        if index < 0 or pointer >= self._addresses[index] + self._allocations[index].size:
             return None
-        return self._pieces[where]
+        return self._allocations[index]
 
-    def _use(self, pointer: int | None, call: int) -> None:
-        if piece := self._find(pointer):
-            piece.first, piece.last = min(piece.first, call), max(piece.last, call)
+    def _extend_lifetime(self, pointer: int | None, call: int) -> None:
+        if allocation := self._find(pointer):
+            allocation.first, allocation.last = min(allocation.first, call), max(allocation.last, call)
 
-    def _arrange(self) -> int:
-        """Gives every piece the lowest place that is free while it is used; the bytes that takes."""
-        living: list[_Piece] = []  # by offset
+    def _assign_offsets(self) -> int:
+        """Give every allocation the lowest offset that is free during its lifetime. Returns the bytes used."""
+        live: list[_Allocation] = []  # by offset
         total = 0
-        for piece in sorted(self._pieces, key=lambda piece: piece.first):
-            living = [other for other in living if other.last >= piece.first]
-            for other in living:
-                if piece.offset + piece.size <= other.offset:
+        for allocation in sorted(self._allocations, key=lambda allocation: allocation.first):
+            live = [other for other in live if other.last >= allocation.first]
+            for other in live:
+                if allocation.offset + allocation.size <= other.offset:
                     break
-                piece.offset = -(-(other.offset + other.size) // _LINE) * _LINE
-            living = sorted((*living, piece), key=lambda piece: piece.offset)
-            total = max(total, piece.offset + piece.size)
+                allocation.offset = -(-(other.offset + other.size) // _CACHE_LINE) * _CACHE_LINE
+            live = sorted((*live, allocation), key=lambda allocation: allocation.offset)
+            total = max(total, allocation.offset + allocation.size)
         return total
 
 
-class _Recorder(native.Library):
-    """The library itself, noting down what this thread calls."""
+class _RecordingLibrary(native.Library):
+    """A library that runs the native calls of this thread and records them."""
 
     def __init__(self, library: native.Library) -> None:
         self.path = library.path
-        self.notes: list[Note] = []
+        self.calls: list[RecordedCall] = []
         self._thread = threading.get_ident()
         for name in _NAMES:
-            setattr(self, name, self._noting(name, getattr(library, name)))
+            setattr(self, name, self._recording(name, getattr(library, name)))
 
-    def _noting(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+    def _recording(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
             if threading.get_ident() == self._thread:
-                self.notes.append((name, arguments))
+                self.calls.append((name, arguments))
             function(*arguments)
 
         return call
 
 
-class _Watch(TorchDispatchMode):
-    """Sees every torch operation: a replay can do without those that only allocate or look at memory another way."""
+class _OperationObserver(TorchDispatchMode):
+    """Observes all torch operations. A replay can skip those that only allocate memory or create views."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled, and telling dynamo so would import it: two seconds in a rank's first steps."""
+        """Return False: nothing here is compiled, and True would import dynamo, which takes two seconds."""
         return False
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Tensor] = []  # held until the recording ends, so that every address means one thing
-        self.pure = True
+        self.allocated: list[Tensor] = []  # kept until the recording ends, so that no address is used twice
+        self.replayable = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty):
-            self.made.append(out)
+            self.allocated.append(out)
         else:
             views = out if isinstance(out, (list, tuple)) else [out]
-            self.pure &= func.is_view and all(_place(x) == _place(args[0]) for x in views)
+            self.replayable &= func.is_view and all(_storage_address(x) == _storage_address(args[0]) for x in views)
         return out
 
 
-def _place(x: Tensor) -> int:
+def _storage_address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()

@@ -282,7 +282,7 @@ def _launch(
     return y
 
 
-def suits(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
+def supports(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Return whether these kernels are the fastest known for a product of this size."""
     rows = x.shape[0]
     if rows == TMA_ROWS:

@@ -118,14 +118,14 @@ def _prefill_linears(
     """The fused gate_up at the row count of a long prefill, if our kernel for it runs here."""
     if not gpu_limits(device).has_tma or find_spec("triton") is None:
         return
-    from yalis.kernels.gated_product import suits
+    from yalis.kernels.gated_product import supports
 
     outputs, inputs = matrices(dims)["gate_up"]
     x, weight = (
         _random(FUSED_GATE_MIN_ROWS, inputs, dtype=dtype, device=device),
         _matrix(outputs, inputs, dtype, device),
     )
-    if not suits(x, weight):
+    if not supports(x, weight):
         return
     moved = float(weight.nbytes + x.nbytes + FUSED_GATE_MIN_ROWS * outputs // 2 * dtype.itemsize)
     flops = 2.0 * FUSED_GATE_MIN_ROWS * outputs * inputs
