@@ -107,7 +107,7 @@ def test_all_sampling_parameters_alone_and_mixed(ranks: int, dtype: torch.dtype)
     ranks=st.integers(2, 6),
     extra=st.integers(0, 40),
     levels=st.sampled_from([0, 2, 5, 40]),
-    holes=st.sampled_from(["none", "many", "a whole share", "all but one"]),
+    holes=st.sampled_from(["none", "many", "a whole shard", "all but one"]),
     seed=st.integers(0, 2**31),
 )
 def test_any_rows_over_any_ranks(kinds: list[str], ranks: int, extra: int, levels: int, holes: str, seed: int) -> None:
