@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -223,3 +225,11 @@ def test_a_kind_needs_only_columns_to_be_shown() -> None:
     lines = list(kind.text(replace(result, rows=[row], notes=["a note"])))
     assert lines == ["yalis bench latency", "size  wait ms", "   8  2.50 ms", "a note"]  # `host` is empty in all rows
     assert "minimal" not in results.KINDS  # only modules of `kinds` are registered
+
+
+def test_reading_and_comparing_need_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys, yalis.study.compare, yalis.study.results\n"
+        "sys.exit(bool({'torch', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

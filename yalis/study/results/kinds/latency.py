@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from yalis.parallel.memory import spell_bytes
 from yalis.study.results import drawing
 from yalis.study.results.card import (
     SHARE_OF_FLOOR,
@@ -93,8 +92,7 @@ class Latency(ResultKind):
         return notes
 
     def remarks(self, result: Result) -> list[str]:
-        graph_bytes = result.parameters.get("graph_bytes")
-        return [f"CUDA graphs use {spell_bytes(graph_bytes)} of GPU memory."] if graph_bytes else []
+        return [f"{line}." for line in _graph_memory(result)]
 
     def has_plot(self, result: Result) -> bool:
         return bool(self._bars(result))
@@ -118,8 +116,7 @@ class Latency(ResultKind):
         read, matmul = facts["read_bytes_per_s"] / 1e9, facts["matmul_flops_per_s"] / 1e9
         method = f" ({facts['read_by']})" if "read_by" in facts else ""
         yield f"measured here: read {read:.1f} GB/s{method}, matmul {matmul:.0f} GFLOP/s"
-        if graph_bytes := facts.get("graph_bytes"):
-            yield f"CUDA graphs use {spell_bytes(graph_bytes)} of GPU memory"
+        yield from _graph_memory(result)
         heads = (
             ("TTFT", 13), ("decode step", 13), ("p10..p90", 16), ("total", 11), ("tokens/s", 10), ("floor", 10),
             ("of floor", 10), ("host", 10),
@@ -130,6 +127,14 @@ class Latency(ResultKind):
             if row["engine"] != "yalis" and row["status"] == "ok":
                 yield _describe_peer(row)
         yield from result.notes
+
+
+def _graph_memory(result: Result) -> Iterator[str]:
+    """Yield a line about the memory of CUDA graphs, if there are any."""
+    if graph_bytes := result.parameters.get("graph_bytes"):
+        from yalis.parallel.memory import spell_bytes  # imports torch, which reading results does not need
+
+        yield f"CUDA graphs use {spell_bytes(graph_bytes)} of GPU memory"
 
 
 def _text_line(row: Row) -> str:
