@@ -37,6 +37,7 @@ class Case:
     config: str  # transformers' config class
     options: dict[str, Any] = field(default_factory=dict)
     std: float = 0.25  # of the matrices; more layers amplify rounding errors and need a smaller value
+    replayed_on_cpu: bool = True  # every operation has a native kernel, so steps can be recorded on a CPU
 
     def build(self, seed: int) -> transformers.PreTrainedModel:
         """Return a model with random weights, large enough that logits differ clearly."""
@@ -109,7 +110,12 @@ CASES = [
     ),
     Case("qwen3-gqa4", "Qwen3Config", {"num_key_value_heads": 1, "head_dim": 24}),
     Case("qwen3-bias-tied", "Qwen3Config", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
-    Case("gemma2", "Gemma2Config", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20}),
+    Case(
+        "gemma2",
+        "Gemma2Config",
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20},
+        replayed_on_cpu=False,
+    ),
     Case(
         "gemma2-caps-off",
         "Gemma2Config",
@@ -121,6 +127,7 @@ CASES = [
             "attn_logit_softcapping": 3.0,
             "tie_word_embeddings": False,
         },
+        replayed_on_cpu=False,
     ),
     Case("phi3", "Phi3Config", {"num_key_value_heads": 4, "sliding_window": 12}),
     Case(
