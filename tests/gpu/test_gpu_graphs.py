@@ -1,6 +1,7 @@
-"""Decode steps from CUDA graphs: the tokens of the same engine run op by op, which are transformers'.
+"""CUDA graphs generate the same tokens as the same engine run eagerly, which are those of transformers.
 
-fp32 exactly, bf16 by the near-tie rule. That a graph ran, a request was preempted or nothing was compiled is counted.
+fp32 must match exactly, bf16 by the near-tie rule. Counters prove that graphs were replayed, requests were preempted
+and nothing was compiled.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def open_llm(ref: Reference, dtype: str, **fields: Any) -> LLM:
-    size = 16 if dtype == "float32" else 32  # in 16 bits attention brings whole blocks, where they are large enough
+    size = 16 if dtype == "float32" else 32  # in 16 bits, attention loads whole KV blocks if they are large enough
     fields = {"block_size": size, "kv_blocks": 64, "max_model_len": 64, "max_num_seqs": 12, **fields}
     return LLM(str(ref.path), device="cuda", dtype=dtype, **fields)
 
@@ -61,14 +62,14 @@ def plain(**fields: Any) -> SamplingParams:
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Neither Triton nor torch.compile makes anything new, from memory or from disk."""
+    """Check that Triton and torch.compile compile nothing, and load nothing from their caches on disk."""
     import triton
     from torch._dynamo.utils import counters
 
-    made: list[str] = []
+    compiled: list[str] = []
 
-    def count(*args: Any, **facts: Any) -> bool:
-        made.append(str(facts.get("repr", args)))
+    def count(*args: Any, **details: Any) -> bool:
+        compiled.append(str(details.get("repr", args)))
         return False
 
     hooks = triton.knobs.runtime
@@ -78,32 +79,32 @@ def nothing_compiled() -> Iterator[None]:
         yield
     finally:
         hooks.jit_cache_hook = before
-    assert not made, f"compiled after the warm-up: {made}"
+    assert not compiled, f"compiled after the warm-up: {compiled}"
     assert counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_fp32_is_exact_and_filled_up_steps_are_too(reference: Any, case: Case) -> None:
-    """Nine sequences that end one after the other: every size, and steps filled up to it."""
+def test_fp32_is_exact_with_and_without_padding(reference: Any, case: Case) -> None:
+    """Nine sequences that finish one after the other use every bucket size, with and without padding."""
     ref = reference(case)
     lengths = [STEPS - 1 - place for place in range(len(ref.prompts))]
     with open_llm(ref, "float32") as llm:
         assert llm._engine.runner.executor.recorder.layouts[StepKind.DECODE].sizes == [1, 2, 4, 8, 12]
         outputs = llm.generate(ref.prompts, [plain(max_tokens=length) for length in lengths])
         assert replays(llm) >= 12
-    for output, wanted, length in zip(outputs, ref.tokens, lengths, strict=True):
-        assert output.token_ids == wanted[:length]
+    for output, expected, length in zip(outputs, ref.tokens, lengths, strict=True):
+        assert output.token_ids == expected[:length]
 
 
 def test_bf16_differs_only_at_near_ties(reference: Any) -> None:
-    asked = wrong = 0
+    tokens = disagreements = 0
     for case in FEW:
         ref = reference(case)
         with open_llm(ref, "bfloat16") as llm:
             total, ties = check_near_ties(ref, llm)
             assert replays(llm) > 0
-        asked, wrong = asked + total, wrong + ties
-    print(f"\nbf16 from graphs: {wrong} near-ties of {asked} tokens went the other way")
+        tokens, disagreements = tokens + total, disagreements + ties
+    print(f"\nbf16 from graphs: {disagreements} of {tokens} tokens differ, all at near-ties")
 
 
 def mixed(count: int) -> list[SamplingParams]:
@@ -117,22 +118,22 @@ def mixed(count: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("name", ["llama3-gqa4", "gemma2"])
 def test_a_mixed_workload_gives_the_tokens_of_eager_steps(reference: Any, name: str) -> None:
-    """Arrivals, ends, preemptions, reused prefixes, drawn, penalised and reported rows; nothing compiles meanwhile."""
+    """With preemptions, prefix caching, sampling, penalties and logprobs. Nothing is compiled meanwhile."""
     ref = reference(next(case for case in CASES if case.name == name))
     prompts = [ref.prompts[i % len(ref.prompts)] for i in range(30)]
-    asked = mixed(len(prompts))
+    params = mixed(len(prompts))
     found = []
     for eager in (False, True):
         fields = {"block_size": 4, "kv_blocks": 36, "max_model_len": 80, "max_batch_tokens": 40}
         with open_llm(ref, "float32", eager=eager, **fields) as llm:
-            llm.generate(ref.prompts[:3], [plain(max_tokens=2), *mixed(3)[1:]])  # the sampler's own first time
+            llm.generate(ref.prompts[:3], [plain(max_tokens=2), *mixed(3)[1:]])  # warms up the sampler
             done: dict[int, Any] = {}
             if eager:
-                found.append(arrive(llm, prompts, asked, done))
+                found.append(arrive(llm, prompts, params, done))
                 assert replays(llm) == 0
                 continue
             with nothing_compiled():
-                found.append(arrive(llm, prompts, asked, done))
+                found.append(arrive(llm, prompts, params, done))
             counters = llm._engine.scheduler.counters
             assert replays(llm) > 10
             assert counters.preemptions > 0
@@ -141,12 +142,12 @@ def test_a_mixed_workload_gives_the_tokens_of_eager_steps(reference: Any, name: 
     assert found[0] == found[1]
 
 
-def arrive(llm: LLM, prompts: list[list[int]], asked: list[SamplingParams], done: dict[int, Any]) -> list[list[int]]:
-    """Five requests at a time, some steps apart; their tokens."""
+def arrive(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], done: dict[int, Any]) -> list[list[int]]:
+    """Submit five requests at a time, some steps apart, and return their tokens."""
     ids = []
     for first in range(0, len(prompts), 5):
-        for prompt, params in zip(prompts[first : first + 5], asked[first : first + 5], strict=True):
-            ids.append(llm.submit(prompt, params))
+        for prompt, sampling in zip(prompts[first : first + 5], params[first : first + 5], strict=True):
+            ids.append(llm.submit(prompt, sampling))
         for _ in range(4):
             done.update(llm.poll())
     while llm.num_unfinished:
@@ -167,7 +168,7 @@ def test_compiled_blocks_give_the_same_tokens(reference: Any) -> None:
 
 
 def test_memory_counts_the_graphs() -> None:
-    """The cache takes what weights, activations and graphs leave of the share that was given, and all of it."""
+    """The KV cache uses all of memory_fraction that weights, activations and graphs leave."""
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()
     with LLM(str(SHAPES / "llama-3.2-1b.json"), load="random", device="cuda", memory_fraction=0.3) as llm:
@@ -179,9 +180,11 @@ def test_memory_counts_the_graphs() -> None:
         assert 1 - torch.cuda.mem_get_info()[0] / total < used + 0.02
 
 
-def test_a_split_step_is_one_graph_too(mps: Mps, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """tp 2 on one GPU with nvrar's all-reduces in the graph, and stages that record their own part: under pressure, and
-    one request at a time, whose prompts are graphs too."""
+def test_steps_of_split_models_are_graphs(mps: Mps, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """tp 2 on one GPU with nvrar's all-reduces in the graph, and pipeline stages with graphs of their own.
+
+    With many requests and few KV blocks, and with one request at a time, whose prompt is replayed too.
+    """
     from yalis.comm.nvrar import build
 
     if build.missing() is not None:
@@ -207,16 +210,16 @@ def test_a_split_step_is_one_graph_too(mps: Mps, tmp_path_factory: pytest.TempPa
             assert given["replays"] > 0, trial.name
 
 
-def test_short_prompts_that_come_alone_are_replayed(reference: Any) -> None:
-    """Each a graph filled up behind its tokens, then again behind what the cache has of it: no step runs op by op."""
+def test_single_short_prompts_are_replayed(reference: Any) -> None:
+    """Each prompt is padded and replayed, and again with a cached prefix. No step runs eagerly."""
     ref = reference(CASES[0])
     with open_llm(ref, "float32", block_size=4, kv_blocks=256) as llm:
         steps = replays(llm)
         for _ in range(2):
-            for prompt, wanted in zip(ref.prompts, ref.tokens, strict=True):
+            for prompt, expected in zip(ref.prompts, ref.tokens, strict=True):
                 before = llm.stats.steps
                 (output,) = llm.generate(prompt, plain())
-                assert output.token_ids == wanted
+                assert output.token_ids == expected
                 steps += llm.stats.steps - before
         assert output.metrics.cached_tokens > 0
         assert replays(llm) == steps

@@ -108,24 +108,24 @@ def test_replayed_steps_match_the_reference(ref, monkeypatch):
         # The second ends early: steps of three sequences, padded to four, and of two.
         lengths = [STEPS, 2, STEPS]
         outputs = llm.generate(ref.prompts, [plain(max_tokens=n) for n in lengths])
-        for output, wanted, length in zip(outputs, ref.tokens, lengths, strict=True):
-            assert output.token_ids == wanted[:length]
+        for output, expected, length in zip(outputs, ref.tokens, lengths, strict=True):
+            assert output.token_ids == expected[:length]
         assert executor.replays >= STEPS - 2
         assert llm._engine.scheduler.counters.fed_tokens > 0
 
 
 def test_steps_that_mix_greedy_and_other_rows_go_through_the_sampler(ref, monkeypatch):
     """If one row is drawn, penalised or reported, the tokens that the graph picked are not used."""
-    asked = [plain(), plain(temperature=0.9, seed=3, logprobs=1), plain(repetition_penalty=1.3)]
+    params = [plain(), plain(temperature=0.9, seed=3, logprobs=1), plain(repetition_penalty=1.3)]
     with open_llm(ref.path, monkeypatch) as llm, torch.inference_mode():
-        together = llm.generate(ref.prompts, asked)
+        replayed = llm.generate(ref.prompts, params)
         assert llm._engine.runner.executor.replays > 0
     with LLM(str(ref.path), device="cpu", attention="sdpa", eager=True) as llm:
-        wanted = llm.generate(ref.prompts, asked)
+        eager = llm.generate(ref.prompts, params)
         assert llm._engine.runner.executor.replays == 0
-    assert [output.token_ids for output in together] == [output.token_ids for output in wanted]
-    assert together[0].token_ids == ref.tokens[0]
-    for ours, theirs in zip(together[1].logprobs, wanted[1].logprobs, strict=True):
+    assert [output.token_ids for output in replayed] == [output.token_ids for output in eager]
+    assert replayed[0].token_ids == ref.tokens[0]
+    for ours, theirs in zip(replayed[1].logprobs, eager[1].logprobs, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
@@ -139,9 +139,9 @@ def test_single_short_prompts_are_replayed(ref, monkeypatch):
         monkeypatch.setattr(
             runner.packer, "pack", lambda steps: ran.append(Packer.pack(runner.packer, steps)) or ran[-1]
         )
-        for prompt, wanted in [*zip(ref.prompts, ref.tokens, strict=True)] * 2:
+        for prompt, expected in [*zip(ref.prompts, ref.tokens, strict=True)] * 2:
             before = executor.replays
-            assert llm.generate(prompt, plain())[0].token_ids == wanted
+            assert llm.generate(prompt, plain())[0].token_ids == expected
             assert executor.replays - before == len(ran)  # every step
             cached = ran[0].positions[0]
             assert ran[0].token_ids.tolist() == prompt[cached:]
@@ -159,8 +159,8 @@ def test_prompts_do_not_read_padding_or_unwritten_kv_slots(ref, monkeypatch):
     """Neither padding tokens, nor the rest of its own blocks, nor block 0, which padding points to."""
     with open_llm(ref.path, monkeypatch, block_size=4) as llm, torch.inference_mode():
         llm._engine.runner.pool._kv.fill_(torch.inf)
-        for prompt, wanted in zip(ref.prompts, ref.tokens, strict=True):
-            assert llm.generate(prompt, plain())[0].token_ids == wanted
+        for prompt, expected in zip(ref.prompts, ref.tokens, strict=True):
+            assert llm.generate(prompt, plain())[0].token_ids == expected
         assert llm._engine.runner.executor.replays == 3 * STEPS
 
 

@@ -119,7 +119,7 @@ def test_replayed_steps_honour_the_field(engines: Engines, name: str) -> None:
 
 
 def test_the_cases_reach_what_they_test(engines: Engines) -> None:
-    """The answers end where a case says, and a ban or penalty changes them."""
+    """The answers stop where the cases expect it, and banned tokens and sampling change them."""
 
     def run(**given: Any) -> list[int]:
         return engines.eager.generate(engines.prompt, engines.make_params(given))[0].token_ids

@@ -84,16 +84,16 @@ def test_one_graph_for_any_number_of_tokens(name: str) -> None:
         return model(batch, [LayerCache(*layer) for layer in pool.transpose(0, 1)], attention)
 
     layers = [(at == 0, window) for at, window in enumerate(eager.spec.windows)]  # the first has no residual
-    kinds, before_the_last = len(set(layers)), len(set(layers[:-1]))
+    layer_types, before_the_last = len(set(layers)), len(set(layers[:-1]))
     for lengths, cached, expected in (
         ((5, 9, 1), 0, before_the_last),
-        ((1,) * 3, 9, kinds),
-        ((1,) * 16, 9, kinds),
-        ((3, 30), 11, kinds),
-        ((1,), 40, 2 * kinds),
-        ((60,), 0, 2 * kinds),
-        ((1,) * 2, 10, 2 * kinds),
-        ((1,), 60, 2 * kinds),
+        ((1,) * 3, 9, layer_types),
+        ((1,) * 16, 9, layer_types),
+        ((3, 30), 11, layer_types),
+        ((1,), 40, 2 * layer_types),
+        ((60,), 0, 2 * layer_types),
+        ((1,) * 2, 10, 2 * layer_types),
+        ((1,), 60, 2 * layer_types),
     ):
         batch = make_batch(lengths, cached)
         assert torch.equal(run(compiled, pools[0], batch), run(eager, pools[1], batch))

@@ -1,4 +1,4 @@
-"""torch.compile for the blocks of a model. Imported only when a configuration asks for compilation."""
+"""torch.compile for the blocks of a model. Imported only if compilation is enabled."""
 
 from __future__ import annotations
 
