@@ -68,7 +68,7 @@ class GgufFormat:
     rope_dim_is_head_dim: bool = False  # without attention.key_length, rope.dimension_count is the head size
     #: Returns further config.json entries; gets the metadata and the entries common to all families.
     extra_config: Callable[[GgufReader, Mapping[str, Any]], dict[str, Any]] = lambda metadata, config: {}
-    #: Decides between families that share an architecture name; None: the one taken when no other matches.
+    #: Decides between families that share an architecture name; None: used when no other matches.
     matches: Callable[[GgufReader], bool] | None = None
 
 
@@ -97,7 +97,7 @@ def _every_layer(config: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def _listed_layers(config: ConfigReader, num_layers: int) -> list[bool] | None:
-    """Return what config.json's layer_types says of each layer, or None if it has no such key."""
+    """Return which layers config.json's layer_types lists as sliding, or None if it has no such key."""
     types = config.config.get("layer_types")
     if types is None:
         return None

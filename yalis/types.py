@@ -112,7 +112,7 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     "stop_token_ids": _always,
     "ignore_eos": _always,
     "n": _always,
-    # Used only when tokens are drawn, which `temperature` excludes.
+    # Used only by random sampling, which `temperature` excludes.
     "top_k": _always,
     "top_p": _always,
     "min_p": _always,

@@ -74,7 +74,7 @@ def test_fp32_is_exact(reference, backend, case, pressed):
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "triton", "flash"])
 def test_bf16_differs_only_at_near_ties(reference, backend):
-    served = asked = wrong = 0
+    served = total_tokens = wrong = 0
     for case in CASES if backend != "flex" else FEW:
         ref = reference(case)
         if backend == "flash" and ("gemma2" in case.name or case.options.get("head_dim", 16) % 8):
@@ -83,8 +83,8 @@ def test_bf16_differs_only_at_near_ties(reference, backend):
             continue
         with open_llm(ref, backend, "bfloat16") as llm:
             total, ties = check_near_ties(ref, llm)
-        served, asked, wrong = served + 1, asked + total, wrong + ties
-    print(f"\nbf16 {backend}: {wrong} near-ties of {asked} tokens in {served} models went the other way")
+        served, total_tokens, wrong = served + 1, total_tokens + total, wrong + ties
+    print(f"\nbf16 {backend}: {wrong} near-ties differ among {total_tokens} tokens of {served} models")
     assert served >= 6
 
 
@@ -97,7 +97,7 @@ def test_bf16_over_several_blocks_of_triton(tmp_path, pressed):
         total, ties = check_near_ties(ref, llm)
         counters = llm._engine.scheduler.counters
         assert not pressed or (counters.chunked_prefills > 0 and counters.preemptions > 0)
-    print(f"\nbf16 over several blocks: {ties} near-ties of {total} tokens went the other way")
+    print(f"\nbf16 over several blocks: {ties} near-ties of {total} tokens resolved differently")
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "triton", "flash"])
@@ -145,10 +145,10 @@ def test_feed_on_device_drops_tokens_after_a_stop(reference):
 def test_random_weights_equal_those_on_the_cpu(reference):
     ref = reference(CASES[0])
     with LLM(str(ref.path), load="random", device="cpu", dtype="float32", max_model_len=64) as llm:
-        wanted = {name: value.clone() for name, value in llm._engine.runner.model.state_dict().items()}
+        expected = {name: value.clone() for name, value in llm._engine.runner.model.state_dict().items()}
     with LLM(str(ref.path), load="random", device="cuda", dtype="float32", max_model_len=64, kv_blocks=8) as llm:
         for name, value in llm._engine.runner.model.state_dict().items():
-            torch.testing.assert_close(value.cpu(), wanted[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(value.cpu(), expected[name], rtol=1e-6, atol=1e-7)
 
 
 def test_auto_backend_supports_every_family(reference):

@@ -110,7 +110,7 @@ def run(models: Models, ranks: int, chosen: list[tuple[str, dict[str, Any]]], ou
 def cover(ranks: int) -> list[tuple[str, dict[str, Any]]]:
     """Return every split with one to three models. Over all numbers of ranks, every model has at least two splits.
 
-    And norms of what a branch gives, where hidden states are split.
+    Gemma 2 is added for its norms of attention and MLP outputs on a split hidden size.
     """
     stride = 10 if ranks == 8 else 6
     more = [("gemma2", {"tp": "2x2"})] if ranks == 4 else []

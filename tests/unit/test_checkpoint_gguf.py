@@ -122,14 +122,14 @@ def test_transformers_reads_the_same_tensors_from_the_file(name: str, tmp_path: 
 
     path, model = _write(next(case for case in CASES if case.name == name), tmp_path, Kind.F16)
     checkpoint = GgufCheckpoint(path)
-    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    reference = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
     tensors = read_all(checkpoint)
-    assert set(tensors) == set(theirs["tensors"]) - {"lm_head.weight"} | ({"lm_head.weight"} & set(tensors))
+    assert set(tensors) == set(reference["tensors"]) - {"lm_head.weight"} | ({"lm_head.weight"} & set(tensors))
     for name, weight in tensors.items():
-        assert torch.equal(weight, theirs["tensors"][name]), name
+        assert torch.equal(weight, reference["tensors"][name]), name
     skipped = {"_model_name_or_path", "model_type", "dtype", "torch_dtype"}
-    for key in theirs["config"].keys() & checkpoint.config.keys() - skipped:
-        assert checkpoint.config[key] == theirs["config"][key], key
+    for key in reference["config"].keys() & checkpoint.config.keys() - skipped:
+        assert checkpoint.config[key] == reference["config"][key], key
     assert checkpoint.config["dtype"] == "float16"
 
 
@@ -241,11 +241,11 @@ def _one_sentence(error: pytest.ExceptionInfo[YalisError]) -> str:
 def test_a_truncated_file(tmp_path: Path) -> None:
     path, _ = _write(CASES[0], tmp_path)
     whole = path.read_bytes()
-    cut = tmp_path / "cut.gguf"
+    truncated = tmp_path / "truncated.gguf"
     for length in [0, 1, 4, 10, 24, 50, *range(100, len(whole), len(whole) // 40), len(whole) - 40]:
-        cut.write_bytes(whole[:length])
-        with pytest.raises(YalisError, match=r"cut\.gguf") as error:
-            GgufCheckpoint(cut)
+        truncated.write_bytes(whole[:length])
+        with pytest.raises(YalisError, match=r"truncated\.gguf") as error:
+            GgufCheckpoint(truncated)
         _one_sentence(error)
 
 

@@ -58,7 +58,7 @@ def test_all_tensors(folders: dict[str, Path], kind: str) -> None:
 def test_any_slice_in_any_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
     monkeypatch.setattr("yalis.checkpoint.mapped_file.CHUNK_BYTES", data.draw(st.sampled_from([64, 1000, 8 << 20])))
     stored = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
-    wanted = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     shape = data.draw(st.sampled_from([(), (7,), (30, 5), (9, 11), (4, 3, 5)]))
     whole = torch.randn(shape).to(stored)
     # an odd number of bytes before it makes the data unaligned
@@ -68,11 +68,11 @@ def test_any_slice_in_any_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         start = data.draw(st.integers(0, size))
         index.append(slice(start, data.draw(st.integers(start, size))))
     expected = whole[tuple(index)] if shape else whole.reshape(1)
-    out = torch.full(expected.shape, 99.0, dtype=wanted)
+    out = torch.full(expected.shape, 99.0, dtype=dtype)
     lazy = checkpoint.tensor("w", tuple(shape) or (1,))
     assert lazy.dtype == stored
     lazy.read_into(out, *index)
-    assert torch.equal(out, expected.to(wanted))
+    assert torch.equal(out, expected.to(dtype))
     assert checkpoint.bytes_read == expected.numel() * stored.itemsize
 
 

@@ -91,10 +91,10 @@ def join(models: list[Decoder]) -> dict[str, Tensor]:
     """Return the full tensors, NaN where no rank has a value. Values on several ranks must be equal."""
     whole: dict[str, Tensor] = {}
     for model in models:
-        for name, shape, kept, values in slices_of(model):
+        for name, shape, held, values in slices_of(model):
             assert not values.isnan().any(), f"{name}: not completely loaded"
             tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
-            target = tensor[tuple(slice(part.start, part.stop) for part in kept)]
+            target = tensor[tuple(slice(part.start, part.stop) for part in held)]
             assert target.shape == values.shape
             assert (target.isnan() | (target == values)).all(), f"{name} differs between ranks"
             target.copy_(values)
@@ -180,9 +180,9 @@ GGUF_CASES = [
 def stored_bytes(checkpoint: GgufCheckpoint, model: Decoder, whole_blocks: bool) -> float:
     """Return the file size of the model's slices. Blocks at their boundaries count fully, or in proportion."""
     total = 0.0
-    for name, _, kept, _ in slices_of(model):
+    for name, _, held, _ in slices_of(model):
         entry = checkpoint._entries[name]
-        *rows, columns = (range(1), *kept) if len(kept) == 1 else kept
+        *rows, columns = (range(1), *held) if len(held) == 1 else held
         blocks = len(columns) / entry.block
         if whole_blocks:
             blocks = -(-columns.stop // entry.block) - columns.start // entry.block
@@ -201,20 +201,20 @@ def test_gguf(case: Case, kind: Kind, tmp_path: Path) -> None:
     alone = join([whole])
     tensors = {name: checkpoint._entries[name] for name in alone}
     assert once == sum(entry.row_bytes * torch.Size(entry.shape[:-1]).numel() for entry in tensors.values())
-    cut = 0.0
+    extra = 0.0
     for split in SPLITS:
         if spec.hidden_size % split.cols or spec.num_heads < split.rows:
             continue
         models, read = load(spec, lambda: GgufCheckpoint(path), split, torch.float32)
         check_joined(spec, split, models, alone)
-        share = [stored_bytes(checkpoint, model, whole_blocks=False) for model in models]
+        needed = [stored_bytes(checkpoint, model, whole_blocks=False) for model in models]
         assert read == [stored_bytes(checkpoint, model, whole_blocks=True) for model in models]
-        cut += sum(read) - sum(share)
+        extra += sum(read) - sum(needed)
         # A row has at most two boundaries, so at most two of its blocks are read twice.
-        for model, mine, part in zip(models, read, share, strict=True):
-            rows = sum(len(kept[0]) for _, _, kept, _ in slices_of(model) if len(kept) == 2)
-            assert part <= mine <= part + 2 * rows * max(entry.block_bytes for entry in tensors.values())
-    assert (cut > 0) == (kind != Kind.BF16)  # some boundary was inside a block
+        for model, bytes_read, part in zip(models, read, needed, strict=True):
+            rows = sum(len(held[0]) for _, _, held, _ in slices_of(model) if len(held) == 2)
+            assert part <= bytes_read <= part + 2 * rows * max(entry.block_bytes for entry in tensors.values())
+    assert (extra > 0) == (kind != Kind.BF16)  # some boundary was inside a block
 
 
 # Random weights

@@ -178,21 +178,21 @@ def test_any_model_and_split_to_the_byte(case: tuple[ModelSpec, Split]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "shares"),
+    ("rows", "shards"),
     [
         (2, [(5, 2), (4, 2)]),
         (4, [(3, 1), (2, 1), (2, 2), (2, 1)]),
         (5, [(2, 1), (2, 2), (2, 1), (2, 1), (1, 1)]),
     ],
 )
-def test_nine_heads_over_three(rows: int, shares: list[tuple[int, int]]) -> None:
+def test_nine_heads_over_three(rows: int, shards: list[tuple[int, int]]) -> None:
     """A rank holds the key/value heads of its query heads; a head that two rows read is on both."""
     spec, split = read_spec(NINE_HEADS), Split(rows)
     ranks = [rank_memory(spec, split, rank, 4, BLOCK) for rank in range(rows)]
-    assert [(len(rank.heads), len(rank.kv_heads)) for rank in ranks] == shares
-    assert [rank.kv_token_bytes for rank in ranks] == [3 * 2 * kv * 8 * 4 for _, kv in shares]
+    assert [(len(rank.heads), len(rank.kv_heads)) for rank in ranks] == shards
+    assert [rank.kv_token_bytes for rank in ranks] == [3 * 2 * kv * 8 * 4 for _, kv in shards]
     twice = [part for rank in ranks for part in rank.kv_block if part.copies > 1]
-    excess = sum(kv for _, kv in shares) - 3
+    excess = sum(kv for _, kv in shards) - 3
     assert sum(part.bytes for part in twice) == 2 * excess * 3 * 2 * 8 * 4 * BLOCK  # each such head twice
     assert all((part.copies, part.held[-20:]) == (2, "heads read by 2 rows") for part in twice)
 

@@ -90,14 +90,14 @@ def error_of(split: Split, spec: ModelSpec) -> str | None:
 
 def is_possible(split: Split, spec: ModelSpec) -> bool:
     """Whether no shard is empty and all columns are equal."""
-    shares = [
+    sharded = [
         (spec.num_heads, split.rows),
         (spec.intermediate_size, split.rows),
         (spec.vocab_size, split.per_stage),
         (spec.num_layers, split.stages),
     ]
     widths = {len(shard(spec.hidden_size, split.cols, col)) for col in range(split.cols)}
-    return len(widths) == 1 and 0 not in widths and all(shard(size, parts, parts - 1) for size, parts in shares)
+    return len(widths) == 1 and 0 not in widths and all(shard(size, parts, parts - 1) for size, parts in sharded)
 
 
 @given(models(), st.builds(Split, st.integers(1, 12), st.integers(1, 8), st.integers(1, 8), st.integers(1, 3)))

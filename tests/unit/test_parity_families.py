@@ -50,8 +50,8 @@ def open_llm(ref: Reference, backend: str, chunked: bool, reuse: bool, preempt: 
 def check(ref: Reference, llm: LLM, mixed: bool, chosen: Sequence[int] = EVERY, steps: int = STEPS) -> None:
     """Run the prompts, batched or one by one; tokens must equal the reference, logits within 1e-4."""
     tap = LogitTap(llm)
-    asked = [ref.prompts[index] for index in chosen]
-    groups = [asked] if mixed else [[prompt] for prompt in asked]
+    prompts = [ref.prompts[index] for index in chosen]
+    groups = [prompts] if mixed else [[prompt] for prompt in prompts]
     greedy = SamplingParams(max_tokens=steps, ignore_eos=True)
     outputs = [output for group in groups for output in llm.generate(group, greedy)]
     for request_id, (index, output) in enumerate(zip(chosen, outputs, strict=True)):
@@ -157,5 +157,5 @@ def test_seeded_request_same_alone_and_in_any_batch(reference):
 def test_bf16_differs_only_at_near_ties(reference, case):
     ref = reference(case, SEEDS[0])
     with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=64, kv_blocks=64) as llm:
-        asked, wrong = check_near_ties(ref, llm)
-    print(f"{case.name}: {wrong} near-ties of {asked} tokens went the other way")
+        total_tokens, wrong = check_near_ties(ref, llm)
+    print(f"{case.name}: {wrong} near-ties of {total_tokens} tokens resolved differently")

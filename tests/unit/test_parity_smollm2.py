@@ -41,7 +41,7 @@ def hf():
     )
 
 
-def ask(hf, ids: list[int]) -> list[int]:
+def generate_reference(hf, ids: list[int]) -> list[int]:
     model, _ = hf
     out = model.generate(
         torch.tensor([ids]),
@@ -59,7 +59,7 @@ def test_greedy_tokens_equal_transformers(llm, hf):
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = tokenizer(prompt).input_ids
         assert output.prompt_token_ids == ids
-        assert output.token_ids == ask(hf, ids), prompt
+        assert output.token_ids == generate_reference(hf, ids), prompt
         assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
@@ -68,19 +68,19 @@ def test_chat_equals_transformers(llm, hf):
     ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     output = llm.chat(CHAT, SamplingParams(max_tokens=STEPS, ignore_eos=True))[0]
     assert output.prompt_token_ids == ids
-    assert output.token_ids == ask(hf, ids)
+    assert output.token_ids == generate_reference(hf, ids)
 
 
 def test_streamed_text_equals_generated_text(llm):
     sampling = SamplingParams(max_tokens=24)
     whole = llm.generate(PROMPTS[:3], sampling)
-    pieces = ["", "", ""]
+    texts = ["", "", ""]
     ends = {}
     for chunk in llm.stream(PROMPTS[:3], sampling):
-        pieces[chunk.prompt_index] += chunk.text
+        texts[chunk.prompt_index] += chunk.text
         if chunk.finish_reason is not None:
             ends[chunk.prompt_index] = chunk.completion
-    assert pieces == [output.text for output in whole]
+    assert texts == [output.text for output in whole]
     assert [ends[index].token_ids for index in range(3)] == [output.token_ids for output in whole]
     assert llm.num_unfinished == 0
 

@@ -24,11 +24,11 @@ def reference(seed: int, position: int, token: int) -> float:
 
     golden = 0x9E3779B97F4A7C15
     key = mix64(mix64((seed + golden) & M64) ^ ((position * golden) & M64))
-    word = token & M32
-    word = ((word ^ (word >> 16)) * 0x7FEB352D) & M32
-    word = ((word ^ (word >> 15)) * 0x846CA68B) & M32
-    word ^= word >> 16
-    bits = word ^ (key & M32)
+    x = token & M32
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & M32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & M32
+    x ^= x >> 16
+    bits = x ^ (key & M32)
     bits = ((bits ^ (bits >> 16)) * 0x7FEB352D + (key >> 32)) & M32
     bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & M32
     signed = bits - (1 << 32) if bits >> 31 else bits
@@ -75,28 +75,28 @@ def is_uniform(counts: torch.Tensor) -> bool:
     return abs(chi2 - free) < 5 * math.sqrt(2 * free)
 
 
-DRAWS = 1 << 16
+COUNT = 1 << 16
 AXES = {
-    "tokens": lambda: rows([7], [9], torch.arange(DRAWS)).flatten(),
-    "seeds": lambda: rows(list(range(DRAWS)), [9] * DRAWS, torch.tensor([5])).flatten(),
-    "positions": lambda: rows([7] * DRAWS, list(range(DRAWS)), torch.tensor([5])).flatten(),
-    "large seeds": lambda: rows([s << 40 for s in range(DRAWS)], [0] * DRAWS, torch.tensor([5])).flatten(),
-    "seed and position together": lambda: rows(list(range(DRAWS)), list(range(DRAWS)), torch.tensor([0])).flatten(),
+    "tokens": lambda: rows([7], [9], torch.arange(COUNT)).flatten(),
+    "seeds": lambda: rows(list(range(COUNT)), [9] * COUNT, torch.tensor([5])).flatten(),
+    "positions": lambda: rows([7] * COUNT, list(range(COUNT)), torch.tensor([5])).flatten(),
+    "large seeds": lambda: rows([s << 40 for s in range(COUNT)], [0] * COUNT, torch.tensor([5])).flatten(),
+    "seed and position together": lambda: rows(list(range(COUNT)), list(range(COUNT)), torch.tensor([0])).flatten(),
 }
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_uniform_along(axis: str) -> None:
-    draws = AXES[axis]()
-    assert is_uniform(torch.bincount((draws * 256).long(), minlength=256))
-    assert is_uniform(torch.bincount((draws * 2**20).long() % 256, minlength=256))  # finer bits too
+    values = AXES[axis]()
+    assert is_uniform(torch.bincount((values * 256).long(), minlength=256))
+    assert is_uniform(torch.bincount((values * 2**20).long() % 256, minlength=256))  # finer bits too
 
 
 @pytest.mark.parametrize("step", [1, 2, 16, 256])
 @pytest.mark.parametrize("axis", AXES)
 def test_neighbours_are_independent_along(axis: str, step: int) -> None:
-    draws = AXES[axis]()
-    left, right = (draws[:-step] * 16).long(), (draws[step:] * 16).long()
+    values = AXES[axis]()
+    left, right = (values[:-step] * 16).long(), (values[step:] * 16).long()
     assert is_uniform(torch.bincount(left * 16 + right, minlength=256))
 
 

@@ -51,7 +51,7 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
     return scores
 
 
-def kept(logits: Tensor, params: SamplingParams) -> Tensor:
+def kept_tokens(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return which tokens our filters keep: bool [R, V]."""
     vocab = logits.shape[1]
     batch = SamplingBatch.build([SamplingRow(params, 0, 0)] * len(logits), range(vocab), vocab, "cpu")
@@ -72,11 +72,11 @@ FILTERS = {
 @pytest.mark.parametrize("name", FILTERS)
 def test_samples_follow_the_distribution(name: str) -> None:
     params = SamplingParams(**FILTERS[name])
-    vocab, draws = 40, 40_000
+    vocab, count = 40, 40_000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * 1.5
-    tokens = tokens_of(logits.expand(draws, -1), [SamplingRow(params, 5, position) for position in range(draws)])
+    tokens = tokens_of(logits.expand(count, -1), [SamplingRow(params, 5, position) for position in range(count)])
     counts = torch.bincount(torch.tensor(tokens), minlength=vocab).double()
-    expected = warp(logits, params)[0].double().softmax(0) * draws
+    expected = warp(logits, params)[0].double().softmax(0) * count
     assert (counts[expected == 0] == 0).all()
     alive = expected > 0
     chi2 = ((counts - expected)[alive] ** 2 / expected[alive]).sum().item()
@@ -103,7 +103,7 @@ def test_filters_keep_the_same_tokens_as_transformers(given_params: dict, seed: 
     for temperature in (0.3, 1.0, 1.7):
         params = SamplingParams(temperature=temperature, **given_params)
         # In float64, because transformers' cumulative sum rounds and ours is exact.
-        assert torch.equal(kept(logits, params), warp(logits.double(), params) > -math.inf)
+        assert torch.equal(kept_tokens(logits, params), warp(logits.double(), params) > -math.inf)
 
 
 def test_top_p_by_partial_sort_equals_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,13 +235,13 @@ def test_penalties_equal_those_of_transformers_and_openai() -> None:
     batch = SamplingBatch.build([SamplingRow(p, 0, 0, (prompt, output)) for p in params], range(50), 50, "cpu")
     from yalis.sampling.sampler import _adjust
 
-    ours = _adjust(logits, batch)
+    adjusted = _adjust(logits, batch)
     count = torch.bincount(torch.tensor(output), minlength=50)
     for i, p in enumerate(params):
         ids = torch.tensor([prompt + output])
         expected = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, logits[i : i + 1].clone())[0]
         expected = expected - p.frequency_penalty * count - p.presence_penalty * (count > 0)
-        torch.testing.assert_close(ours[i], expected)
+        torch.testing.assert_close(adjusted[i], expected)
     assert torch.equal(logits, before)  # the input is not modified
 
 
@@ -263,14 +263,14 @@ def test_banned_tokens_are_never_sampled(temperature: float) -> None:
 
 def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 2
-    asked = [None, 0, 5, 1, None, 1000]
+    requested = [None, 0, 5, 1, None, 1000]
     rows = [
         SamplingRow(SamplingParams(temperature=0.5, logprobs=n, repetition_penalty=2.0), i, i, ([1, 2], [3]), (9,))
-        for i, n in enumerate(asked)
+        for i, n in enumerate(requested)
     ]
     tokens, logprobs = sample(logits, rows).to_host()
     expected = logits.double().log_softmax(1)
-    for i, n in enumerate(asked):
+    for i, n in enumerate(requested):
         found = logprobs[i]
         assert (found is None) == (n is None)
         if found is None or n is None:
@@ -327,4 +327,4 @@ def test_filtered_tokens_are_never_sampled(params: list[SamplingParams], vocab: 
         if p.greedy:
             assert token == row.argmax().item()
         else:
-            assert kept(row, p)[0, token]
+            assert kept_tokens(row, p)[0, token]

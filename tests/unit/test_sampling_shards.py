@@ -36,8 +36,8 @@ def split(logits: Tensor, rows: list[SamplingRow], ranks: int) -> tuple[list[Sam
     def sample(rank: int, group: Memory) -> tuple[SampledTokens, list[tuple[str, int]]]:
         held = shard(vocab, ranks, rank)
         batch = SamplingBatch.build(rows, held, vocab, "cpu")
-        mine = logits[:, held.start : held.stop]  # not contiguous, as a model's output may be
-        return Sampler(held, vocab, group, "cpu").sample(mine, batch), group.calls
+        local = logits[:, held.start : held.stop]  # not contiguous, as a model's output may be
+        return Sampler(held, vocab, group, "cpu").sample(local, batch), group.calls
 
     found = run_ranks(ranks, sample)
     return [sampled for sampled, _ in found], found[0][1]
@@ -53,10 +53,10 @@ def check(logits: Tensor, rows: list[SamplingRow], ranks: int) -> list[tuple[str
             assert each.logprobs is None
             continue
         assert each.logprobs is not None
-        ours, theirs = each.logprobs.packed, expected.logprobs.packed
-        assert ours.numpy().tobytes() == found[0].logprobs.packed.numpy().tobytes()  # type: ignore[union-attr]
+        actual, single = each.logprobs.packed, expected.logprobs.packed
+        assert actual.numpy().tobytes() == found[0].logprobs.packed.numpy().tobytes()  # type: ignore[union-attr]
         torch.testing.assert_close(
-            ours, theirs, rtol=0, atol=1e-12, equal_nan=True
+            actual, single, rtol=0, atol=1e-12, equal_nan=True
         )  # includes the token ids of alternatives
     return calls
 
@@ -76,7 +76,7 @@ KINDS: dict[str, dict[str, float]] = {
     "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
     "greedy with penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.3},
     "logprobs": {"logprobs": 3},
-    "drawn logprobs": {"temperature": 1.0, "top_p": 0.9, "logprobs": 30},
+    "random logprobs": {"temperature": 1.0, "top_p": 0.9, "logprobs": 30},
     "logprob alone": {"temperature": 1.0, "logprobs": 0},
 }
 
@@ -159,7 +159,7 @@ def test_a_row_with_nan_has_no_token_on_any_rank(ranks: int) -> None:
 
 MESSAGES = {
     "greedy": 1, "temperature": 2, "min_p": 2, "top_k": 2, "top_k, top_p": 2, "all": 2, "penalties": 2,
-    "greedy with penalties": 1, "logprobs": 2, "top_p": 6, "drawn logprobs": 6, "large top_k": 6,
+    "greedy with penalties": 1, "logprobs": 2, "top_p": 6, "random logprobs": 6, "large top_k": 6,
     "large top_k, top_p": 11,
 }  # fmt: skip
 
@@ -264,8 +264,8 @@ def test_alternatives_of_probability_zero_are_distinct(ranks: int) -> None:
     vocab = 11
     logits = torch.full((1, vocab), -math.inf)
     logits[0, 4:6] = torch.tensor([1.0, 2.0])
-    asked = [SamplingRow(SamplingParams(logprobs=vocab), 0, 0)]
-    check(logits, asked, ranks)
-    _, (found,) = split(logits, asked, ranks)[0][0].to_host()
+    rows = [SamplingRow(SamplingParams(logprobs=vocab), 0, 0)]
+    check(logits, rows, ranks)
+    _, (found,) = split(logits, rows, ranks)[0][0].to_host()
     assert found is not None
     assert list(found.top) == [5, 4, 0, 1, 2, 3, 6, 7, 8, 9, 10]

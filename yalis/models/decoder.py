@@ -1,6 +1,6 @@
 """The decoder of all model families; a ModelSpec selects what differs between them.
 
-Shapes: T tokens of all sequences of a step, concatenated · R rows that get logits · hidden: this rank's share of the
+Shapes: T tokens of all sequences of a step, concatenated · R rows that get logits · hidden: this rank's shard of the
 hidden size, which is split over the grid's columns.
 """
 
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], backend: AttentionBackend) -> Tensor:
-        """Return logits [R, vocabulary share], or on all but the last pipeline stage hidden states [T, hidden].
+        """Return logits [R, vocabulary shard], or on all but the last pipeline stage hidden states [T, hidden].
 
         The first stage starts from the batch's token ids, the others from its hidden states.
         """

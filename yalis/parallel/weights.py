@@ -1,4 +1,4 @@
-"""How a weight matrix is stored and multiplied. Layers get theirs from `make_weight`."""
+"""How weight matrices are stored and multiplied. Layers create them with `make_weight`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RowShard:
 
 
 class Weight(nn.Module, ABC):
-    """A matrix [out, in] in one stored format: row shards stacked, each cut to the columns `cols`."""
+    """A matrix [out, in] in one stored format: stacked row shards, of which this rank has the columns `cols`."""
 
     def __init__(self, shards: Sequence[RowShard], total_cols: int, cols: range) -> None:
         super().__init__()
@@ -105,6 +105,6 @@ def make_weight(
     """Return the weight of a linear layer or embedding table, not loaded yet.
 
     This is the one place that chooses a stored format. A new format (fp8, int4, GGUF blocks) is a subclass of Weight
-    in a file of its own, returned from here.
+    in a separate file, returned from here.
     """
     return DenseWeight(shards, total_cols, cols, dtype, device)

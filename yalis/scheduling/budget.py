@@ -50,5 +50,5 @@ def micro_batch_budget(
     if sum(sampling > samples for _, sampling in in_flight) < remainder:
         samples += 1
     worthwhile = max(1, min(micro_batches, max(sequences, tokens // MIN_MICRO_BATCH_TOKENS)))
-    share = max(1, min(-(-tokens // worthwhile), max_tokens))
-    return StepBudget(share, max(1, samples), min(MIN_MICRO_BATCH_TOKENS, max_tokens))
+    budget = max(1, min(-(-tokens // worthwhile), max_tokens))
+    return StepBudget(budget, max(1, samples), min(MIN_MICRO_BATCH_TOKENS, max_tokens))

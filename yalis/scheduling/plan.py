@@ -13,7 +13,7 @@ LAST_SAMPLED = -1
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """One request's share of a step, in prefill and decode alike: compute `tokens`, from position `start` on."""
+    """One request's tokens in a step, in prefill and decode alike: compute `tokens`, from position `start` on."""
 
     request_id: int
     request_slot: int  # index below max_num_seqs, unique among running requests: a row of per-request device buffers
