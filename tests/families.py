@@ -56,7 +56,16 @@ class Case:
 
 
 CASES = [
-    Case("llama-mha-tied", "LlamaConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    Case(
+        "llama-mha-tied",
+        "LlamaConfig",
+        {
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            # transformers' Llama ignores partial_rotary_factor
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
     Case(
         "llama-bias-linear",
         "LlamaConfig",

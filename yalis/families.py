@@ -88,6 +88,7 @@ class Family:
     sandwich_norms: bool = False
     fused_projections: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names for a RoPE scaling type
+    partial_rotary: bool = False  # honours partial_rotary_factor, which transformers ignores in the other families
     #: Returns ModelSpec fields computed from config.json keys that only this family has.
     spec_fields: Callable[[ConfigReader], dict[str, Any]] = lambda config: {}
 
@@ -255,6 +256,7 @@ _RECORDS = (
         sliding_layers=_every_layer,
         fused_projections=True,
         rope_aliases={"su": "longrope", "yarn": "longrope"},
+        partial_rotary=True,
     ),
 )
 #: The families by config.json's "architectures" entry.

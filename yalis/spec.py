@@ -161,11 +161,9 @@ def _rope(family: Family, reader: ConfigReader, head_dim: int, max_position: int
     rope.update(config.get("rope_scaling") or {})
     rope.update(config.get("rope_parameters") or {})
     theta = float(rope.get("rope_theta") or 10000.0)
-    dim = int(head_dim * float(rope.get("partial_rotary_factor") or 1.0))
-    if dim % 2 or dim < 2:
-        raise YalisError(f"{label} applies RoPE to {dim} dimensions of a head; head_dim must be even")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind = family.rope_aliases.get(kind, kind)
+    dim = _rotated_dimensions(family, kind, head_dim, float(rope.get("partial_rotary_factor") or 1.0), label)
     original = int(
         config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position
     )
@@ -193,7 +191,24 @@ def _rope(family: Family, reader: ConfigReader, head_dim: int, max_position: int
             return RopeSpec(theta, dim, kind, scale, stretch, original, short_factor=short, long_factor=long)
     except KeyError as missing:
         raise YalisError(f"{label} has {kind} RoPE scaling but lacks its {missing} entry") from None
-    raise YalisError(f"{label} has RoPE scaling {kind!r}; known: default, linear, llama3, yarn, longrope")
+    raise YalisError(
+        f"{label} has RoPE scaling {kind!r}, which is not supported; supported: default, linear, llama3, yarn, longrope"
+    )
+
+
+def _rotated_dimensions(family: Family, kind: str, head_dim: int, partial_rotary_factor: float, label: str) -> int:
+    """Return how many dimensions of a head RoPE rotates, as transformers' model of this family does."""
+    dim = int(head_dim * partial_rotary_factor)
+    if dim != head_dim and not family.partial_rotary:
+        if kind != "default":  # transformers scales fewer frequencies here than its model rotates, and fails
+            raise YalisError(
+                f"{label} has partial_rotary_factor {partial_rotary_factor:g} with {kind} RoPE scaling, which "
+                f"{family.architecture} does not support; remove partial_rotary_factor from config.json"
+            )
+        dim = head_dim
+    if dim % 2 or dim < 2:
+        raise YalisError(f"{label} applies RoPE to {dim} dimensions of a head; head_dim must be even")
+    return dim
 
 
 def _yarn_scale(rope: dict[str, Any], factor: float) -> float:

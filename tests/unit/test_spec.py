@@ -66,7 +66,14 @@ def test_missing_keys_have_the_defaults_of_transformers(architecture):
         ({"rope_parameters": "x"}, "makes no sense"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "x"}}, "makes no sense"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks its 'low_freq_factor'"),
-        ({"rope_parameters": {"rope_type": "spiral"}}, "known: default, linear"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "has RoPE scaling 'dynamic', which is not supported; supported: default, linear, llama3, yarn, longrope",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "has partial_rotary_factor 0.5 with linear RoPE scaling, which LlamaForCausalLM does not support",
+        ),
         ({"rope_scaling": {"type": "longrope", "short_factor": None, "long_factor": [1.0]}}, "makes no sense"),
         (
             {
@@ -85,3 +92,16 @@ def test_invalid_values_raise_one_sentence(change, message):
     with pytest.raises(YalisError, match=message) as error:
         read_spec({**GOOD, **change}, "the folder")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_partial_rotary_factor_is_honoured_where_transformers_honours_it(architecture):
+    sizes = {key: value for key, value in GOOD.items() if key != "architectures"}
+    options = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    config = transformers.AutoConfig.for_model(
+        FAMILIES[architecture].name, **sizes, head_dim=16, pad_token_id=0, rope_parameters=options
+    )
+    rotary = transformers.AutoModel.from_config(config).rotary_emb
+    spec = read_spec({**sizes, "architectures": [architecture], "head_dim": 16, "rope_parameters": options})
+    assert spec.rope.dim == 2 * len(rotary.inv_freq)
+    assert spec.rope.dim == (8 if architecture == "Phi3ForCausalLM" else 16)

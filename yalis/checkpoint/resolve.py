@@ -11,6 +11,7 @@ from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.checkpoint.gguf_header import MAGIC
 from yalis.checkpoint.random import RandomCheckpoint
 from yalis.checkpoint.safetensors import SafetensorsCheckpoint, read_config
+from yalis.checkpoint.unsupported import refuse_adapter, refuse_lfs_pointer
 from yalis.config import LOADS
 from yalis.errors import YalisError, YalisFailure, first_line
 
@@ -25,7 +26,10 @@ def open_checkpoint(model: str, load: str = "auto", seed: int = 0) -> Checkpoint
         raise YalisError(f"load is {load!r}; accepted: {', '.join(LOADS)}")
     path = locate(model, weights=load == "auto")
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        has_config = (path / "config.json").is_file()
+        if load == "auto" or not has_config:
+            refuse_adapter(path)
+        if not has_config:
             raise YalisError(f"{path} has no config.json; give a model's folder, a .gguf file, or one of: {_KNOWN}")
         if load == "auto":
             return SafetensorsCheckpoint(path, label=model)
@@ -34,6 +38,7 @@ def open_checkpoint(model: str, load: str = "auto", seed: int = 0) -> Checkpoint
         if load == "auto":
             raise YalisError(f"{path} is a config without weights; add --load random, or give the model's folder")
         return RandomCheckpoint(read_config(path), seed, model, path.parent)
+    refuse_lfs_pointer(path)
     if path.suffix == ".gguf" or _starts_with_magic(path):
         opened = GgufCheckpoint(path, label=model)
         return opened if load == "auto" else RandomCheckpoint(opened.config, seed, model, path)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from yalis.checkpoint.base import Checkpoint, LazyTensor
 from yalis.checkpoint.mapped_file import MappedFile, row_chunks
+from yalis.checkpoint.unsupported import quantization_method, refuse_lfs_pointer, refuse_pickles
 from yalis.errors import YalisError
 from yalis.spec import read_spec
 
@@ -63,11 +64,21 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = read_config(folder / "config.json")
         self._entries: dict[str, _Entry] = {}
         paths = _weight_files(folder)
-        if not paths:
+        method = quantization_method(self.config)
+        if not paths or method is not None:
             read_spec(self.config, self.label)  # an unsupported architecture is the better message
+        if method is not None:
+            raise YalisError(
+                f"{self.label} is quantised with {method}, which is not supported yet; give its float32, bfloat16 or "
+                "float16 checkpoint, or a GGUF file"
+            )
+        if not paths:
+            refuse_pickles(folder)
             raise YalisError(
                 f"{folder} has a config.json but no .safetensors file; give a folder with weights, or --load random"
             )
+        for path in paths:
+            refuse_lfs_pointer(path)
         self._files = [MappedFile(path) for path in paths]
         for file in self._files:
             self._entries.update(_read_header(file))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config
 from yalis.config import EngineConfig
 from yalis.launch.launchers import process_rank
+from yalis.log import get_logger
 
 if TYPE_CHECKING:
     from yalis.parallel.memory import Part, RankMemory
@@ -80,6 +81,7 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     import torch
 
     from yalis.checkpoint.resolve import open_checkpoint
+    from yalis.checkpoint.unsupported import ignored_parts
     from yalis.engine.device import count_blocks, resolve_block_size, resolve_device, resolve_dtype, resolve_max_len
     from yalis.parallel.memory import rank_memory, whole_memory
     from yalis.parallel.plan import Split
@@ -87,6 +89,8 @@ def make_plan(config: EngineConfig) -> SplitPlan:
 
     checkpoint = open_checkpoint(config.model, load="random")  # only its config is read
     spec = read_spec(checkpoint.config, checkpoint.label)
+    for warning in ignored_parts(checkpoint, spec.num_layers):
+        get_logger(__name__).warning("%s", warning)
     checkpoint.close()
     split = Split(*config.tp, config.pp, config.dp)
     split.check(spec, checkpoint.label)

@@ -12,6 +12,7 @@ import torch
 
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
 from yalis.config import DEFAULT_MODEL, EngineConfig
 from yalis.engine.device import release_memory
@@ -26,11 +27,14 @@ from yalis.engine.worker import WORKER, serve_rank
 from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
+from yalis.log import get_logger
 from yalis.parallel.plan import Split
 from yalis.sampling.noise import derive_seed
 from yalis.scheduling.plan import Emitted
 from yalis.spec import ModelSpec, read_spec
 from yalis.types import Message, Prompt, RankTopology, RequestEvent, RequestOutput, SamplingParams, StreamChunk
+
+log = get_logger(__name__)
 
 
 class LLM:
@@ -81,6 +85,8 @@ class LLM:
         try:
             self.spec: ModelSpec = read_spec(checkpoint.config, checkpoint.label)
             split.check(self.spec, checkpoint.label)
+            for warning in ignored_parts(checkpoint, self.spec.num_layers):
+                log.warning("%s", warning)
             self.tokenizer = load_tokenizer(checkpoint, config.tokenizer)
             eos = frozenset(
                 (*eos_token_ids(checkpoint), *(self.tokenizer.eos_ids if self.tokenizer is not None else ()))

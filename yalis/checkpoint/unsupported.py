@@ -1,0 +1,89 @@
+"""Recognises model files that this engine does not read, so that the error names the cause and what to do instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from yalis.checkpoint.base import Checkpoint
+from yalis.errors import YalisError
+
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+#: Transformers keeps the dtype and writes .safetensors files.
+_CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+    '[auto.from_pretrained({source!r}).save_pretrained({target!r}) for auto in (M, T)]"'
+)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise YalisError if the folder has a LoRA adapter, alone or next to the weights of a model."""
+    found = [name for name in _ADAPTER_FILES if (folder / name).is_file()]
+    if not found:
+        return
+    merge = "merge the adapter into its base model with peft (merge_and_unload, save_pretrained) and give that folder"
+    if any(path.name not in _ADAPTER_FILES for path in folder.glob("*.safetensors")):
+        instead = f"move {' and '.join(found)} elsewhere to run the base model"
+    else:
+        base = None
+        with suppress(OSError, ValueError, AttributeError):
+            base = json.loads((folder / found[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        instead = f"give its base model, {base}" if base else "give its base model"
+    raise YalisError(f"LoRA adapters are not supported, and {folder} has {found[0]}; {merge}, or {instead}")
+
+
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """Return the quantisation method that a config.json declares, such as gptq; None if it declares none."""
+    declared = config.get("quantization_config") or config.get("compression_config")
+    if not declared:
+        return None
+    if not isinstance(declared, dict):
+        return "an unknown method"
+    if method := declared.get("quant_method"):
+        return str(method)
+    if declared.get("load_in_4bit") or declared.get("load_in_8bit"):  # configs older than quant_method
+        return "bitsandbytes"
+    return "compressed-tensors" if "config_groups" in declared else "an unknown method"
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise YalisError if the file is a git-LFS pointer: the folder was cloned without git-lfs."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise YalisError(
+                f"{path} is a git-LFS pointer instead of the file itself; type `git lfs pull` in {path.parent}"
+            )
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raise YalisError if the folder has weights, but only as files of torch.save."""
+    found = sorted(path.name for path in folder.glob("pytorch_model*"))
+    if found:
+        convert = _CONVERT.format(source=str(folder), target=f"{folder}-safetensors")
+        raise YalisError(
+            f"{folder} has its weights as {found[0]}, and only .safetensors and .gguf files are supported; convert "
+            f"them with `{convert}` and give {folder}-safetensors"
+        )
+
+
+def ignored_parts(checkpoint: Checkpoint, num_layers: int) -> list[str]:
+    """Return a warning for each part of the checkpoint that is not used, for a config of `num_layers` layers."""
+    warnings = []
+    stored = max((int(match[1]) + 1 for name in checkpoint.names() if (match := _LAYER.match(name))), default=0)
+    if stored > num_layers:
+        warnings.append(
+            f"num_hidden_layers is {num_layers} in the config of {checkpoint.label}, but its weights have {stored} "
+            "layers; the rest is not used"
+        )
+    if (method := quantization_method(checkpoint.config)) is not None:
+        warnings.append(
+            f"the config of {checkpoint.label} declares quantisation with {method}, which is not supported yet; its "
+            "random weights are not quantised"
+        )
+    return warnings
