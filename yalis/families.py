@@ -76,7 +76,7 @@ class GgufFormat:
 class Family:
     name: str  # config.json's model_type
     architecture: str  # config.json's "architectures" entry
-    models: str  # released models, for people
+    models: str  # released models, for messages
     gguf: GgufFormat
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' value of keys a config.json leaves out
     #: Returns, per layer, whether it uses the sliding window. None: the family ignores sliding_window.

@@ -102,9 +102,10 @@ def _once_reached(value: int) -> int | None:
     return value
 
 
-#: Which sampling fields a recorded step honours. A recorded step (a CUDA graph) picks the argmax of the logits on the
-#: device. Every field of SamplingParams has a rule here that returns the number of output tokens from which on the
-#: argmax is the right token, or None if it never is. All other tokens go through the sampler.
+#: Which sampling fields a recorded step honours. A CUDA graph of a rank with the whole vocabulary picks the argmax of
+#: the logits on the device; tokens of CPU recordings always go through the sampler. Every field of SamplingParams has a
+#: rule here that returns the number of output tokens from which on the argmax is the right token, or None if it never
+#: is. All other tokens go through the sampler.
 RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     # Applied on the host, before or after the step.
     "max_tokens": _always,

@@ -174,15 +174,16 @@ int64_t nvrar_reserve(uint64_t bytes) {
   return int64_t(arena_used - rounded);
 }
 
-// The bytes that a group needs for operations of up to these capacities, in bytes, of the two protocols. Returns 0 if a
-// node has too many ranks.
+// Returns the arena bytes of a group whose operations have at most `ll_capacity` bytes with LL and `signal_capacity`
+// bytes with put-with-signal; 0 if a node has more than kMaxLocalRanks ranks.
 uint64_t nvrar_group_bytes(const int32_t* node_of, int size, int rank, uint64_t ll_capacity,
                            uint64_t signal_capacity) {
   Group group{};
   return init_layout(group, node_of, size, rank, ll_capacity, signal_capacity);
 }
 
-// Creates a group and returns its handle. `pe` and `offset` have each member's PE and its result of nvrar_reserve.
+// Creates a group and returns its handle. `pe` and `offset` have each member's PE and its result of nvrar_reserve;
+// `timeout` is in nanoseconds.
 int nvrar_create_group(const int32_t* node_of, int size, int rank, uint64_t ll_capacity, uint64_t signal_capacity,
                        const int32_t* pe, const uint64_t* offset, uint64_t timeout) {
   auto group = std::make_unique<Group>();

@@ -73,7 +73,7 @@ struct Status {
 };
 
 struct Group {
-  int32_t id, local_rank, local_size, shards; // local ranks below `shards` own the shard of that index
+  int32_t id, local_rank, local_size, shards; // local rank i < shards owns shard i
   int32_t inter_steps;
   InterStep inter_step[kMaxInterSteps];
   char* own_memory;                  // this rank's group memory

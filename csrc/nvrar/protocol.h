@@ -8,7 +8,7 @@ namespace nvrar {
 struct SignalWait {
   uint64_t* signal; // null: nothing to wait for
   WaitSite site;
-  bool from_put; // set by a put, not by a store of a rank of the node
+  bool from_put; // true: set by a put; false: by a store of a rank on the same node
 };
 
 // LL protocol, as in NCCL: every 8-byte store holds 4 bytes of data and a 4-byte flag derived from the sequence number.
@@ -47,6 +47,7 @@ struct LLProtocol {
     });
   }
 
+  // No signals: the flags are in the data.
   template <class Op, class From> static NVRAR_DEVICE void wait_signals(Op&, int, From) {}
   template <class Op, class To> static NVRAR_DEVICE void signal_peers(Op&, int, To) {}
 

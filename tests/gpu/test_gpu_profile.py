@@ -46,7 +46,7 @@ def test_the_parts_of_a_step(eager: bool) -> None:
         for one in found:
             print(phase, one)
             assert one["category"] == categorize(one["name"], True)
-    steps = PLAN.watched_steps + 1
+    steps = PLAN.counted_steps + 1
     attention = sum(one["count"] for one in names["decode"][0] if one["category"] == "attention")
     matmul = sum(one["count"] for one in names["decode"][0] if one["category"] == "matmul")
     # Every layer's kernels in every step, none of another step's; the last step may have begun one more.

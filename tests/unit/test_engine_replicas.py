@@ -213,7 +213,7 @@ class Cluster:
         self.step()
         router = self.router
         assert not any([router._assignments, router._assignment_ids, router._waiting])
-        assert not any([*router._num_assigned.values(), *router._num_unstarted.values()])
+        assert not any([*router._num_assigned.values(), *router._num_without_token.values()])
         for engine in self.engines:
             assert not engine.has_work
             engine.scheduler.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,3 +153,11 @@ def test_an_engine_without_it_generates_the_same_tokens(tmp_path: Path, monkeypa
             assert llm._engine.runner.backend.name == ("sdpa" if unavailable else "native")
     assert tokens == [ref.tokens, ref.tokens]
     assert replays[0] > 0 == replays[1]
+
+
+def test_recorded_calls_have_the_same_size_in_c_and_python() -> None:
+    """A struct of another size would make yalis_replay() read wrong arguments without an error."""
+    source = (Path(native.__file__).with_name("native.c")).read_text()
+    found = re.search(r"value args\[(\d+)\]", source)
+    assert found is not None
+    assert int(found[1]) == max(map(len, native.SIGNATURES.values()))

@@ -20,7 +20,7 @@ from yalis.registry import Registry
 class ForwardBatch:
     """The input of one step on the device, with the sequence lengths also on the host.
 
-    The tensors of a recorded step are views of a buffer: its lengths and block tables are int64, with any strides.
+    In a CUDA graph, context_len and block_tables are int64 views of the input buffer, with any strides.
     """
 
     token_ids: Tensor  # [T] int64
@@ -76,7 +76,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     #: whether steps can be recorded and replayed: results depend on the tensors of the batch alone. Of the lengths on
-    #: the host, query_lens is used only as upper bounds and context_lens not at all.
+    #: the host, context_lens is not used; query_lens is exact for several sequences, an upper bound for a single one.
     capturable: bool = False
 
     def __init__(self, needs: AttentionNeeds) -> None:

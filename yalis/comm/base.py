@@ -23,7 +23,7 @@ class Communicator(ABC):
 
     rank: int
     size: int
-    #: whether a CUDA graph can capture `all_reduce`; if not, the step runs eagerly
+    #: whether `all_reduce` can be part of a recorded step (a CUDA graph or a CPU recording); if not, steps run eagerly
     capturable: bool
 
     @property

@@ -48,13 +48,17 @@ class Engine:
         # the last stage.
         pipelined = config.pp > 1
         on_gpu = self.runner.device.type == "cuda"
+        if pipelined:
+            max_in_flight = config.micro_batches or config.pp
+        else:
+            max_in_flight = 2 if on_gpu else 1
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_batch_tokens=config.max_batch_tokens,
                 max_model_len=self.runner.max_model_len,
                 block_size=self.runner.block_size,
-                max_in_flight=config.micro_batches or config.pp if pipelined else 2 if on_gpu else 1,
+                max_in_flight=max_in_flight,
                 feed_on_device=on_gpu and not pipelined,
                 recompute_at=spec.rope.switch_at,
                 prefix_reuse=config.prefix_reuse,

@@ -1,4 +1,4 @@
-"""Runs the steps of one rank: a step is replayed if it was recorded, and otherwise runs eagerly."""
+"""Decides for each packed step whether to replay a recording or to run eagerly."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class StepExecutor:
     def _run_eager(self, step: PackedStep, hidden: Tensor | None) -> StepResult:
         forward = self._forward
         with forward.launch_mode():
-            batch, request_slots = step.to_batch(forward.device, forward.last_tokens, hidden)
-            return StepResult(self.recorder.run(step, batch), request_slots)
+            batch, sampling_slots = step.to_batch(forward.device, forward.last_tokens, hidden)
+            return StepResult(self.recorder.run(step, batch), sampling_slots)
 
     def dry_run(self, step: PackedStep) -> StepResult:
         """Run a step eagerly, from hidden states of zeros if this is not the first pipeline stage."""
@@ -76,7 +76,7 @@ class StepExecutor:
         self.recorder.capture_all(block_bytes)
 
     def release_graphs(self) -> None:
-        """Drop all recordings, which keep communicators alive."""
+        """Drop all CUDA graphs, which keep communicators alive."""
         self.recorder.clear()
 
 
@@ -100,8 +100,8 @@ def make_executor(
         forward = ModelForward(model, backend, last_tokens)
         recorder = CpuRecorder(forward, limits.max_blocks) if recordable else StepRecorder(forward)
         return StepExecutor(config, forward, recorder)
-    # The logits of a rank are whole rows, and its kernels follow each other in one stream, only where ranks do not
-    # communicate.
+    # With tp 1 a rank has the logits of the whole vocabulary, so the graph can pick the argmax, also on the last
+    # pipeline stage. PDL is used only if the replica has one rank: between ranks other streams carry data too.
     single = grid.tp_group.size == 1
     forward = ModelForward(model, backend, last_tokens, pdl=single and stage.count == 1, greedy=single and stage.last)
     return StepExecutor(config, forward, CudaGraphRecorder(forward, config, limits))

@@ -22,7 +22,7 @@ class StepResult:
     """The output of a step. The next step may overwrite its tensors."""
 
     out: Tensor  # logits [R, vocabulary share], or hidden states [T, hidden] on all but the last pipeline stage
-    request_slots: Tensor  # [R], the rows of last_tokens that the sampled tokens belong to
+    sampling_slots: Tensor  # [R], the rows of last_tokens that the sampled tokens belong to
     tokens: Tensor | None = None  # [R], the argmax of each row if a recorded step picked it; last_tokens has it then
 
 
@@ -50,25 +50,25 @@ class ModelForward:
         out: Tensor = self.model(batch, self.kv_caches, self.backend)
         return out
 
-    def run_recorded(self, inputs: StepInputs, uses_last_tokens: bool) -> tuple[Tensor, Tensor | None]:
+    def run_recorded(self, inputs: StepInputs, may_use_last_tokens: bool) -> tuple[Tensor, Tensor | None]:
         """Run what a CUDA graph holds: the model and, where possible, the choice of tokens before and after it.
 
         Returns the output of the model and the picked tokens [R].
         """
-        batch, request_slots = inputs
+        batch, sampling_slots = inputs
         with self.launch_mode():
-            if uses_last_tokens:
-                token_ids = ops.use_last_tokens(batch.token_ids, self.last_tokens, request_slots)
+            if may_use_last_tokens:  # then every token has a logit row, so R == T
+                token_ids = ops.use_last_tokens(batch.token_ids, self.last_tokens, sampling_slots)
                 batch = replace(batch, token_ids=token_ids)
             out = self.run(batch)
             if not self._greedy:
                 return out, None
             from yalis.kernels import token_feedback
 
-            return out, token_feedback.pick_greedy(out, self.last_tokens, request_slots, NO_TOKEN, pdl_enabled())
+            return out, token_feedback.pick_greedy(out, self.last_tokens, sampling_slots, NO_TOKEN, pdl_enabled())
 
     def launch_mode(self) -> AbstractContextManager[None]:
-        """Within, kernels are launched with PDL if this model uses it."""
+        """Return a context in which kernels are launched with PDL if this model uses it."""
         return enable_pdl(self.device) if self._pdl else nullcontext()
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Recorders: how the steps of a device are recorded once and replayed without the host's work in between.
+"""Recorders: record the steps of a device once, and replay each with one call instead of one launch per operation.
 
 - CudaGraphRecorder captures CUDA graphs before the first request, for the bucket sizes of each layout
   (engine/step_layouts.py). A step is padded to the next size.
@@ -59,7 +59,7 @@ class StepRecorder:
         return None
 
     def run(self, step: PackedStep, batch: ForwardBatch) -> Tensor:
-        """Run a step that has no recording, and return its output. A recorder may record it meanwhile."""
+        """Run a step that has no recording, and return its output. CpuRecorder records it while it runs."""
         return self._forward.run(batch)
 
     def measure(self) -> int:
@@ -70,7 +70,7 @@ class StepRecorder:
         """Record all steps. `block_bytes`: size of a KV block, for the advice when memory runs out."""
 
     def clear(self) -> None:
-        """Drop all recordings and the references they hold to communicators. Steps run eagerly from then on."""
+        """Drop all CUDA graphs and the references they hold to communicators. Does nothing in other recorders."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RecordedCpuStep(RecordedStep):
     def replay(self, step: PackedStep, hidden: Tensor | None) -> StepResult:
         batch, token_ids = self.batch, step.token_ids
         request_slots = torch.from_numpy(step.request_slots)
-        if step.uses_last_tokens:
+        if step.uses_last_tokens:  # only with SchedulerConfig.feed_on_device, which the engine sets on a GPU
             token_ids = ops.use_last_tokens(torch.from_numpy(token_ids), self.last_tokens, request_slots).numpy()
         for tensor, values in (
             (batch.token_ids, token_ids),
@@ -188,7 +188,7 @@ class RecordedCudaStep(RecordedStep):
                 self.inputs.batch.hidden[:count].copy_(hidden)
         self.graph.replay()
         tokens = None if self.tokens is None else self.tokens[:count]
-        return StepResult(self.out[:count], self.inputs.request_slots[:count], tokens)
+        return StepResult(self.out[:count], self.inputs.sampling_slots[:count], tokens)
 
 
 class CudaGraphRecorder(StepRecorder):
@@ -255,7 +255,7 @@ class CudaGraphRecorder(StepRecorder):
         inputs = layout.make_inputs(self._buffer.packed, size, forward.make_hidden(size))
 
         def step() -> tuple[Tensor, Tensor | None]:
-            return forward.run_recorded(inputs, layout.uses_last_tokens)
+            return forward.run_recorded(inputs, layout.may_use_last_tokens)
 
         def explain(oom: OutOfMemory) -> str:
             fits = [*suggest_fit(oom, self._config, device, *layout.count_work(size), block_bytes), "--eager"]

@@ -1,8 +1,9 @@
 """Data parallelism: several replicas of the model with the interface of one Engine.
 
 Rank 0 runs the ReplicaRouter. It assigns each request to the replica with the fewest requests, and moves requests that
-have not started to replicas that run out of work. Rank 0's own replica is an Engine in the same process. Every other
-replica is an Engine on that replica's driver rank, which runs `serve_replica` at the other end of a TCP link.
+have not started to replicas that have fewer than max_num_seqs requests and none waiting. Rank 0's own replica is an
+Engine in the same process. Every other replica is an Engine on that replica's driver rank, which runs `serve_replica`
+at the other end of a TCP link.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class _Assignment:
 
     request: Request
     rank: int  # the replica's driver
-    started: bool = False  # a token has been received
+    has_token: bool = False  # a token has been received
 
 
 class ReplicaRouter:
@@ -141,7 +142,7 @@ class ReplicaRouter:
         self._assignment_ids: dict[int, int | None] = {}  # of every unfinished request; None while it is waiting
         self._assignments: dict[int, _Assignment] = {}  # by assignment id
         self._num_assigned = dict.fromkeys(self._replicas, 0)
-        self._num_unstarted = dict.fromkeys(self._replicas, 0)  # assigned requests without a token
+        self._num_without_token = dict.fromkeys(self._replicas, 0)  # assigned requests without a token
         self._unstarted: dict[int, list[int]] = {rank: [] for rank in self._replicas}  # ids, as of the last report
         self._stats = {**dict.fromkeys(self._replicas, EngineStats()), LOCAL: local.stats}
         # Token counts are kept here, because two engines may both have counted a request that was moved.
@@ -227,7 +228,7 @@ class ReplicaRouter:
         if self._waiting:
             return
         for rank in self._replicas:
-            if self._num_assigned[rank] < self._max_running and not self._num_unstarted[rank]:
+            if self._num_assigned[rank] < self._max_running and not self._num_without_token[rank]:
                 queues = [
                     [id for id in self._unstarted[other] if id in self._assignments]
                     for other in self._replicas
@@ -245,7 +246,7 @@ class ReplicaRouter:
         self._assignment_ids[request.id] = assignment_id
         self._assignments[assignment_id] = _Assignment(request, rank)
         self._num_assigned[rank] += 1
-        self._num_unstarted[rank] += 1
+        self._num_without_token[rank] += 1
         self._replicas[rank].add(assignment_id, list(request.prompt), request.params)
 
     def _withdraw(self, assignment_id: int, reason: FinishReason) -> None:
@@ -255,7 +256,7 @@ class ReplicaRouter:
         """Remove an assignment and return its rank."""
         assignment = self._assignments.pop(assignment_id)
         self._num_assigned[assignment.rank] -= 1
-        self._num_unstarted[assignment.rank] -= not assignment.started
+        self._num_without_token[assignment.rank] -= not assignment.has_token
         return assignment.rank
 
     def _apply_received(self) -> list[Emitted]:
@@ -275,8 +276,8 @@ class ReplicaRouter:
             if assignment is None:  # cancelled or moved since
                 continue
             assignment.request.cached_tokens = cached_tokens
-            self._num_unstarted[rank] -= not assignment.started
-            assignment.started = True
+            self._num_without_token[rank] -= not assignment.has_token
+            assignment.has_token = True
             self._tokens.output_tokens += item.token is not None
             if item.finish_reason is not None:
                 self._forget(item.request_id)

@@ -252,7 +252,8 @@ class Runner:
             self.recorded_picks += 1
             return PendingStep(plan, SampledTokens(result.tokens, None), self.check)
         sampled = self._run_sampler(result.out, [self._sampling_row(step) for step in sampling])
-        self.last_tokens.index_copy_(0, result.request_slots, sampled.tokens.clamp(min=0))
+        # NO_TOKEN (-1, a row with NaN logits) is no valid index for the steps launched before result() raises.
+        self.last_tokens.index_copy_(0, result.sampling_slots, sampled.tokens.clamp(min=0))
         return PendingStep(plan, sampled, self.check)
 
     def _run_sampler(self, logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:

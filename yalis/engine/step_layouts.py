@@ -9,6 +9,10 @@ To add a kind of step:
 2. write a StepLayout for it here;
 3. append that class to LAYOUTS.
 StepExecutor then captures a graph for each of its sizes and replays the graphs. A kind without a layout runs eagerly.
+
+This covers capture and replay on a GPU; CpuRecorder records decode steps only. Sampling, StepOutput, Scheduler.commit
+and scheduling/wire.py expect one sampled token per sequence, and use_last_tokens() one logit row per token: a step with
+several tokens per sequence, such as the verify step of speculative decoding, must extend those too.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class StepInputs(NamedTuple):
     """The tensors that a recorded step reads."""
 
     batch: ForwardBatch
-    request_slots: Tensor  # [R], the rows of last_tokens that the sampled tokens belong to
+    sampling_slots: Tensor  # [R], the rows of last_tokens that the sampled tokens belong to
 
 
 class StepLayout(ABC):
@@ -61,7 +65,7 @@ class StepLayout(ABC):
 
     kind: ClassVar[StepKind]
     #: whether token ids may be negative and stand for the token last sampled
-    uses_last_tokens: ClassVar[bool]
+    may_use_last_tokens: ClassVar[bool]
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
@@ -98,7 +102,7 @@ class StepLayout(ABC):
 
     @abstractmethod
     def count_work(self, size: int) -> tuple[int, int]:
-        """Return (tokens, sequences), with 0 for the one that is not what makes such a step large."""
+        """Return (tokens, 0) or (0, sequences), whichever limit the out-of-memory advice should name."""
 
 
 class DecodeLayout(StepLayout):
@@ -108,7 +112,7 @@ class DecodeLayout(StepLayout):
     """
 
     kind = StepKind.DECODE
-    uses_last_tokens = True
+    may_use_last_tokens = True
     #: fields of PackedStep, in the order of the buffer
     columns = ("token_ids", "positions", "rope_rows", "kv_slots", "request_slots", "context_lens")
 
@@ -178,7 +182,7 @@ class PromptLayout(StepLayout):
     """
 
     kind = StepKind.PROMPT
-    uses_last_tokens = False
+    may_use_last_tokens = False
     #: fields of PackedStep, in the order of the buffer
     columns = ("token_ids", "positions", "rope_rows", "kv_slots")
     # Padding tokens belong to no sequence: they attend to nothing, and write no key and value (slot -1).

@@ -38,7 +38,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class Library:
-    """The functions of native.c. Pointers are data_ptr() of tensors; sizes and strides are in floats."""
+    """The functions of native.c. Pointers are data_ptr() of tensors; sizes and strides are in elements."""
 
     linear: Callable[..., None]
     gather_rows: Callable[..., None]
@@ -77,7 +77,7 @@ def load() -> Library | None:
         except Unavailable as unavailable:
             _loaded = unavailable
         except OSError as error:  # no matching OpenMP runtime is loaded, or the cache directory cannot be written
-            _loaded = Unavailable(f"they do not load: {error}")
+            _loaded = Unavailable(f"the native library cannot be loaded: {error}")
         if isinstance(_loaded, Unavailable):
             log.info("no native kernels: %s", _loaded)
     return _loaded if isinstance(_loaded, Library) else None
@@ -85,7 +85,7 @@ def load() -> Library | None:
 
 @contextmanager
 def replaced(library: Library) -> Iterator[None]:
-    """Within, load() returns `library`."""
+    """Make load() return `library` within the block."""
     global _loaded
     previous, _loaded = _loaded, library
     try:
@@ -118,7 +118,7 @@ class _Timed(Library):
 
 @contextmanager
 def timed(listener: CallListener) -> Iterator[None]:
-    """Within, call `listener` for every native call, including those of a replay buffer."""
+    """Call `listener` within the block for every native call, including those of a replay buffer."""
     global _listener
     library = load()
     if library is None:

@@ -167,7 +167,7 @@ def _paged_decode_kernel(
     m_i = tl.full([BLOCK_M], MASKED_SCORE, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    query_position = tl.zeros([BLOCK_M], tl.int32) + end  # after every key of the split: `end` alone masks
+    query_position = tl.zeros([BLOCK_M], tl.int32) + end  # not before any key, so only `end` masks
     full = begin + tl.maximum(0, end - begin) // BLOCK_N * BLOCK_N  # end of the tiles without a mask
     next_ids = load_block_ids(table_ptr, stride_tb, begin, end, BLOCK_SIZE, BLOCK_N, USE_TMA)
     for start in range(begin, full, BLOCK_N):
@@ -281,7 +281,7 @@ def prefill_config(
 
 
 def decode_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """Return the decode kernel's configuration, tuned as above. tl.dot needs at least 16 rows."""
+    """Return the decode kernel's configuration, tuned like prefill_config. tl.dot needs at least 16 rows."""
     if dtype == torch.float32:
         config = TileConfig(16, 32, 4, 2)
     else:
@@ -299,7 +299,7 @@ def plan_launch(
     the number of decode programs that fill the GPU.
     """
     num_seqs = len(query_lens)
-    # Each context has at least one split, and the proportional shares add up to at most target_programs / K.
+    # Each context has at least one split, and the proportional shares of kv_splits.py add up to target_programs / K.
     max_splits = num_seqs + target_programs // num_kv_heads if 1 in query_lens else 0
     if num_seqs == sum(query_lens):
         return LaunchPlan(0, query_start, query_start, max_splits, target_programs, {})
@@ -330,7 +330,7 @@ def paged_attention(
     softcap: float | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Return the causal attention [T, H, D] of each sequence's new tokens over its own blocks, those included.
+    """Return the causal attention [T, H, D] of each sequence's new tokens over all of its cached tokens.
 
     With `pdl`, decode launches use programmatic dependent launch.
     """
@@ -368,7 +368,7 @@ def paged_attention(
         partial_out = torch.empty((kv_heads, max_splits, group, dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((kv_heads, max_splits, group), dtype=torch.float32, device=q.device)
         counters = _counters(q.device)
-        assert num_seqs * kv_heads <= counters.numel(), f"{num_seqs} sequences"
+        assert num_seqs * kv_heads <= counters.numel(), f"too few split counters for {num_seqs} sequences"
         if window not in plan.split_plans:
             plan.split_plans[window] = torch.empty((5, max_splits), dtype=torch.int32, device=q.device)
             plan_splits[(cdiv(max_splits, BLOCK_SPLITS.value),)](
@@ -391,7 +391,8 @@ def paged_attention(
 def can_use_tma(k_cache: Tensor, v_cache: Tensor, config: TileConfig, limits: GpuLimits) -> bool:
     """Return whether tiles can be loaded by TMA: the GPU has it, and a tile of block_n keys is within one block.
 
-    float32 caches are loaded by address. Their exact products take operands from registers, and TMA needs more of them.
+    float32 caches are loaded by address. Their exact products take operands from registers, of which the
+    kernel would need more with TMA.
     """
     _, block_size, _, dim = k_cache.shape
     if not limits.has_tma or k_cache.dtype == torch.float32:

@@ -24,7 +24,7 @@ _enabled: ContextVar[bool] = ContextVar("programmatic dependent launch", default
 
 @contextmanager
 def enable_pdl(device: torch.device) -> Iterator[None]:
-    """Within, launch the kernels of kernels/ops.py with PDL if the device supports it and $YALIS_PDL is not 0."""
+    """Within the block, launch the kernels of kernels/ops.py with PDL, if the device has it and $YALIS_PDL is not 0."""
     supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_COMPUTE_CAPABILITY
     token = _enabled.set(supported and env.pdl())
     try:

@@ -11,11 +11,11 @@ MIN_MICRO_BATCH_TOKENS = 64
 
 @dataclass
 class StepBudget:
-    """What a step can still hold while the scheduler fills it."""
+    """The tokens and samples that can still be added to a step."""
 
     tokens: int
     samples: int  # sequences that may sample a token; a prompt chunk that ends before its prompt does needs none
-    min_chunk: int = 0  # a prompt is not split into chunks smaller than this
+    min_step_tokens: int = 0  # the step may exceed `tokens` up to this many, so that prompt chunks are not tiny
 
     @property
     def exhausted(self) -> bool:
@@ -23,16 +23,19 @@ class StepBudget:
 
     @property
     def max_chunk(self) -> int:
-        """The tokens one sequence may have."""
-        return max(self.tokens, self.min_chunk)
+        """The most tokens that the next sequence can have in this step."""
+        return max(self.tokens, self.min_step_tokens)
 
     def allows(self, remaining: int) -> bool:
-        """Whether a sequence with `remaining` tokens to compute fits. If all of them fit, it samples a token."""
+        """Return whether a sequence with `remaining` uncomputed tokens can be added.
+
+        If all of them fit, it samples a token, so a sample must be left. A chunk needs none.
+        """
         return remaining > self.max_chunk or self.samples > 0
 
     def consume(self, tokens: int, samples: bool) -> None:
         self.tokens -= tokens
-        self.min_chunk -= tokens
+        self.min_step_tokens -= tokens
         self.samples -= samples
 
 

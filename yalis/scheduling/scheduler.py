@@ -29,7 +29,7 @@ class SchedulerConfig:
     max_model_len: int  # prompt and output tokens of a request
     block_size: int
     max_in_flight: int = 1  # plans issued and not yet committed
-    feed_on_device: bool = False  # the next step reads a sampled token on the device, before the host has it
+    feed_on_device: bool = False  # async scheduling: the next step reads a sampled token on the device, before the host
     recompute_at: int | None = None  # RopeSpec.switch_at: above this length the KV cache of a sequence is recomputed
     prefix_reuse: bool = True
     pipelined: bool = False  # divide the work evenly over max_in_flight micro-batches, to keep all stages busy

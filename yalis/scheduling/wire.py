@@ -27,7 +27,7 @@ class _SequenceState:
 
 
 class PlanEncoder:
-    """Encodes the plans of one replica. One decoder must receive all of them, in order."""
+    """Encodes the plans of one replica. Every decoder (one on each other rank) must receive all of them, in order."""
 
     def __init__(self) -> None:
         self._states: dict[int, _SequenceState] = {}
@@ -68,9 +68,8 @@ class PlanDecoder:
         if params is not None:
             self._states[request_slot] = _SequenceState(request_id, decode_params(params))
         state = self._states[request_slot]
-        if new_blocks or unchanged < len(
-            state.blocks
-        ):  # otherwise keep the same object, so that receivers see it is unchanged
+        # Otherwise keep the same tuple: Packer detects by identity that it is unchanged.
+        if new_blocks or unchanged < len(state.blocks):
             state.blocks = (*state.blocks[:unchanged], *new_blocks)
         if history is None:
             state.history = None

@@ -36,7 +36,7 @@ class Workload:
 
 
 NAMED = {
-    "poster": Workload(16, 2480, 2048),  # of the published comparison of engines
+    "poster": Workload(16, 2480, 2048),  # the workload of arXiv 2511.09557
     "prefill-heavy": Workload(16, 2048, 128),
     "decode-heavy": Workload(16, 128, 2048),
 }

@@ -1,1 +1,1 @@
-"""`yalis bench scaling`: one throughput benchmark over rank counts, parallelism schemes and all-reduces."""
+"""`yalis bench scaling`: one throughput benchmark over rank counts, parallelism schemes and all-reduce backends."""
