@@ -10,6 +10,7 @@ import sysconfig
 import venv
 import zipfile
 from collections.abc import Iterator
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -69,10 +70,21 @@ def test_the_wheel_contains_every_file(wheel):
     assert {path.name for path in (ROOT / "csrc" / "nvrar").iterdir()} <= kernels
 
 
-def _requirements(wheel) -> list[str]:
+def _metadata(wheel) -> Message:
     archive = zipfile.ZipFile(wheel)
     name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-    return Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist")
+    return Parser().parsestr(archive.read(name).decode())
+
+
+def _requirements(wheel) -> list[str]:
+    return _metadata(wheel).get_all("Requires-Dist")
+
+
+def test_the_license_is_an_spdx_expression(wheel):
+    """A TOML table (License: ...) is refused by setuptools from February 2027 on."""
+    metadata = _metadata(wheel)
+    assert (metadata["License-Expression"], metadata["License"]) == ("Apache-2.0", None)
+    assert metadata.get_all("License-File") == ["LICENSE"]
 
 
 def test_torch_is_required_without_version_bounds(wheel):
