@@ -72,6 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """Add a flag for each field of EngineConfig. Under a launcher, ranks other than 0 then serve rank 0's engine."""
     parser.set_defaults(uses_engine=True)
     group = parser.add_argument_group("engine")
     for field in fields(EngineConfig):

@@ -110,7 +110,7 @@ def _row(stages: int, micro_batches: int, runs: list[PipelineRun], base: float) 
     seconds = median(one.seconds for one in runs)
     low, high = spread([one.seconds for one in runs])
     idle = median(1 - sum(one.busy) / (stages * one.seconds) for one in runs)
-    return {
+    return results.empty_row("pipeline") | {
         "stages": stages,
         "micro_batches": micro_batches,
         "seconds": seconds,

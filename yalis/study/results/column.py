@@ -51,11 +51,11 @@ class Column:
             raise YalisError(f"{where} has {value!r} as {self.name!r}, from {low!r} to {high!r}")
 
 
-def with_spread(column: Column, since: int | None = None, required_if_ok: bool = False) -> tuple[Column, ...]:
+def with_spread(column: Column, since: int | None = None, spread_required_if_ok: bool = False) -> tuple[Column, ...]:
     """Return a column and the `_low` and `_high` columns of its spread.
 
-    `since` and `required_if_ok` are those of the spread; by default it was added together with the column."""
+    `since` and `spread_required_if_ok` are those of the spread; by default it was added together with the column."""
     low, high = f"{column.name}_low", f"{column.name}_high"
     added = column.since if since is None else since
-    ends = (Column(name, column.type, column.unit, since=added, required_if_ok=required_if_ok) for name in (low, high))
-    return replace(column, low=low, high=high), *ends
+    end = Column(low, column.type, column.unit, since=added, required_if_ok=spread_required_if_ok)
+    return replace(column, low=low, high=high), end, replace(end, name=high)

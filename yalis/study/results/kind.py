@@ -44,22 +44,26 @@ class ResultKind:
     """Base class of result kinds; see the module docstring."""
 
     name: ClassVar[str]
+    #: A column `status`, if there is one, is "ok" or the reason why the row has no values.
     columns: ClassVar[tuple[Column, ...]]
-    parameters: ClassVar[Form] = {}  # form of `Result.parameters`
+    #: Form of `Result.parameters`. Names with a meaning for `bench compare`: engine, dtype, warmup, repeats (below 5
+    #: repeats, the spread is ignored).
+    parameters: ClassVar[Form] = {}
     renamed_parameters: ClassVar[dict[str, str]] = {}  # new name of a parameter in files of older schema versions
     needs_devices: ClassVar[bool] = True  # a result names at least one device
 
-    #: Columns that identify a row in both results of a comparison.
+    #: Columns that identify a row in both results of a comparison. A kind with metrics has at least one.
     identity: ClassVar[tuple[str, ...]] = ()
     #: Columns that are compared. Results of a kind without any cannot be compared.
     metrics: ClassVar[tuple[Metric, ...]] = ()
-    #: Parameters that may differ between compared results. All others define the work, and must be equal.
+    #: Parameters that may differ between compared results, in addition to warmup, repeats and engine (of which model,
+    #: load, load_seed and tokenizer must be equal). All others define the work, and must be equal.
     may_differ: ClassVar[frozenset[str]] = frozenset()
     #: Parameters that older versions did not record. They are compared only if both results have them.
     added_parameters: ClassVar[frozenset[str]] = frozenset()
 
     section: ClassVar[Section]  # of the report
-    report_order: ClassVar[int] = 100  # kinds are shown in ascending order
+    report_order: ClassVar[int] = 100  # kinds are shown in ascending order; the existing ones have 10 to 70
 
     def column(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -136,7 +140,8 @@ class ResultKind:
         return []
 
     def has_plot(self, result: Result) -> bool:
-        return False
+        """Return whether this result can be plotted; by default, whether the kind defines `plot`."""
+        return type(self).plot is not ResultKind.plot
 
     def plot(self, result: Result) -> Any:
         """Return a matplotlib figure. Decorate it with `drawing.styled`."""
@@ -155,7 +160,7 @@ class ResultKind:
                 for column, cell, width in zip(columns, line, widths, strict=True)
             )
             yield "  ".join(aligned).rstrip()
-        yield from result.notes
+        yield from self.notes(result)
 
     def card(self, source: StoredResult) -> Card:
         result = source.result

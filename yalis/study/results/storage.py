@@ -35,7 +35,11 @@ def new(
     notes: list[str] | None = None,
     topology: dict[str, Any] | None = None,
 ) -> Result:
-    """Return a checked result that was measured now, by this process, on this host."""
+    """Return a checked result that was measured now on this host.
+
+    `devices`: values of `bandwidth.describe_device`; `topology`: of `topology.llm_topology`; `parameters`: those
+    that the kind declares, with the EngineConfig as `engine`.
+    """
     result = Result(
         kind=kind,
         parameters=parameters,

@@ -44,9 +44,6 @@ class Pipeline(ResultKind):
         ]
         return Table(columns, result.rows)
 
-    def has_plot(self, result: Result) -> bool:
-        return True
-
     @drawing.styled
     def plot(self, result: Result) -> Any:
         figure, ((axis,),) = drawing.new_figure(3.2)

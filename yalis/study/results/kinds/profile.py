@@ -89,9 +89,6 @@ class Profile(ResultKind):
     def notes(self, result: Result) -> list[str]:
         return [*result.notes, *_overhead_note([result])]
 
-    def has_plot(self, result: Result) -> bool:
-        return True
-
     def plot(self, result: Result) -> Any:
         return draw_profiles([result])
 

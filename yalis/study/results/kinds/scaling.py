@@ -34,7 +34,7 @@ class Scaling(ResultKind):
         Column("machine", int, positive=True, required_if_ok=True),  # index into parameters.machines, from 1
         Column("hosts", int, positive=True),
         # of the whole job, as in throughput
-        *with_spread(Column("seconds", float, "s", positive=True, required_if_ok=True), required_if_ok=True),
+        *with_spread(Column("seconds", float, "s", positive=True, required_if_ok=True), spread_required_if_ok=True),
         Column("tokens_per_s", float, "tokens/s", positive=True),
         Column("first_token_ms", float, "ms", positive=True),
         Column("token_ms", float, "ms", positive=True),

@@ -33,7 +33,7 @@ class Throughput(ResultKind):
         Column("output_tokens", int, "tokens", required=True),
         Column("rate", float, "requests/s"),  # arrival rate; null: all requests arrive at once
         # from the first arrival to the last token; median of the repeats
-        *with_spread(Column("seconds", float, "s", positive=True, required_if_ok=True), required_if_ok=True),
+        *with_spread(Column("seconds", float, "s", positive=True, required_if_ok=True), spread_required_if_ok=True),
         *with_spread(Column("tokens_per_s", float, "tokens/s", positive=True, required_if_ok=True)),  # generated
         Column("requests_per_s", float, "requests/s", positive=True),
         # after the arrival; median over the requests of all repeats
