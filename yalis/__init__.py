@@ -41,3 +41,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'yalis' has no attribute {name!r}")
     env.limit_openmp_spinning()  # must run before torch is imported
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

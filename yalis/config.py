@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from yalis.errors import YalisError
@@ -80,6 +81,31 @@ class EngineConfig:
             raise YalisError(f"memory_fraction is {self.memory_fraction!r}; give a number above 0 and at most 1")
         if not (_is_number(self.join_timeout) and 0 < self.join_timeout < math.inf):
             raise YalisError(f"join_timeout is {self.join_timeout!r}; give a number of seconds above 0")
+
+
+#: vLLM's names of arguments that have another name here.
+_VLLM_NAMES = {
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "data_parallel_size": "dp",
+    "gpu_memory_utilization": "memory_fraction",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "enforce_eager": "eager",
+    "enable_prefix_caching": "prefix_reuse",
+    "attention_backend": "attention",
+    "load_format": "load",
+    "num_gpu_blocks_override": "kv_blocks",
+}
+
+
+def explain_unknown_field(name: str) -> str:
+    """Return the message for a keyword of LLM that does not exist."""
+    accepted = sorted(field.name for field in fields(EngineConfig))
+    if name in _VLLM_NAMES:
+        return f"LLM has no argument {name!r}; here it is called {_VLLM_NAMES[name]}"
+    close = get_close_matches(name, accepted, 1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"LLM has no argument {name!r}; {meant}accepted: {', '.join(accepted)}"
 
 
 def _parse_grid(value: object) -> GridShape:

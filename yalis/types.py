@@ -6,14 +6,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, Union
+from typing import Any, Literal, Protocol, Union
 
 from yalis.errors import YalisError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Message = dict[str, Any]
-#: Text, token ids, or chat messages.
-Prompt = Union[str, list[int], list[Message]]
+#: Text, token ids (a list, or a 1-D integer array of numpy or torch), chat messages, or vLLM's dicts: {"prompt": text}
+#: and {"prompt_token_ids": ids}.
+Prompt = Union[str, list[int], list[Message], dict[str, Any], "TokenArray"]
+
+
+class TokenArray(Protocol):
+    """A 1-D integer array of token ids, such as those of numpy and torch."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    def tolist(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class SamplingParams:
     max_tokens: int = 128
     min_tokens: int = 0
     temperature: float = 0.0
-    top_k: int = 0  # 0 keeps every token
+    top_k: int = 0  # 0 keeps every token, and so does -1
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output
@@ -50,6 +60,8 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); give at most that many"
             )
         _check_number("temperature", self.temperature, 0.0, math.inf)
+        if self.top_k == -1:  # vLLM's value for every token
+            object.__setattr__(self, "top_k", 0)
         _check_int("top_k", self.top_k, 0)
         _check_number("top_p", self.top_p, 0.0, 1.0, open_below=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
@@ -190,6 +202,11 @@ class RequestOutput:
     prompt: str | None  # None when the prompt was given as token ids
     prompt_token_ids: list[int]
     completions: list[Completion]
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """The same as `completions`, under vLLM's name."""
+        return self.completions
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from yalis.cli.terminal import ProgressLine
+from yalis.progress_line import ProgressLine
 
 
 class FakeTerminal(io.StringIO):
@@ -17,7 +17,7 @@ class FakeTerminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("yalis.cli.terminal.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("yalis.progress_line.time.monotonic", lambda: now[0])
     return now
 
 

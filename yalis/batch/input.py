@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, BinaryIO
 
 from yalis.errors import YalisError
-from yalis.types import Message, Prompt, SamplingParams
+from yalis.messages import check_messages
+from yalis.types import Prompt, SamplingParams
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 _ALIASES = {"max_completion_tokens", "top_logprobs"}
@@ -175,7 +176,7 @@ def _prompt(request: dict[str, Any]) -> Prompt:
     if prompt is not None and messages is not None:
         raise YalisError("the line has both a prompt and messages; give one of them")
     if messages is not None:
-        return _messages(messages)
+        return check_messages(messages)
     if prompt is None:
         raise YalisError('the line has no prompt; give "prompt" (a text or token ids) or "messages"')
     if isinstance(prompt, str):
@@ -183,26 +184,6 @@ def _prompt(request: dict[str, Any]) -> Prompt:
     if isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
         return prompt
     raise YalisError("prompt is neither a text nor a list of token ids; give one prompt a line")
-
-
-def _messages(messages: Any) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise YalisError('messages is not a list with at least one message; give [{"role": "user", "content": "..."}]')
-    return [_message(index, message) for index, message in enumerate(messages, 1)]
-
-
-def _message(index: int, message: Any) -> Message:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise YalisError(f'message {index} has no role; give {{"role": "user", "content": "..."}}')
-    content = message.get("content")
-    if isinstance(content, list):  # the API's form for messages that mix text and images
-        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        if len(texts) < len(content):
-            raise YalisError(f"message {index} has a part that is not text; only text is supported")
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise YalisError(f"message {index} has no content; give it a text")
-    return {**message, "content": content}
 
 
 def _json_type(value: Any) -> str:

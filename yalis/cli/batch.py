@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.signals import INTERRUPTED
-from yalis.cli.terminal import ProgressLine, count_results, format_duration, format_speed, print_status
+from yalis.cli.terminal import count_results, format_duration, format_speed, print_status
 from yalis.errors import YalisError, YalisFailure
+from yalis.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from yalis.batch.job import BatchJob

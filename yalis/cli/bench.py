@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from yalis.cli import bench_allreduce, bench_compare, bench_scaling, bench_throughput
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_int
-from yalis.cli.terminal import ProgressLine, print_status
+from yalis.cli.terminal import print_status
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError
+from yalis.progress_line import ProgressLine
 from yalis.study.workloads import NAMED, parse_workload
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from yalis.cli.bench_throughput import add_work_flags, work_config, work_plan
 from yalis.cli.flags import add_common_flags, add_engine_flags, parse_float, parse_int
 from yalis.cli.signals import INTERRUPTED
-from yalis.cli.terminal import ProgressLine, print_status
+from yalis.cli.terminal import print_status
 from yalis.errors import YalisError
 from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
+from yalis.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig

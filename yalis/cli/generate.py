@@ -11,9 +11,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
-from yalis.cli.terminal import ProgressLine, format_speed, print_status
+from yalis.cli.terminal import format_speed, print_status
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError, YalisFailure
+from yalis.progress_line import ProgressLine
 from yalis.types import Completion, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:

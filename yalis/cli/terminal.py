@@ -1,48 +1,8 @@
-"""Status output on stderr: a progress line, notes, and the formatting of durations and rates."""
+"""Status output on stderr: notes, and the formatting of durations and rates."""
 
 from __future__ import annotations
 
-import shutil
 import sys
-import time
-from typing import TextIO
-
-_REDRAW_SECONDS = 0.1
-_LINE_SECONDS = 20.0
-
-
-class ProgressLine:
-    """A progress line on stderr: redrawn in place on a terminal, a new line every 20 seconds in a log file.
-
-    The end of the `with` block erases it from the terminal.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._is_terminal = self._stream.isatty()
-        self._last = 0.0 if self._is_terminal else time.monotonic()  # short runs write nothing to a log
-
-    def show(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._last < (_REDRAW_SECONDS if self._is_terminal else _LINE_SECONDS):
-            return
-        self._last = now
-        if self._is_terminal:
-            width = shutil.get_terminal_size().columns
-            print(f"\r\x1b[K{text[: width - 1]}", end="", file=self._stream, flush=True)
-        else:
-            print(f"yalis: {text}", file=self._stream, flush=True)
-
-    def clear(self) -> None:
-        if self._is_terminal and self._last:
-            print("\r\x1b[K", end="", file=self._stream, flush=True)
-            self._last = 0.0
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
 
 
 def print_status(text: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,14 +14,23 @@ from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
-from yalis.config import DEFAULT_MODEL, EngineConfig
+from yalis.config import DEFAULT_MODEL, EngineConfig, GridShape, explain_unknown_field
 from yalis.engine.device import release_memory
 from yalis.engine.engine import Engine, EngineStats
 from yalis.engine.interrupts import Stopped, interrupts_held
-from yalis.engine.prompts import EMPTY_PROMPT, Sampling, check_token_ids, encode_prompt, pair_with_sampling
+from yalis.engine.progress import Progress, progress_callback
+from yalis.engine.prompts import (
+    EMPTY_PROMPT,
+    Sampling,
+    check_token_ids,
+    choose_sampling,
+    encode_prompt,
+    list_conversations,
+    pair_with_sampling,
+)
 from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import ReplicaRouter
-from yalis.engine.requests import PendingCompletion, PendingRequest, Progress, RequestGroup
+from yalis.engine.requests import PendingCompletion, PendingRequest, RequestGroup
 from yalis.engine.step_profiler import Profile, RankProfile
 from yalis.engine.worker import WORKER, serve_rank
 from yalis.errors import YalisError, YalisFailure, first_line
@@ -38,7 +47,7 @@ log = get_logger(__name__)
 
 
 class LLM:
-    """A loaded model. Keyword arguments are the fields of EngineConfig, named like the flags of the command line.
+    """A loaded model. The keyword arguments are the fields of EngineConfig, named like the flags of the command line.
 
     `generate`, `chat` and `stream` run requests to completion. `submit`, `events`, `poll` and `cancel` control single
     requests. Close the LLM, or use it in a `with` block, to free its memory. Use it from one thread only.
@@ -48,11 +57,41 @@ class LLM:
     closed its LLM, and `generate`, `chat` and `stream` return nothing: use results where `llm.rank == 0`.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, **fields: Any) -> None:
-        known = {field.name for field in dataclasses.fields(EngineConfig)}
-        if unknown := sorted(set(fields) - known):
-            raise YalisError(f"LLM has no argument {unknown[0]!r}; accepted: {', '.join(sorted(known))}")
-        self.config = EngineConfig(model=str(model), **fields)
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        tokenizer: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        attention: str = "auto",
+        load: str = "auto",
+        load_seed: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_batch_tokens: int = 2048,
+        block_size: int | None = None,
+        kv_blocks: int | None = None,
+        kv_memory: float | None = None,
+        memory_fraction: float = 0.9,
+        prefix_reuse: bool = True,
+        eager: bool = False,
+        compile: bool = False,
+        threads: int | None = None,
+        tp: int | str | GridShape = (1, 1),
+        pp: int = 1,
+        dp: int = 1,
+        micro_batches: int | None = None,
+        allreduce: str = "auto",
+        ranks_per_node: int | None = None,
+        ranks_per_gpu: int = 1,
+        join_timeout: float = 300.0,
+        **unknown: NoReturn,
+    ) -> None:
+        given = {**locals(), "model": str(model)}
+        if unknown:
+            raise YalisError(explain_unknown_field(next(iter(unknown))))
+        self.config = EngineConfig(**{field.name: given[field.name] for field in dataclasses.fields(EngineConfig)})
         self._requests: dict[int, PendingRequest] = {}  # unfinished ones, by id
         self._by_sequence: dict[int, PendingCompletion] = {}  # completions of unfinished requests, by sequence id
         self._submitted = RequestGroup()  # the requests of submit()
@@ -109,23 +148,39 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling = None,
         *,
-        progress: Callable[[Progress], None] | None = None,
+        sampling_params: Sampling = None,
+        progress: Callable[[Progress], None] | bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt and return the results in the order of the prompts; [] on ranks other than 0.
 
+        A prompt is a string, token ids (a list, or a 1-D array of numpy or torch), a list of chat messages, or a dict
+        of vLLM: {"prompt": text} or {"prompt_token_ids": ids}. `sampling` is one SamplingParams for all prompts, or a
+        list with one for each; `sampling_params` is vLLM's name for it. The error of an invalid prompt names its index.
+
+        `progress` is called with a Progress after each step. By default a progress line is shown on stderr if that is
+        a terminal; `progress=False`, or vLLM's `use_tqdm=False`, turns it off.
+
         Ctrl-C raises Stopped, a KeyboardInterrupt whose `done` has a result for every prompt with the tokens generated
-        so far. A YalisFailure, such as a rank that died, has the same `done`. `progress` is called after each step.
+        so far. A YalisFailure, such as a rank that died, has the same `done`.
         """
         if self.rank > 0:
             return []
+        show = progress if use_tqdm is None else use_tqdm
+        with progress_callback(show) as report:
+            return self._generate(prompts, choose_sampling(sampling, sampling_params), report)
+
+    def _generate(
+        self, prompts: Any, sampling: Sampling, report: Callable[[Progress], None] | None
+    ) -> list[RequestOutput]:
         group = RequestGroup()
         ids = self._submit_all(prompts, sampling, group)
         done = group.finished
         try:
             while len(done) < len(ids):
                 self._step()
-                if progress is not None:
-                    progress(Progress(len(done), len(ids), self.stats.output_tokens))
+                if report is not None:
+                    report(Progress(len(done), len(ids), group.output_tokens))
         except KeyboardInterrupt as interrupt:
             message = f"{len(done)} of {len(ids)} prompts done"
             self._cancel_all(ids)
@@ -139,22 +194,34 @@ class LLM:
         return [done[id] for id in ids]
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling: Sampling = None
+        self,
+        messages: str | Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: Sampling = None,
+        *,
+        sampling_params: Sampling = None,
+        progress: Callable[[Progress], None] | bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generate the next message of one or several conversations; a message is {"role": ..., "content": ...}."""
-        if not messages:
-            raise YalisError('the conversation is empty; give at least one {"role": "user", "content": ...}')
-        conversations = [messages] if isinstance(messages[0], dict) else list(messages)
-        return self.generate([list(conversation) for conversation in conversations], sampling)  # type: ignore[arg-type]
+        """Generate the next message of one conversation, or of each in a list of conversations.
+
+        A conversation is a list of {"role": ..., "content": ...}. Content is a string or a list of text parts,
+        {"type": "text", "text": ...}. A string instead of a list is one user message.
+        """
+        return self.generate(
+            list_conversations(messages),  # type: ignore[arg-type]
+            choose_sampling(sampling, sampling_params),
+            progress=progress,
+            use_tqdm=use_tqdm,
+        )
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, *, sampling_params: Sampling = None
     ) -> Generator[StreamChunk, None, None]:
         """Yield text and token ids as they are generated. Leaving the loop early cancels the unfinished requests."""
         if self.rank > 0:
             return
         group = RequestGroup()
-        ids = self._submit_all(prompts, sampling, group)
+        ids = self._submit_all(prompts, choose_sampling(sampling, sampling_params), group)
         prompt_index = {id: index for index, id in enumerate(ids)}
         try:
             for event in self._events(group):
@@ -171,13 +238,18 @@ class LLM:
 
     # Single requests
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> int:
+    def submit(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, sampling_params: SamplingParams | None = None
+    ) -> int:
         """Queue a prompt and return its request id; raises YalisError for a prompt that cannot be run.
 
         The output comes from events() or poll(), whichever reads it first: a result is returned once. Requests of
         generate(), chat() and stream() appear in neither.
         """
-        return self._submit(prompt, sampling or SamplingParams(), self._submitted)
+        chosen = choose_sampling(sampling, sampling_params)
+        if chosen is not None and not isinstance(chosen, SamplingParams):
+            raise YalisError(f"sampling is {chosen!r}; give SamplingParams(...)")
+        return self._submit(prompt, chosen or SamplingParams(), self._submitted)
 
     def events(self) -> Iterator[RequestEvent]:
         """Run steps and yield new output of submitted requests, until none of them is unfinished.
@@ -319,8 +391,14 @@ class LLM:
         """Submit the prompts and return their request ids in order. If one of them is refused, all are cancelled."""
         ids: list[int] = []
         try:
-            for prompt, params in pair_with_sampling(prompts, sampling):
-                ids.append(self._submit(prompt, params, group))
+            pairs = pair_with_sampling(prompts, sampling)
+            for index, (prompt, params) in enumerate(pairs):
+                try:
+                    ids.append(self._submit(prompt, params, group))
+                except YalisError as error:
+                    if len(pairs) == 1 or isinstance(error, YalisFailure):
+                        raise
+                    raise type(error)(f"prompt {index}: {error}") from error
         except BaseException:
             self._cancel_all(ids)
             raise
@@ -401,6 +479,7 @@ class LLM:
             completion = self._by_sequence.get(item.request_id)
             if completion is None or completion.finish_reason is not None:
                 continue
+            completion.request.group.output_tokens += item.token is not None
             if completion.append(item):  # reached a stop string; a step that is in flight may still emit one more token
                 self._running().finish(completion.sequence.id)
             request = completion.request

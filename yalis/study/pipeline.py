@@ -96,7 +96,7 @@ def _run(llm: LLM, micro_batches: int, prompts: list[list[int]]) -> PipelineRun:
     split = split_of(llm.config)
     before = llm.rank_reports()
     start = time.perf_counter()
-    llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
+    llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True), progress=False)
     seconds = time.perf_counter() - start
     busy = [0.0] * split.stages
     for old, new in zip(before, llm.rank_reports(), strict=True):

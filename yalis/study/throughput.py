@@ -123,7 +123,10 @@ class PeerEngine:
         self._peer, self.name, self.version = peer, peer.name, peer.version
 
     def run(self, requests: Sequence[TimedRequest], report: Report) -> Run:
-        prompts = [[token for token in request.prompt if isinstance(token, int)] for request in requests]
+        prompts: list[list[int]] = []
+        for request in requests:
+            assert isinstance(request.prompt, list), "peers receive token ids"
+            prompts.append([token for token in request.prompt if isinstance(token, int)])
         timing = self._peer.run(prompts, requests[0].sampling.max_tokens)
         for request, tokens in zip(requests, timing.tokens, strict=True):
             _check_length(request, tokens)
