@@ -1,4 +1,4 @@
-"""Exceptions whose message is written for the user."""
+"""Exceptions whose message is written for the user, and phrases for such messages."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ class YalisFailure(YalisError):
 
 class Rank0Unreachable(YalisFailure):
     """This rank could not reach rank 0. It prints the error itself; all others are printed by rank 0."""
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return "1 row" or "3 rows"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def first_line(error: Exception) -> str:

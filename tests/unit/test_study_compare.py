@@ -157,7 +157,7 @@ def test_settings_that_differ_are_printed(tmp_path: Path, capsys: pytest.Capture
     out, err = capsys.readouterr()
     assert "slower  engine yalis, batch 1, prompt_len 8, output_len 8: decode_ms 10 -> 20 ms (2.000x)\n" in out
     assert "new  engine yalis, batch 3" in out
-    assert "0 of 2 metrics are the same within noise" in out
+    assert "the same within noise: 0 of 2 metrics" in out
     for words in (
         "repeats: 3 and 5",
         "engine's threads: 2 and 1",

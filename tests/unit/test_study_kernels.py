@@ -113,7 +113,7 @@ def test_wrong_kernels_are_reported_without_times(
     assert main(args.split()) == 1
     out, err = capsys.readouterr()
     assert "wrong: off by 1.0e+00\n" in out
-    assert "1 of 17 kernels differ from their reference, the first is argmax (300, 1 rows): off by" in err
+    assert "1 of 17 kernels differ from their reference, the first is argmax (300, 1 row): off by" in err
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -150,7 +150,7 @@ def test_the_floor_uses_the_highest_bandwidth_seen(monkeypatch: pytest.MonkeyPat
     result = benchmark.measure(plan(rows=(1,)), "")
     assert max(row["share_of_floor"] for row in result.rows) <= 1.0 + 1e-9
     assert result.parameters["read_bytes_per_s"] > 1.0
-    assert result.parameters["read_by"].endswith("1 rows")
+    assert result.parameters["read_by"].endswith("1 row")
 
 
 def test_the_fastest_reader_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,15 @@ def make_kernels() -> Result:
     return results.new("kernels", {"dtype": "bfloat16"}, rows, "yalis bench kernels", CPU)
 
 
+def make_throughput(requests: int, rate: float | None = None) -> Result:
+    row = results.empty_row("throughput")
+    row.update(engine="yalis", version="1", status="ok", requests=requests, prompt_tokens=64 * requests, rate=rate)
+    row.update(output_tokens=9 * requests, seconds=2.0, seconds_low=1.9, seconds_high=2.1, first_token_ms=9.0)
+    row.update(tokens_per_s=50.0, tokens_per_s_low=49.0, tokens_per_s_high=51.0)
+    facts = {"engine": {**ENGINE, "tp": [requests, 1]}, "dtype": "float32", "answers": ["a"]}
+    return results.new("throughput", facts, [row], "yalis bench throughput", CPU)
+
+
 def make_study_of_two() -> Result:
     """Return a study of two machines with three all-reduces each. Rows of the second machine come first."""
     one, rows = make_scaling(), []
@@ -290,13 +299,27 @@ def test_profiles_are_labelled_by_their_differences(tmp_path: Path) -> None:
         assert label in (tmp_path / "report-plots" / "profile.svg").read_text()
 
 
+def test_titles_of_throughput_results_name_the_workload(tmp_path: Path) -> None:
+    made = [make_throughput(1), make_throughput(16), make_throughput(16, rate=2.5)]
+    found = [StoredResult(tmp_path / f"{number}.json", result) for number, result in enumerate(made)]
+    text = write_report(found, tmp_path / "report.html", "A study")[0].read_text()
+    for title in (
+        "tiny, float32, 1 request all at once, 64 + 9 tokens",
+        "tiny, float32, tp 16, auto, 16 requests all at once, 1024 + 144 tokens",
+        "tiny, float32, tp 16, auto, 16 requests arriving at 2.5 per second, 1024 + 144 tokens",
+    ):
+        assert text.count(f"<h3>{title}</h3>") == 1
+    assert text.count("<summary>1 row</summary>") == 3
+    assert "<p class='about'>3 results, " in text
+
+
 def test_other_files_in_a_folder_are_skipped_with_a_message(tmp_path: Path, capsys: Any) -> None:
     folder = results.write(make_kernels(), tmp_path / "results").parent
     (folder / "package.json").write_text('{"name": "foreign"}')
     assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
     err = capsys.readouterr().err
     assert f"yalis: left out: {folder / 'package.json'} is not a yalis result; " in err
-    assert " of 1 results, " in err
+    assert " of 1 result, " in err
 
 
 @pytest.mark.parametrize(

@@ -324,11 +324,11 @@ def test_a_study_without_figures_writes_no_file(tmp_path: Path, capsys: pytest.C
     args = ["bench", "scaling", "--out", str(tmp_path), "--ranks", "1,2", "--schemes", "tp", "--gather"]
     args += ["--model", "m", "--workload", "2x8x4", "--repeats", "2", "--plot", str(tmp_path / "plot")]
     assert main(args) == 1
-    assert "2 of 2 settings have no figures" in capsys.readouterr().err
+    assert "no figures for 2 of 2 settings" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     write(plan(tmp_path), Setting(Split()), 1.0)
     assert main(args) == 1
-    assert "1 of 2 settings have no figures" in capsys.readouterr().err
+    assert "no figures for 1 of 2 settings" in capsys.readouterr().err
     assert len(list(tmp_path.glob("scaling-*.json"))) == 1
 
 

@@ -178,7 +178,7 @@ def test_an_invalid_dataset_is_refused(tmp_path: Path) -> None:
         read_dataset(file, None)
     assert len(read_dataset(file, 1)) == 1
     file.write_text('{"prompt": "a"}\n')
-    with pytest.raises(YalisError, match="has 1 requests; give a file with at least 2"):
+    with pytest.raises(YalisError, match="has 1 request; give a file with at least 2"):
         read_dataset(file, 2)
 
 

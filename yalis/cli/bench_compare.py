@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from yalis.cli.flags import add_common_flags, parse_float
 from yalis.cli.terminal import print_status
+from yalis.errors import count_of
 
 if TYPE_CHECKING:
     from yalis.study.compare import Change
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         for change in shown:
             print(_line(change))
         same = sum(change.verdict == "the same" for change in found.changes)
-        print(f"{same} of {len(found.changes)} metrics are the same within noise")
+        print(f"the same within noise: {same} of {count_of(len(found.changes), 'metric')}")
     return 1 if args.fail_if_slower and found.slower else 0
 
 

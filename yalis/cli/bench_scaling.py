@@ -14,7 +14,7 @@ from yalis.cli.bench_throughput import add_work_flags, work_config, work_plan
 from yalis.cli.flags import add_common_flags, add_engine_flags, parse_float, parse_int
 from yalis.cli.signals import INTERRUPTED
 from yalis.cli.terminal import print_status
-from yalis.errors import YalisError
+from yalis.errors import YalisError, count_of
 from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
 from yalis.progress_line import ProgressLine
 
@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
             print_status(f"wrote {' and '.join(map(str, plots.write_plot(result, args.plot)))}")
     if bad:
         again = "" if args.gather else "; the same command runs them again"
-        print_status(f"{len(bad)} of {len(settings)} settings have no figures (see log.txt in their folders){again}")
+        count = f"{len(bad)} of {count_of(len(settings), 'setting')}"
+        print_status(f"no figures for {count} (see log.txt in the folder of each){again}")
     return 1 if bad else 0
 
 
@@ -118,8 +119,8 @@ def _write_scripts(
 
     *scripts, submit = write_scripts(config, plan, slurm, settings, folder)
     print_status(
-        f"wrote {len(scripts)} scripts; type `bash {submit}`, and after the jobs this command with --gather instead of "
-        "--slurm"
+        f"wrote {count_of(len(scripts), 'script')}; type `bash {submit}`, and after the jobs this command with "
+        "--gather instead of --slurm"
     )
     return 0
 
@@ -136,7 +137,8 @@ def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting
     except KeyboardInterrupt:
         line.clear()
         done = sum(find_result(config, plan, setting) is not None for setting in settings)
-        print_status(f"stopped: {plan.folder} has {done} of {len(settings)} settings; the same command continues")
+        count = f"{done} of {count_of(len(settings), 'setting')}"
+        print_status(f"stopped: {plan.folder} has {count}; the same command continues")
         return INTERRUPTED
     finally:
         line.clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 from yalis.cli.flags import add_common_flags
 from yalis.cli.terminal import print_status
 from yalis.engine.interrupts import if_stopped
+from yalis.errors import count_of
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"page": str(page), "plots": [str(path) for path in plots]}))
     print_status(
-        f"wrote {page} of {len(found)} results, and {len(plots)} plots into {plots[0].parent}"
+        f"wrote {page} of {count_of(len(found), 'result')}, and {count_of(len(plots), 'plot')} into {plots[0].parent}"
         if plots
         else f"wrote {page}"
     )

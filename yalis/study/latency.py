@@ -22,7 +22,7 @@ from yalis.engine.device import resolve_device, resolve_dtype, with_block_size
 from yalis.engine.interrupts import Stopped
 from yalis.engine.llm import LLM
 from yalis.engine.replica_ranks import split_of
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.perfmodel.floors import ModelDims, Work, decode_work, floor_s, prefill_work
 from yalis.spec import read_spec
 from yalis.study import bandwidth, results
@@ -158,7 +158,7 @@ def measure(
             if not timings:
                 raise
             interrupt = stop
-        progress, plan = f"{len(timings)} of {len(plan.cases)} workloads", plan.first(len(timings))
+        progress, plan = f"{len(timings)} of {count_of(len(plan.cases), 'workload')}", plan.first(len(timings))
         dims = ModelDims.of(llm.spec, dtype.itemsize, dtype.itemsize)
         rows = []
         for case, case_timings in zip(plan.cases, timings, strict=True):

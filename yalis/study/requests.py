@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from yalis.batch.input import InvalidLine, parse, read_raw
-from yalis.errors import YalisError
+from yalis.errors import YalisError, count_of
 from yalis.study.peers.process import PEERS
 from yalis.study.workloads import Workload, random_prompt
 from yalis.types import Prompt, SamplingParams
@@ -67,7 +67,7 @@ class ThroughputPlan:
             return f"{'all' if self.requests is None else self.requests} lines of {Path(self.dataset).name}"
         count = self.requests or sum(one.batch for one in self.workloads)
         lengths = " or ".join(f"{one.prompt_len} + {one.output_len}" for one in self.workloads)
-        return f"{count} requests of {lengths} tokens" + (f" ± {self.vary:.0%}" if self.vary else "")
+        return f"{count_of(count, 'request')} of {lengths} tokens" + (f" ± {self.vary:.0%}" if self.vary else "")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def read_dataset(path: Path, limit: int | None) -> list[TimedRequest]:
     except OSError as error:
         raise YalisError(f"cannot read {path}: {error.strerror}; give a JSONL file") from error
     if len(requests) < (limit or 1):
-        raise YalisError(f"{path} has {len(requests)} requests; give a file with at least {limit or 1}")
+        raise YalisError(f"{path} has {count_of(len(requests), 'request')}; give a file with at least {limit or 1}")
     return requests
 
 

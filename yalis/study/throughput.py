@@ -25,7 +25,7 @@ from yalis.config import EngineConfig
 from yalis.engine.device import release_memory, resolve_device, resolve_dtype, with_block_size
 from yalis.engine.llm import LLM
 from yalis.engine.replica_ranks import split_of
-from yalis.errors import YalisFailure
+from yalis.errors import YalisFailure, count_of
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_work
 from yalis.spec import ModelSpec, read_spec
 from yalis.study import bandwidth, results
@@ -97,7 +97,7 @@ class YalisEngine:
                 continue
             done.update(llm.poll())
             tokens, seconds = llm.stats.output_tokens - tokens_before, time.perf_counter() - start
-            report(f"{len(done)} of {len(requests)} requests, {tokens / seconds:.1f} tokens/s")
+            report(f"{len(done)} of {count_of(len(requests), 'request')}, {tokens / seconds:.1f} tokens/s")
         seconds = time.perf_counter() - start
         outputs = [done[id] for id in delays]  # in order of arrival
         for request, output in zip(requests, outputs, strict=True):

@@ -17,7 +17,7 @@ import torch
 from yalis.comm import tuning
 from yalis.comm.base import BACKENDS
 from yalis.comm.tuning import Choice, ShapeTimings, Timing
-from yalis.errors import YalisError, YalisFailure, first_line
+from yalis.errors import YalisError, YalisFailure, count_of, first_line
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.serving import serving
@@ -182,6 +182,6 @@ def check_sums(rows: Sequence[Row]) -> None:
     if wrong := [row for row in rows if row["status"].startswith("wrong")]:
         first = wrong[0]
         raise YalisFailure(
-            f"{len(wrong)} of {len(rows)} settings gave wrong sums, the first {label(first)} with {first['bytes']} "
-            f"bytes of {first['dtype']} ({first['mode']}): {first['status'].removeprefix('wrong: ')}"
+            f"{len(wrong)} of {count_of(len(rows), 'setting')} gave wrong sums, the first {label(first)} with "
+            f"{first['bytes']} bytes of {first['dtype']} ({first['mode']}): {first['status'].removeprefix('wrong: ')}"
         )

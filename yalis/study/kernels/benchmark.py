@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from yalis.engine.device import resolve_device
-from yalis.errors import YalisFailure
+from yalis.errors import YalisFailure, count_of
 from yalis.perfmodel.floors import ModelDims, floor_s
 from yalis.study import bandwidth, results
 from yalis.study.kernels.backends import Backend, ReferenceBackend, TorchBackend, TritonBackend, yalis_backends
@@ -54,11 +54,12 @@ def measure(plan: KernelsPlan, command: str, report: Callable[[str], None] = lam
             for suffix, backend in yalis_backends(device):
                 if suffix and case.kernel != "step":
                     continue  # programmatic dependent launch only matters in a chain of kernels
-                report(f"{case.kernel}{suffix} {case.shape}, {case.rows} rows")
+                report(f"{case.kernel}{suffix} {case.shape}, {count_of(case.rows, 'row')}")
                 timing = time_case(case, backend, device, dtype, plan.repeats)
                 if case.streams(device) and not isinstance(timing, str):  # it may beat the measured bandwidth
                     read = case.bytes / min(timing.ours, timing.torch)
-                    rates = rates.best(bandwidth.DeviceRates(read, 0.0, f"{case.kernel}{suffix}, {case.rows} rows"))
+                    read_by = f"{case.kernel}{suffix}, {count_of(case.rows, 'row')}"
+                    rates = rates.best(bandwidth.DeviceRates(read, 0.0, read_by))
                 rows.append(_row(case, suffix, timing))
                 work.append((case.bytes, case.flops))
     for row, (moved, flops) in zip(rows, work, strict=True):
@@ -74,8 +75,9 @@ def check_correct(result: results.Result) -> None:
     if wrong := [row for row in result.rows if row["status"] != "ok"]:
         first = wrong[0]
         raise YalisFailure(
-            f"{len(wrong)} of {len(result.rows)} kernels differ from their reference, the first is "
-            f"{first['kernel']} ({first['shape']}, {first['rows']} rows): {first['status'].removeprefix('wrong: ')}"
+            f"{len(wrong)} of {count_of(len(result.rows), 'kernel')} differ from their reference, the first is "
+            f"{first['kernel']} ({first['shape']}, {count_of(first['rows'], 'row')}): "
+            f"{first['status'].removeprefix('wrong: ')}"
         )
 
 

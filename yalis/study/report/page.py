@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from yalis.errors import count_of
 from yalis.launch.launchers import launch_command
 from yalis.study.results import Result, StoredResult, kind_of, machine_name
 from yalis.study.results.card import Card, Section, Table, TableColumn
@@ -52,7 +53,7 @@ def render_card(card: Card, name: str, svg: str, machines: Sequence[dict[str, An
         f"<h3>{_escape(card.title)}{badge}</h3>",
         f"<figure role='img' aria-label='{description}'>{svg}</figure>" if svg else "",
         _render_list(card.notes),
-        f"<details{'' if collapsed else ' open'}><summary>{len(card.table.rows)} rows</summary>",
+        f"<details{'' if collapsed else ' open'}><summary>{count_of(len(card.table.rows), 'row')}</summary>",
         f"{_render_table(card.table)}{_render_list(card.remarks)}</details>",
         *map(_render_source, card.sources),
     ]
@@ -128,6 +129,6 @@ def make_page(
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
         "<link rel='icon' href='data:,'>"
         f"<title>{_escape(title)}</title><style>{style}</style></head><body><main>"
-        f"<header><h1>{_escape(title)}</h1><p class='about'>{len(found)} results, {when}</p>"
+        f"<header><h1>{_escape(title)}</h1><p class='about'>{count_of(len(found), 'result')}, {when}</p>"
         f"<ul class='machines'>{items}</ul>{separate}</header>{''.join(sections)}</main></body></html>\n"
     )

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from yalis.errors import count_of
 from yalis.launch.launchers import SRUN
 
 SCHEMA = "yalis-result"
@@ -71,7 +72,7 @@ def machine_name(machine: dict[str, Any]) -> str:
     """Return a line such as "NVIDIA H200 · Intel(R) Xeon(R) ..." for the value of `machine_of`."""
     names = [str(device.get("name", device.get("type"))) for device in machine.get("devices", [])]
     devices = ", ".join(dict.fromkeys(names))
-    cores = f", {machine['cores']} cores" if "cores" in machine else ""
+    cores = f", {count_of(machine['cores'], 'core')}" if "cores" in machine else ""
     return f"{devices} · {machine.get('cpu')}{cores}"
 
 
@@ -79,6 +80,15 @@ def model_name(result: Result) -> str:
     """Return model and dtype, such as "smollm2-135m, float32"."""
     name = Path(result.parameters["engine"]["model"]).name.removesuffix(".json")
     return ", ".join(filter(None, [name, result.parameters.get("dtype", "")]))
+
+
+def describe_split(result: Result) -> str:
+    """Return ", tp 2x2, nvrar" for a model that was split by tensor parallelism, else nothing."""
+    engine = result.parameters["engine"]
+    grid = engine.get("tp", [1])
+    if max(grid) == 1:
+        return ""
+    return f", tp {'x'.join(str(count) for count in grid if count > 1)}, {engine.get('allreduce', 'auto')}"
 
 
 def ranks_per_gpu(result: Result, allowed: int) -> int:
@@ -91,8 +101,8 @@ def describe_oversubscription(result: Result) -> str:
     topology = result.topology or make_topology([0])
     ranks = max(topology["ranks_per_host"])
     if result.devices[0]["type"] == "cpu":
-        cores = result.host["cores"]
         # srun binds each rank to its own cores, so rank 0 sees only a part of the host's.
-        return f"{ranks} ranks on {cores} cores" if ranks > cores and topology.get("launcher") != SRUN.name else ""
+        too_few = ranks > result.host["cores"] and topology.get("launcher") != SRUN.name
+        return f"{ranks} ranks on {count_of(result.host['cores'], 'core')}" if too_few else ""
     shared = min(ranks, result.parameters["engine"]["ranks_per_gpu"])
     return f"{shared} ranks on a GPU" if shared > 1 else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from yalis.errors import YalisError
+from yalis.errors import YalisError, count_of
 from yalis.study.allreduce.cost_model import CostModel
 from yalis.study.results import drawing
 from yalis.study.results.card import Section, Table, TableColumn, fixed, spread_text, status_text
@@ -184,7 +184,7 @@ class AllReduce(ResultKind):
 
     def title(self, result: Result) -> str:
         facts = result.parameters
-        title = f"{facts['ranks']} ranks ({facts['shape']})" + (", tuned" if facts.get("tune") else "")
+        title = f"{count_of(facts['ranks'], 'rank')} ({facts['shape']})" + (", tuned" if facts.get("tune") else "")
         delays = {row["delay_us"] for row in result.rows}
         if len(delays) == 1 and (delay := delays.pop()) is not None:
             title += f", {delay / 1e3:g} ms between hosts"
@@ -215,7 +215,8 @@ class AllReduce(ResultKind):
                 "cores, and the delays are emulated. Compare backends with each other, not with a cluster."
             )
         elif result.devices[0]["type"] == "cpu" and facts["ranks"] > result.host["cores"]:
-            notes.append(f"{facts['ranks']} ranks on {result.host['cores']} cores: this shows overhead, not speed-up.")
+            cores = count_of(result.host["cores"], "core")
+            notes.append(f"{facts['ranks']} ranks on {cores}: this shows overhead, not speed-up.")
         elif (shared := ranks_per_gpu(result, facts.get("ranks_per_gpu", 1))) > 1:
             notes.append(f"{shared} ranks share a GPU: this is not the speed of a network.")
         if facts.get("tune"):
@@ -265,7 +266,7 @@ class AllReduce(ResultKind):
     def text(self, result: Result) -> Iterator[str]:
         facts = result.parameters
         lab = " · a lab of hosts" if facts.get("lab") else ""
-        yield f"{facts['ranks']} ranks, {facts['shape']} · {result.devices[0]['name']}{lab}"
+        yield f"{count_of(facts['ranks'], 'rank')}, {facts['shape']} · {result.devices[0]['name']}{lab}"
         wide = max(len(label(row)) for row in result.rows) + 2
         heads = (
             ("size", 6), ("dtype", 10), ("mode", 7), ("repeats", 9), ("median", 11), ("p10..p90", 23), ("busbw", 8),

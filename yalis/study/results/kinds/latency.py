@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from yalis.errors import count_of
 from yalis.study.results import drawing
 from yalis.study.results.card import (
     SHARE_OF_FLOOR,
@@ -19,7 +20,7 @@ from yalis.study.results.card import (
 from yalis.study.results.column import Column, with_spread
 from yalis.study.results.form import Count
 from yalis.study.results.kind import Metric, ResultKind
-from yalis.study.results.result import Result, Row, model_name, ranks_per_gpu
+from yalis.study.results.result import Result, Row, describe_split, model_name, ranks_per_gpu
 
 
 class Latency(ResultKind):
@@ -58,7 +59,7 @@ class Latency(ResultKind):
 
     def title(self, result: Result) -> str:
         works = list(dict.fromkeys(_work(row) for row in result.rows))
-        title = f"{model_name(result)}{_describe_split(result.parameters['engine'])}, {works[0]}"
+        title = f"{model_name(result)}{describe_split(result)}, {works[0]}"
         if works[1:]:
             title += f" to {works[-1]}"
         if peers := result.parameters.get("peer"):
@@ -109,7 +110,7 @@ class Latency(ResultKind):
 
     def text(self, result: Result) -> Iterator[str]:
         facts, device = result.parameters, result.devices[0]
-        threads = f", {device['threads']} threads" if "threads" in device else ""
+        threads = f", {count_of(device['threads'], 'thread')}" if "threads" in device else ""
         ranks = 1 if result.topology is None else result.topology["ranks"]
         about = f"{facts['engine']['model']} · {facts['dtype']} · {device['name']}{threads}"
         yield about + (f" · {ranks} ranks" if ranks > 1 else "")
@@ -163,14 +164,6 @@ def _describe_peer(row: Row) -> str:
 
 def _shared_gpu(result: Result) -> int:
     return ranks_per_gpu(result, result.parameters["engine"].get("ranks_per_gpu", 1))
-
-
-def _describe_split(engine: dict[str, Any]) -> str:
-    """Return ", tp 2x2, nvrar" for a model that was split, else nothing."""
-    grid = engine.get("tp", [1])
-    if max(grid) == 1:
-        return ""
-    return f", tp {'x'.join(str(count) for count in grid if count > 1)}, {engine.get('allreduce', 'auto')}"
 
 
 def _work(row: Row) -> str:

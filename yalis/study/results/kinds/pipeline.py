@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from yalis.errors import count_of
 from yalis.study.results import drawing
 from yalis.study.results.card import Section, Table, TableColumn, fixed, percent, spread_column
 from yalis.study.results.column import Column, with_spread
@@ -31,7 +32,7 @@ class Pipeline(ResultKind):
     report_order = 70
 
     def title(self, result: Result) -> str:
-        return f"{model_name(result)}, {result.rows[0]['stages']} stages"
+        return f"{model_name(result)}, {count_of(result.rows[0]['stages'], 'stage')}"
 
     def table(self, result: Result) -> Table:
         columns = [
@@ -63,7 +64,8 @@ class Pipeline(ResultKind):
 
     def text(self, result: Result) -> Iterator[str]:
         facts = result.parameters
-        yield f"{facts['engine']['model']} · {facts['prompts']} prompts of {facts['prompt_len']} tokens, prefill only"
+        prompts = f"{count_of(facts['prompts'], 'prompt')} of {facts['prompt_len']} tokens"
+        yield f"{facts['engine']['model']} · {prompts}, prefill only"
         yield (f"{'stages':>7}{'micro-batches':>15}{'time':>12}{'p10..p90':>16}{'idle':>8}{'ideal':>8}{'speed-up':>10}")
         for row in result.rows:
             spread = f"{row['seconds_low'] * 1000:.0f}..{row['seconds_high'] * 1000:.0f}"

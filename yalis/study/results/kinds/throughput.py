@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from yalis.errors import count_of
 from yalis.study.results import drawing
 from yalis.study.results.card import (
     Section,
@@ -19,7 +20,7 @@ from yalis.study.results.card import (
 from yalis.study.results.column import Column, with_spread
 from yalis.study.results.form import Count
 from yalis.study.results.kind import Metric, ResultKind
-from yalis.study.results.result import Result, describe_oversubscription, model_name
+from yalis.study.results.result import Result, Row, describe_oversubscription, describe_split, model_name
 
 
 class Throughput(ResultKind):
@@ -63,7 +64,7 @@ class Throughput(ResultKind):
     report_order = 60
 
     def title(self, result: Result) -> str:
-        return model_name(result)
+        return f"{model_name(result)}{describe_split(result)}, {_describe_workload(result.rows[0])}"
 
     def table(self, result: Result) -> Table:
         columns = [
@@ -95,9 +96,7 @@ class Throughput(ResultKind):
         ranks = 1 if result.topology is None else result.topology["ranks"]
         about = [facts["engine"]["model"], facts["dtype"], device["name"]] + ([f"{ranks} ranks"] if ranks > 1 else [])
         yield " · ".join(about)
-        first = result.rows[0]
-        arrival = "all at once" if first["rate"] is None else f"arriving at {first['rate']:g} per second"
-        yield f"{first['requests']} requests {arrival}, {first['prompt_tokens']} + {first['output_tokens']} tokens"
+        yield _describe_workload(result.rows[0])
         heads = (("total", 12), ("p10..p90", 18), ("tokens/s", 11), ("requests/s", 12), ("of floor", 10))
         yield f"{'engine':<20}" + "".join(f"{head:>{width}}" for head, width in heads)
         for row in result.rows:
@@ -111,6 +110,12 @@ class Throughput(ResultKind):
         yield from _percentile_lines(result)
         yield from _remark_lines(result)
         yield from result.notes
+
+
+def _describe_workload(row: Row) -> str:
+    """Return a phrase such as "16 requests all at once, 1024 + 2048 tokens"; the tokens are those of all requests."""
+    arrival = "all at once" if row["rate"] is None else f"arriving at {row['rate']:g} per second"
+    return f"{count_of(row['requests'], 'request')} {arrival}, {row['prompt_tokens']} + {row['output_tokens']} tokens"
 
 
 def _percentile_lines(result: Result) -> Iterator[str]:
@@ -132,8 +137,9 @@ def _remark_lines(result: Result) -> Iterator[str]:
             yield f"{row['engine']}: {row['ratio']:.2f}x the time of yalis; tokens {tokens}"
         if row["preemptions"]:
             yield (
-                f"{row['preemptions']} preemptions: requests lost their KV blocks and were recomputed; "
+                f"{count_of(row['preemptions'], 'preemption')}: requests lost their KV blocks and were recomputed; "
                 "give a larger --kv-memory"
             )
         if row["cached_tokens"]:
-            yield f"{row['cached_tokens']} prompt tokens were found in the prefix cache"
+            found = "1 prompt token was" if row["cached_tokens"] == 1 else f"{row['cached_tokens']} prompt tokens were"
+            yield f"{found} found in the prefix cache"
