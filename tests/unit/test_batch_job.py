@@ -365,6 +365,23 @@ def test_ctrl_c_while_the_input_is_read(
     assert capsys.readouterr().err == "yalis: stopped\n"
 
 
+def test_ctrl_c_while_the_model_is_loaded(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: LLM, **fields: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "__init__", interrupted)
+    source, target = save(tmp_path / "in", [{"prompt": "x"}, {"prompt": 3}]), tmp_path / "out"
+    assert _batch(source, target, model) == 130
+    assert capsys.readouterr().err == "yalis: stopped: nothing was written\n"
+    assert not target.exists()
+    save(source, [{"prompt": 3}, {"prompt": "x"}])  # the result of the invalid line is written first
+    assert _batch(source, target, model) == 130
+    message = f"yalis: stopped: {target} holds 1 of 2 results; run the same command again to continue\n"
+    assert capsys.readouterr().err == message
+
+
 def test_a_ctrl_c_between_writing_and_counting_loses_no_count(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,25 @@ def test_flags_of_every_type() -> None:
     )
 
 
+def test_underscores_in_flags_are_dashes() -> None:
+    line = "generate --max_tokens 3 --top_p=0.5 --no_prefix_reuse --stop a_b --model=some_model -- a_b --max_tokens"
+    args = build_parser().parse_args(line.split())
+    assert args.prompts == ["a_b", "--max_tokens"]
+    assert engine_config(args) == EngineConfig(model="some_model", prefix_reuse=False)
+    assert sampling_fields(args) == {"max_tokens": 3, "top_p": 0.5, "stop": ("a_b",)}
+    command = ["yalis", "generate", "--hosts_file", "--max_tokens", "3"]  # the command of the ranks is kept as it is
+    assert build_parser().parse_args(["lab", "--ranks_per_host", "3", "--", *command]).command[-5:] == command
+
+
+def test_the_help_of_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["chat", "--help"])
+    flags = {line.split()[0]: line.split()[1:2] for line in capsys.readouterr().out.splitlines() if "  --" in line}
+    assert "--n" not in flags  # a chat has one answer
+    assert [flags[name] for name in ("--ranks-per-gpu", "--max-tokens", "--top-p", "--tp")] == [["N"]] * 4
+    assert [flags["--kv-memory"], flags["--join-timeout"], flags["--stop"]] == [["GIB"], ["SECONDS"], ["TEXT"]]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

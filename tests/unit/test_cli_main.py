@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +38,11 @@ def test_starts_without_torch_in_half_a_second() -> None:
         (["sing"], "invalid choice: 'sing'"),
         (["generate"], "no prompt given"),
         (["generate", "x", "--bogus"], "unknown argument '--bogus'; type `yalis generate --help`"),
-        (["generate", "x", "--max-tok", "3"], "unknown argument '--max-tok'"),
+        (["generate", "x", "--max-tok", "3"], "unknown argument '--max-tok' (did you mean --max-tokens?); type"),
+        (["generate", "x", "--max_token=3"], "unknown argument '--max_token=3' (did you mean --max-tokens?); type"),
+        (["generate", "x", "--max_tokens=0"], "max_tokens is 0"),
+        (["genrate", "x"], "invalid choice: 'genrate' (did you mean generate?); type `yalis --help`"),
+        (["bench", "latncy"], "invalid choice: 'latncy' (did you mean latency?); type `yalis bench --help`"),
         (["generate", "--prompt-ids", "1,a"], "--prompt-ids is '1,a'"),
         (["generate", "x", "--model", "/no/such/model"], "/no/such/model"),
         (["chat", "x", "--n", "2"], "n is 2"),
@@ -62,6 +67,17 @@ def test_invalid_input_is_one_line_and_exit_2(
     assert err.startswith("yalis: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize("words", ["generate x", "chat x", "batch {source} {target}", "bench latency", "bench kernels"])
+def test_a_missing_torch_is_one_line(words: str, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"prompt": "x"}\n')
+    command = words.format(source=tmp_path / "in", target=tmp_path / "out").split()
+    code = "import sys; sys.modules['torch'] = None; from yalis.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    message = "torch is not installed; pip install torch (`yalis doctor` lists what else is missing)"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"yalis: error: {message}\n")
+    assert not (tmp_path / "out").exists()
 
 
 def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:

@@ -143,7 +143,7 @@ def test_a_model_without_a_tokenizer_prints_token_ids(
     assert capsys.readouterr().out == f"{ids}\n"
     terminal = Terminal([sys.executable, "-m", "yalis", *words, *SMALL])
     try:
-        assert terminal.wait_for(b"\r\n").decode() == f"{ids}\r\n"
+        assert terminal.wait_for(b"\r\n").decode() == f"\r\x1b[Kloading the model\r\x1b[K{ids}\r\n"
     finally:
         terminal.process.wait(30)
         os.close(terminal.master)
@@ -206,7 +206,7 @@ def test_chat_on_a_terminal(model: str) -> None:
     command = [sys.executable, "-m", "yalis", "chat", "--model", model, "--max-tokens", "30000", "--ignore-eos", *SMALL]
     terminal = Terminal(command)
     try:
-        terminal.wait_for(b"> ")
+        assert terminal.wait_for(b"> ").startswith(b"\r\x1b[Kloading the model\r\x1b[Kyalis: type a message;")
         terminal.type(b"Hello\n")
         time.sleep(1.0)
         terminal.type(b"\x03")  # stops the answer long before 30000 tokens

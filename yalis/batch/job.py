@@ -74,6 +74,11 @@ class BatchJob:
         return self._results.locked
 
     @property
+    def has_results(self) -> bool:
+        """Whether the result file holds any result, also one whose id is not in the input."""
+        return bool(self._results.digests)
+
+    @property
     def first_error(self) -> tuple[int, str] | None:
         """Line number and message of the first input line whose result is an error."""
         errors = self._results.errors.items()

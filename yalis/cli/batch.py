@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
+from yalis.cli.loading import load_llm
 from yalis.cli.signals import INTERRUPTED
-from yalis.cli.terminal import count_results, format_duration, format_speed, print_status
-from yalis.errors import YalisError, YalisFailure
+from yalis.cli.terminal import format_duration, format_speed, print_status
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from yalis.batch.job import BatchJob
     from yalis.batch.progress import JobProgress
     from yalis.config import EngineConfig
-    from yalis.engine.llm import LLM
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,17 +60,11 @@ def run(args: argparse.Namespace) -> int:
     config, defaults = engine_config(args), sampling_fields(args)
     from yalis.batch.job import BatchJob, ModelFailed
 
-    def make_llm() -> LLM:
-        from yalis.engine.llm import LLM
-
-        line.show("loading the model")
-        return LLM(**asdict(config))
-
     line, stopped = ProgressLine(), False
     with BatchJob(args.input, args.output, _identify(config), defaults, args.retry_errors) as job:
         _warn(job.unknown_ids, job.locked, args.output)
         try:
-            job.run(make_llm, report=lambda progress: line.show(_status(progress)))
+            job.run(lambda: load_llm(config, line), report=lambda progress: line.show(_status(progress)))
         except KeyboardInterrupt:
             stopped = True
         except ModelFailed as failure:
@@ -88,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _how_to_resume(job: BatchJob, output: Path) -> str:
     now = job.progress
-    return f"{output} holds {now.done} of {count_results(now.total)}; run the same command again to continue"
+    if not job.has_results:
+        return "nothing was written"
+    return f"{output} holds {now.done} of {count_of(now.total, 'result')}; run the same command again to continue"
 
 
 def _identify(config: EngineConfig) -> str:
@@ -100,7 +95,7 @@ def _identify(config: EngineConfig) -> str:
 
 def _warn(unknown_ids: list[str], locked: bool, output: Path) -> None:
     if unknown_ids:
-        unknown = f"{count_results(len(unknown_ids))} whose {'id is' if len(unknown_ids) == 1 else 'ids are'}"
+        unknown = f"{count_of(len(unknown_ids), 'result')} whose {'id is' if len(unknown_ids) == 1 else 'ids are'}"
         print_status(f"{output} also holds {unknown} not in the input (such as {unknown_ids[0]!r}); kept")
     if not locked:
         print_status(f"the file system of {output} has no locks; make sure that only one job writes to it")

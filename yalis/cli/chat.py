@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.generate import describe_output, report_full_contexts
+from yalis.cli.loading import load_llm
 from yalis.cli.terminal import format_speed, print_status
 from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisError
+from yalis.progress_line import ProgressLine
 from yalis.types import Completion, Message, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", metavar="MESSAGE", nargs="*", help="answer this message and exit")
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     add_engine_flags(parser)
-    add_sampling_flags(parser, max_tokens=_MAX_TOKENS)
+    add_sampling_flags(parser, hidden=["n"], max_tokens=_MAX_TOKENS)
     add_common_flags(parser, json="print one JSON object per answer")
 
 
@@ -39,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     message = " ".join(args.message)
     if args.message and not message.strip():
         raise YalisError("the message is empty; give at least one character, or no message to chat in a terminal")
-    from yalis.engine.llm import LLM
-
-    with LLM(**asdict(config)) as llm:
+    with ProgressLine() as progress:
+        loaded = load_llm(config, progress)
+    with loaded as llm:
         conversation = Conversation(llm, sampling, args.system, args.json)
         if args.message:
             conversation.answer(message)

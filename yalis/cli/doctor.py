@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from yalis import __version__, env
 from yalis.cli.flags import add_common_flags
+from yalis.errors import count_of
 
 if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_REQUIRED = ("torch", "numpy", "transformers")
+REQUIRED = ("torch", "numpy", "transformers")
 _OPTIONAL = {
     "gguf": "only needed for GGUF files",
     "jinja2": "only needed for chat templates",
@@ -85,22 +86,25 @@ def examine() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     from yalis.machine import package_version
 
-    for name in (*_REQUIRED, *_OPTIONAL):
+    for name in (*REQUIRED, *_OPTIONAL):
         version = package_version(name)
         if name == "torch":
             yield _torch(version)
         elif version is not None:
-            yield Finding("software", name, True, version, needed=name in _REQUIRED)
+            yield Finding("software", name, True, version, needed=name in REQUIRED)
         else:
-            purpose = "" if name in _REQUIRED else f"{_OPTIONAL[name]}: "
-            yield Finding(
-                "software", name, False, f"not installed; {purpose}pip install {name}", needed=name in _REQUIRED
-            )
+            yield Finding("software", name, False, how_to_install(name), needed=name in REQUIRED)
+
+
+def how_to_install(package: str) -> str:
+    """Return "not installed", what the package is needed for unless nothing runs without it, and the command."""
+    purpose = f"{_OPTIONAL[package]}: " if package in _OPTIONAL else ""
+    return f"not installed; {purpose}pip install {package}"
 
 
 def _torch(version: str | None) -> Finding:
     if version is None:
-        return Finding("software", "torch", False, "not installed; pip install torch", needed=True)
+        return Finding("software", "torch", False, how_to_install("torch"), needed=True)
     try:
         import torch
 
@@ -144,7 +148,7 @@ def _device(device: torch.device) -> Finding:
     if device.type == "cuda":
         detail += f", {facts['memory_gib']} GiB, capability {facts['capability']}, CUDA {facts['cuda']}"
     else:
-        detail += f", {facts['threads']} threads"
+        detail += f", {count_of(facts['threads'], 'thread')}"
     dtypes = []
     for name in _DTYPES:
         try:

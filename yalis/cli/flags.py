@@ -6,7 +6,7 @@ A flag that was not given is absent from the parsed arguments, so that the datac
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -62,13 +62,48 @@ HELP = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors as one line. Flags cannot be abbreviated: a new flag would make an abbreviation ambiguous."""
+    """Reports errors as one line, suggests the accepted word for a misspelled one, and reads --max_tokens as
+    --max-tokens.
+
+    Flags cannot be abbreviated: a new flag would make an abbreviation ambiguous. The parsed arguments hold the parser
+    of the verb or benchmark as `parser`.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "allow_abbrev": False})
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> Any:
         raise YalisError(f"{message}; type `{self.prog} --help` for the accepted arguments")
+
+    def refuse_unknown(self, argument: str) -> None:
+        """Raise the error for an argument that is left over after parsing."""
+        flags = self._option_string_actions if argument.startswith("-") else ()
+        self.error(f"unknown argument {argument!r}{_suggest(_with_dashes(argument).partition('=')[0], flags)}")
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        flag = _with_dashes(arg_string)
+        known = flag.startswith("--") and flag.partition("=")[0] in self._option_string_actions
+        return super()._parse_optional(flag if known else arg_string)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            suggestion = _suggest(str(value), action.choices)
+            accepted = "" if suggestion else f"; accepted: {', '.join(map(str, action.choices))}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{suggestion}{accepted}")
+
+
+def _with_dashes(argument: str) -> str:
+    """Return a flag, with or without =VALUE, with dashes for the underscores of its name."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _suggest(word: str, accepted: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(accepted), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
@@ -80,11 +115,15 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = (
             _add_flag(group, field)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, **shown_defaults: Any) -> None:
-    """`shown_defaults`: defaults of this verb that differ from those of SamplingParams, for the help text."""
+def add_sampling_flags(parser: argparse.ArgumentParser, hidden: Sequence[str] = (), **shown_defaults: Any) -> None:
+    """Add a flag for every field of SamplingParams.
+
+    `hidden` fields, which the verb refuses, are left out of its help text. `shown_defaults` are defaults of this verb
+    that differ from those of SamplingParams, for the help text.
+    """
     group = parser.add_argument_group("sampling")
     for field in fields(SamplingParams):
-        _add_flag(group, field, shown_defaults)
+        _add_flag(group, field, shown_defaults, field.name in hidden)
 
 
 def add_common_flags(parser: argparse.ArgumentParser, json: str) -> None:
@@ -111,7 +150,9 @@ def _given_fields(args: argparse.Namespace, config_class: type[EngineConfig] | t
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
-def _add_flag(group: Any, field: Field[Any], shown_defaults: dict[str, Any] | None = None) -> None:
+def _add_flag(
+    group: Any, field: Field[Any], shown_defaults: dict[str, Any] | None = None, hidden: bool = False
+) -> None:
     flag = "--" + field.name.replace("_", "-")
     type_name = str(field.type).removesuffix(" | None")
     assert field.default is not MISSING, field.name
@@ -120,17 +161,21 @@ def _add_flag(group: Any, field: Field[Any], shown_defaults: dict[str, Any] | No
     if default not in (None, (), False, ""):
         shown = "on" if default is True else "x".join(map(str, default)) if isinstance(default, tuple) else default
         options["help"] += f" (default: {shown})"
+    if hidden:
+        options["help"] = argparse.SUPPRESS
     if type_name == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
     elif type_name.startswith("tuple["):
-        parse = _PARSERS[type_name.removeprefix("tuple[").removesuffix(", ...]")]
-        group.add_argument(flag, action="append", type=parse, metavar=_placeholder(field.name), **options)
+        item_type = type_name.removeprefix("tuple[").removesuffix(", ...]")
+        options.update(action="append", type=_PARSERS[item_type], metavar=_METAVARS[field.name])
+        group.add_argument(flag, **options)
     else:
-        group.add_argument(flag, type=_PARSERS[type_name], metavar=_placeholder(field.name), **options)
+        metavar = _METAVARS.get(field.name) or ("N" if type_name in ("int", "float") else field.name.upper())
+        group.add_argument(flag, type=_PARSERS[type_name], metavar=metavar, **options)
 
 
-def _placeholder(name: str) -> str:
-    return {"stop": "TEXT", "stop_token_ids": "ID"}.get(name, name.rsplit("_", 1)[-1].upper())
+#: What the help text shows for a flag's value; other numbers are N, other texts the name of the flag.
+_METAVARS = {"stop": "TEXT", "stop_token_ids": "ID", "tp": "N", "kv_memory": "GIB", "join_timeout": "SECONDS"}
 
 
 def parse_int(text: str) -> int:

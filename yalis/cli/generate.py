@@ -11,9 +11,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
+from yalis.cli.loading import load_llm
 from yalis.cli.terminal import format_speed, print_status
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.progress_line import ProgressLine
 from yalis.types import Completion, Prompt, RequestOutput, SamplingParams
 
@@ -39,9 +40,8 @@ def run(args: argparse.Namespace) -> int:
     config, sampling = engine_config(args), SamplingParams(**sampling_fields(args))
     with if_stopped("nothing was generated"):
         prompts = _prompts(args)
-        from yalis.engine.llm import LLM
-
-        loaded = LLM(**asdict(config))
+        with ProgressLine() as line:
+            loaded = load_llm(config, line)
     with loaded as llm:
         start = time.monotonic()
         if len(prompts) == 1 and sampling.n == 1 and sys.stdout.isatty() and not args.json:
@@ -101,7 +101,8 @@ def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_jso
                     prompts,
                     sampling,
                     progress=lambda now: line.show(
-                        f"{now.finished}/{now.total} prompts · {now.output_tokens} tokens of at most {max_tokens}"
+                        f"{now.finished}/{count_of(now.total, 'prompt')} · "
+                        f"{count_of(now.output_tokens, 'token')} of at most {max_tokens}"
                     ),
                 )
         except (Stopped, YalisFailure) as early:
@@ -138,7 +139,7 @@ def report_full_contexts(llm: LLM, completions: Iterable[Completion], sampling: 
 
 
 def describe_output(tokens: int, max_tokens: int) -> str:
-    return f"{tokens} token{'' if tokens == 1 else 's'} of at most {max_tokens}" if tokens else "nothing was generated"
+    return f"{count_of(tokens, 'token')} of at most {max_tokens}" if tokens else "nothing was generated"
 
 
 def _is_cancelled(completion: Completion) -> bool:

@@ -66,8 +66,7 @@ def _run_command(arguments: list[str]) -> int:
     try:
         args, unknown = build_parser().parse_known_args(arguments)
         if unknown:
-            verb = " ".join(["yalis", *filter(None, (args.verb, getattr(args, "benchmark", None)))])
-            raise YalisError(f"unknown argument {unknown[0]!r}; type `{verb} --help` for the accepted arguments")
+            args.parser.refuse_unknown(unknown[0])
         if args.verb is None:
             raise YalisError(
                 'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
@@ -97,6 +96,11 @@ def _run_command(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, ModuleNotFoundError) and error.name in doctor.REQUIRED:
+            if process_rank() == 0:
+                hint = "`yalis doctor` lists what else is missing"
+                _print_error(f"error: {error.name} is {doctor.how_to_install(error.name)} ({hint})")
+            return 1
         name = type(error).__name__
         _print_error(f"internal error: {name}: {_one_line(error)}; run again with --debug for the traceback")
         return 70

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from yalis.errors import count_of
+
 
 def print_status(text: str) -> None:
     """Print a line for the user to stderr; stdout is for results."""
@@ -20,11 +22,6 @@ def format_duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
 
 
-def count_results(results: int) -> str:
-    """Return "1 result" or "3 results"."""
-    return f"{results} result{'' if results == 1 else 's'}"
-
-
 def format_speed(tokens: int, seconds: float) -> str:
     rate = tokens / seconds if seconds > 0 else 0.0
-    return f"{tokens} token{'' if tokens == 1 else 's'} in {seconds:.2f} s, {rate:.1f} tokens/s"
+    return f"{count_of(tokens, 'token')} in {seconds:.2f} s, {rate:.1f} tokens/s"
