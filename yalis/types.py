@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, Protocol, Union
@@ -30,8 +30,8 @@ class TokenArray(Protocol):
 class SamplingParams:
     """How tokens are sampled. The default is greedy: temperature 0 selects the most likely token.
 
-    The order is penalties, temperature, top_k, top_p, min_p, sampling. The noise is a function of (seed, position,
-    token id), so a request with a seed gets the same tokens whatever else is in the batch.
+    The order is logit_bias, penalties, temperature, top_k, top_p, min_p, sampling. The noise is a function of (seed,
+    position, token id), so a request with a seed gets the same tokens whatever else is in the batch.
     """
 
     max_tokens: int = 128
@@ -43,6 +43,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)  # added to the logits of these token ids
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -53,6 +54,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _as_logit_bias(self.logit_bias))
         _check_int("max_tokens", self.max_tokens, 1)
         _check_int("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
@@ -135,6 +137,7 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     "repetition_penalty": _only_at(1.0),
     "presence_penalty": _only_at(0.0),
     "frequency_penalty": _only_at(0.0),
+    "logit_bias": _only_at(None),
     "logprobs": _only_at(None),
     # The sampler bans the tokens that would end the answer before this many.
     "min_tokens": _once_reached,
@@ -145,6 +148,19 @@ def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     if values is not None and not isinstance(values, (list, tuple, set, frozenset)):
         raise YalisError(f"{name} is {values!r}; give a list")
     return tuple(values or ())
+
+
+def _as_logit_bias(value: Any) -> dict[int, float] | None:
+    """Return a copy with integer keys, which are strings in JSON; None if it is empty."""
+    if value is not None and not isinstance(value, Mapping):
+        raise YalisError(f"logit_bias is {value!r}; give a dictionary from token ids to numbers, such as {{42: -100}}")
+    biases: dict[int, float] = {}
+    for key, bias in (value or {}).items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        _check_int("a token id of logit_bias", token, 0)
+        _check_number(f"the logit_bias of token {token}", bias, -100.0, 100.0)
+        biases[token] = float(bias)
+    return biases or None
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

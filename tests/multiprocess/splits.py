@@ -40,7 +40,7 @@ WIDE = [widen(case) for case in CASES]
 #: Every prompt is sampled with each of these parameters, all in one batch.
 GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True, logprobs=VOCAB)
 RANDOM = [
-    SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.8, seed=1),
+    SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.8, seed=1, logit_bias={9: 3.0, 240: 4.0}),
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.5, top_k=7, seed=2),
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.2, top_p=0.8, seed=3),
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.3, min_p=0.05, seed=4),

@@ -58,6 +58,18 @@ def test_plain_line_and_defaults() -> None:
     assert good({"messages": [{"role": "user", "content": parts}]}).prompt == [{"role": "user", "content": "ab"}]
 
 
+def test_logit_bias_has_strings_as_keys() -> None:
+    line = good({"prompt": "Hi", "logit_bias": {"42": -100, "7": 2.5}})
+    assert line.sampling.logit_bias == {42: -100.0, 7: 2.5}
+    assert good({"prompt": "Hi", "logit_bias": {}}).sampling.logit_bias is None
+
+
+def test_digests_are_those_of_earlier_versions() -> None:
+    """Otherwise a job that an earlier version began could not be resumed."""
+    line = good({"custom_id": "a", "prompt": "Hi", "max_tokens": 5, "temperature": 0.5})
+    assert line.digest == "fda7ef06ec134d4a"
+
+
 def test_logprobs_of_a_completion_request_are_a_count() -> None:
     assert good({"prompt": "x", "logprobs": 4}).sampling.logprobs == 4
     assert good({"prompt": "x", "logprobs": False}).sampling.logprobs is None
@@ -92,6 +104,9 @@ def test_every_line_has_its_own_reproducible_seed() -> None:
         ({"prompt": "x", "top_p": 2}, "top_p is 2"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
         ({"prompt": "x", "stop": 3}, "stop is 3"),
+        ({"prompt": "x", "logit_bias": [3]}, "logit_bias is [3]; give a dictionary from token ids to numbers"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "a token id of logit_bias is 'a'; give a whole number"),
+        ({"prompt": "x", "logit_bias": {"3": float("nan")}}, "the logit_bias of token 3 is nan; give a finite number"),
         ({"prompt": "x", "tools": []}, "the field 'tools' is not supported; accepted: prompt, messages, "),
         ({"foo": "x"}, "the line has no prompt or messages, and the field 'foo' is not supported"),
         ({"prompt": "x", "temperature": float("inf")}, "temperature is inf; give a finite number of at least 0"),
@@ -143,7 +158,7 @@ def test_the_digest_covers_everything_a_result_depends_on() -> None:
     assert digest({"prompt": "x", "max_tokens": 9}) == digest({"prompt": "x"}, max_tokens=9) != plain
     messages = [{"role": "user", "content": "x"}]
     others = [{"prompt": "y"}, {"prompt": [1]}, {"messages": messages}, {"prompt": "\ud800"}, {"odd": 1}, {"odder": 1}]
-    others += [{"prompt": "x", "seed": 3}, {"prompt": "x", "stop": "END"}]
+    others += [{"prompt": "x", "seed": 3}, {"prompt": "x", "stop": "END"}, {"prompt": "x", "logit_bias": {"3": 1}}]
     found = [plain, digest({"prompt": "x"}, "other"), digest({"prompt": "x"}, seed=1), *map(digest, others)]
     assert len(set(found)) == len(found)
 

@@ -26,14 +26,15 @@ def test_every_field_has_a_flag_and_help() -> None:
 def test_flags_of_every_type() -> None:
     line = "generate x --model m --kv-blocks 7 --kv-memory 0.5 --no-prefix-reuse --max-tokens 3 --top-p 0.5"
     line += " --stop a --stop b --stop-token-ids 4 --stop-token-ids 5 --ignore-eos --seed 9"
-    line += " --presence-penalty -1 --dtype float32"
+    line += " --presence-penalty -1 --dtype float32 --logit-bias 42:-100,7:2.5"
     args = build_parser().parse_args(line.split())
     assert engine_config(args) == EngineConfig(
         model="m", kv_blocks=7, kv_memory=0.5, prefix_reuse=False, dtype="float32"
     )
     assert SamplingParams(**sampling_fields(args)) == SamplingParams(
-        max_tokens=3, top_p=0.5, stop=("a", "b"), stop_token_ids=(4, 5), ignore_eos=True, seed=9, presence_penalty=-1.0
-    )
+        max_tokens=3, top_p=0.5, stop=("a", "b"), stop_token_ids=(4, 5), ignore_eos=True, seed=9,
+        presence_penalty=-1.0, logit_bias={42: -100.0, 7: 2.5},
+    )  # fmt: skip
 
 
 def test_underscores_in_flags_are_dashes() -> None:
@@ -61,6 +62,8 @@ def test_the_help_of_chat(capsys: pytest.CaptureFixture[str]) -> None:
         ("--max-tokens x", "'x' is not a whole number; type `yalis generate --help`"),
         ("--top-p", "expected one argument"),
         ("--max-tokens 0", "max_tokens is 0"),
+        ("--logit-bias 42", "'42' is not a list of ID:BIAS, such as 42:-100,7:2.5"),
+        ("--logit-bias 42:101", "the logit_bias of token 42 is 101.0; give a number of at least -100 and at most 100"),
         ("--temperature nan", "temperature is nan"),
         ("--dtype int8", "dtype is 'int8'; accepted: auto, float32"),
         ("--block-size 12", "power of two"),

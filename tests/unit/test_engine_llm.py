@@ -7,6 +7,7 @@ import signal
 import numpy
 import pytest
 import torch
+import transformers
 
 from tests.families import CASES, VOCAB, make_prompts, make_reference
 from yalis import LLM, SamplingParams, YalisError
@@ -98,6 +99,30 @@ def test_penalties_reduce_repetition(llm, ref):
     output = llm.generate(ref.prompts[0], plain(max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0))[0]
     calm = llm.generate(ref.prompts[0], plain(max_tokens=40))[0]
     assert len(set(output.token_ids)) > len(set(calm.token_ids))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_logit_bias_gives_the_tokens_of_transformers(ref, eager):
+    biases = [dict.fromkeys(ref.tokens[0][:3], -100.0), {7: 3.0, VOCAB - 1: 4.5}, None]
+    model = transformers.AutoModelForCausalLM.from_pretrained(ref.path)
+    expected = []
+    for prompt, bias in zip(ref.prompts, biases, strict=True):
+        sequence_bias = bias and {(token,): value for token, value in bias.items()}
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
+            sequence_bias=sequence_bias,
+        )  # fmt: skip
+        expected.append(ids[0, len(prompt) :].tolist())
+    with LLM(str(ref.path), device="cpu", kv_blocks=64, max_model_len=64, eager=eager) as llm:
+        outputs = llm.generate(ref.prompts, [plain(logit_bias=bias) for bias in biases])
+        assert (llm._engine.runner.executor.replays > 0) != eager
+    assert [output.token_ids for output in outputs] == expected
+    assert [tokens == plain for tokens, plain in zip(expected, ref.tokens, strict=True)] == [False, False, True]
+
+
+def test_logit_bias_outside_the_vocabulary_is_refused(llm):
+    with pytest.raises(YalisError, match=f"token id {VOCAB} is not in this model's vocabulary"):
+        llm.generate([[1, 2]], plain(logit_bias={VOCAB: 1.0}))
 
 
 def test_cancel_returns_the_tokens_so_far(llm, ref):

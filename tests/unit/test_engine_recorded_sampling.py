@@ -20,6 +20,7 @@ from yalis.types import RECORDED_PICK_RULES, RequestOutput
 NAMES = [field.name for field in fields(SamplingParams)]
 MAX_TOKENS = 8
 STOP, EOS = 2, 5  # the greedy output tokens that the cases stop at, and that end every answer without ignore_eos
+BIAS = {7: 100.0}
 DRAW = {"temperature": 0.9, "seed": 3}
 
 #: For each field: parameters that use it, and whether recorded steps pick (at least some of) the tokens themselves.
@@ -37,6 +38,7 @@ CASES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "repetition_penalty": [({"repetition_penalty": 1.5}, False)],
     "presence_penalty": [({"presence_penalty": 1.5}, False)],
     "frequency_penalty": [({"frequency_penalty": 1.5}, False)],
+    "logit_bias": [({"logit_bias": BIAS}, False), ({"logit_bias": BIAS, **DRAW}, False)],
     "stop": [({"stop": STOP}, True)],
     "stop_token_ids": [({"stop_token_ids": STOP}, True)],
     "ignore_eos": [({"ignore_eos": True}, True)],
@@ -130,6 +132,7 @@ def test_the_cases_reach_what_they_test(engines: Engines) -> None:
     assert run(stop=STOP) == run(stop_token_ids=STOP) == greedy[: STOP + 1]
     assert len(run(min_tokens=MAX_TOKENS, stop_token_ids=STOP)) == MAX_TOKENS
     assert run(**DRAW) != greedy[: EOS + 1]
+    assert run(logit_bias=BIAS) == [7] * MAX_TOKENS
 
 
 def assert_same(found: RequestOutput, expected: RequestOutput) -> None:

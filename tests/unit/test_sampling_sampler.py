@@ -137,6 +137,7 @@ def mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
         {"temperature": 1.5, "min_p": 0.05, "repetition_penalty": 1.3},
         {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logprobs": 2},
         {"temperature": 1e-5, "logprobs": 0},
+        {"temperature": 0.7, "logit_bias": {4: 3.0, 16: -100.0}, "repetition_penalty": 1.3},
         {"temperature": 1.0, "top_k": 2 * vocab},
     ]
     history = ([1, 2, 3, 3], [5, 5, 6])
@@ -242,6 +243,26 @@ def test_penalties_equal_those_of_transformers_and_openai() -> None:
         expected = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, logits[i : i + 1].clone())[0]
         expected = expected - p.frequency_penalty * count - p.presence_penalty * (count > 0)
         torch.testing.assert_close(adjusted[i], expected)
+    assert torch.equal(logits, before)  # the input is not modified
+
+
+def test_logit_bias_equals_that_of_transformers() -> None:
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+    from yalis.sampling.sampler import _adjust
+
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
+    before = logits.clone()
+    biases = [{0: 100.0, 49: -7.5}, {3: -100.0}, None]
+    params = [SamplingParams(logit_bias=bias, repetition_penalty=1.7) for bias in biases]
+    rows = [SamplingRow(p, 0, 0, ([3, 49], [5])) for p in params]
+    adjusted = _adjust(logits, SamplingBatch.build(rows, range(50), 50, "cpu"))
+    ids = torch.tensor([[3, 49, 5]])
+    for i, bias in enumerate(biases):
+        expected = logits[i : i + 1]
+        if bias is not None:
+            expected = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(ids, expected)
+        torch.testing.assert_close(adjusted[i], RepetitionPenaltyLogitsProcessor(1.7)(ids, expected)[0])
     assert torch.equal(logits, before)  # the input is not modified
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def check(logits: Tensor, rows: list[SamplingRow], ranks: int) -> list[tuple[str
     return calls
 
 
-KINDS: dict[str, dict[str, float]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8},
     "top_k": {"temperature": 1.1, "top_k": 12},
@@ -75,6 +76,8 @@ KINDS: dict[str, dict[str, float]] = {
     "all": {"temperature": 2.0, "top_k": 40, "top_p": 0.97, "min_p": 0.01},
     "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
     "greedy with penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.3},
+    "logit_bias": {"logit_bias": {0: 4.0, 1: 5.0, 700: -100.0, 1501: 6.0}},
+    "random logit_bias": {"temperature": 0.9, "top_k": 5, "logit_bias": {2: 7.0, 1001: 8.0}, "logprobs": 2},
     "logprobs": {"logprobs": 3},
     "random logprobs": {"temperature": 1.0, "top_p": 0.9, "logprobs": 30},
     "logprob alone": {"temperature": 1.0, "logprobs": 0},
@@ -83,7 +86,7 @@ KINDS: dict[str, dict[str, float]] = {
 
 def row(kind: str, i: int, vocab: int, banned: tuple[int, ...] = ()) -> SamplingRow:
     history = [t * 7 % vocab for t in range(i, i + 9)], [t * 3 % vocab for t in range(i, i + 5)] * 2
-    return SamplingRow(SamplingParams(**KINDS[kind]), i, 50 + i, history, banned)  # type: ignore[arg-type]
+    return SamplingRow(SamplingParams(**KINDS[kind]), i, 50 + i, history, banned)
 
 
 def some_logits(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -159,7 +162,7 @@ def test_a_row_with_nan_has_no_token_on_any_rank(ranks: int) -> None:
 
 MESSAGES = {
     "greedy": 1, "temperature": 2, "min_p": 2, "top_k": 2, "top_k, top_p": 2, "all": 2, "penalties": 2,
-    "greedy with penalties": 1, "logprobs": 2, "top_p": 6, "random logprobs": 6, "large top_k": 6,
+    "greedy with penalties": 1, "logit_bias": 1, "logprobs": 2, "top_p": 6, "random logprobs": 6, "large top_k": 6,
     "large top_k, top_p": 11,
 }  # fmt: skip
 
@@ -186,8 +189,10 @@ def test_one_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(some_logits(len(KINDS), 2_003, torch.float32), [row(kind, 0, 2_003) for kind in KINDS]).to_host()
 
 
-def test_penalties_and_bans_are_limited_to_the_vocabulary_shard() -> None:
-    params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.25)
+def test_biases_penalties_and_bans_are_limited_to_the_vocabulary_shard() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={9: 1.0, 11: 2.0, 19: -3.0}
+    )
     rows = [SamplingRow(params, 0, 0, ([1, 12, 19], [12, 12, 15, 30]), (3, 11, 99))] * 2
     batch = SamplingBatch.build(rows, range(10, 20), 40, "cpu")
     assert batch.penalties is not None
@@ -195,6 +200,9 @@ def test_penalties_and_bans_are_limited_to_the_vocabulary_shard() -> None:
     assert batch.penalties.flat_indices.tolist() == [2, 5, 9, 12, 15, 19]
     assert batch.penalties.additive.tolist() == [1.0, 0.75, 0.0] * 2
     assert batch.banned.tolist() == [1, 11]
+    assert batch.logit_bias is not None
+    assert batch.logit_bias.flat_indices.tolist() == [1, 9, 11, 19]
+    assert batch.logit_bias.values.tolist() == [2.0, -3.0] * 2
 
 
 def noisy_scores(logits: Tensor, rows: list[SamplingRow], held: range, group: Communicator) -> Tensor:

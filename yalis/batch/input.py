@@ -18,6 +18,7 @@ from yalis.messages import check_messages
 from yalis.types import Prompt, SamplingParams
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
+_ADDED_LATER = {"logit_bias"}
 _ALIASES = {"max_completion_tokens", "top_logprobs"}
 _USED = _SAMPLING | _ALIASES | {"prompt", "messages"}
 #: Fields of the OpenAI API that do not affect the generated tokens here.
@@ -116,7 +117,8 @@ def parse(line: RawLine, model: str, defaults: dict[str, Any]) -> RequestLine | 
         if request.get("seed") is None:
             chosen["seed"] = line_seed(line.custom_id, chosen.get("seed"))
         sampling = SamplingParams(**chosen)
-        return RequestLine(line.line_number, line.custom_id, prompt, sampling, _digest(model, prompt, asdict(sampling)))
+        digest = _digest(model, prompt, _digest_fields(sampling))
+        return RequestLine(line.line_number, line.custom_id, prompt, sampling, digest)
     except YalisError as error:
         return InvalidLine(line.line_number, line.custom_id, str(error), _digest(model, str(error)))
 
@@ -125,6 +127,14 @@ def line_seed(custom_id: str, job_seed: int | None) -> int:
     text = f"{0 if job_seed is None else job_seed}:{custom_id}"
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _digest_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the sampling fields that a digest covers.
+
+    Fields that were added later are left out unless set, so that the result files of earlier versions can be resumed.
+    """
+    return {name: value for name, value in asdict(sampling).items() if value is not None or name not in _ADDED_LATER}
 
 
 def _digest(*values: Any) -> str:

@@ -52,6 +52,7 @@ HELP = {
     "repetition_penalty": "above 1 makes tokens of the prompt and the output less likely",
     "presence_penalty": "-2 to 2, for tokens that are already in the output",
     "frequency_penalty": "-2 to 2, for each occurrence of a token in the output",
+    "logit_bias": "number from -100 to 100 to add to the logit of a token id; several as 42:-100,7:2.5",
     "stop": "text that ends the output; may be given several times",
     "stop_token_ids": "token id that ends the output; may be given several times",
     "ignore_eos": "continue after the model's end-of-sequence token",
@@ -175,7 +176,10 @@ def _add_flag(
 
 
 #: What the help text shows for a flag's value; other numbers are N, other texts the name of the flag.
-_METAVARS = {"stop": "TEXT", "stop_token_ids": "ID", "tp": "N", "kv_memory": "GIB", "join_timeout": "SECONDS"}
+_METAVARS = {
+    "stop": "TEXT", "stop_token_ids": "ID", "logit_bias": "ID:BIAS", "tp": "N", "kv_memory": "GIB",
+    "join_timeout": "SECONDS",
+}  # fmt: skip
 
 
 def parse_int(text: str) -> int:
@@ -192,4 +196,15 @@ def parse_float(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"int": parse_int, "float": parse_float, "str": str, "GridShape": str}
+def parse_biases(text: str) -> dict[int, float]:
+    """Parse "42:-100,7:2.5" into {42: -100.0, 7: 2.5}."""
+    pairs = [part.partition(":") for part in text.split(",")]
+    try:
+        return {int(token): float(bias) for token, _, bias in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ID:BIAS, such as 42:-100,7:2.5") from None
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": parse_int, "float": parse_float, "str": str, "GridShape": str, "dict[int, float]": parse_biases,
+}  # fmt: skip

@@ -428,7 +428,7 @@ class LLM:
         if not tokens:
             raise YalisError(EMPTY_PROMPT)
         ids = check_token_ids(tokens, self.spec.vocab_size)
-        check_token_ids(sampling.stop_token_ids, self.spec.vocab_size)
+        check_token_ids((*sampling.stop_token_ids, *(sampling.logit_bias or ())), self.spec.vocab_size)
         if len(tokens) >= max_model_len:
             raise YalisError(
                 f"the prompt has {len(tokens)} tokens, but the context holds {max_model_len} including one generated "

@@ -1,6 +1,6 @@
 """The sampling parameters of one step's rows, as device tensors. A group that no row needs is None and costs nothing.
 
-A rank holds a shard of the vocabulary, and only the penalties and bans of tokens in it.
+A rank holds a shard of the vocabulary, and only the biases, penalties and bans of tokens in it.
 
 Shapes: R rows, S of them sampled at random (not greedy), W tokens in this rank's vocabulary shard.
 """
@@ -37,6 +37,28 @@ class SamplingRow:
     def __post_init__(self) -> None:
         if self.params.needs_history and self.history is None:
             raise ValueError("a row with penalties needs its history")
+
+
+@dataclass(frozen=True)
+class LogitBias:
+    """One entry for each (row, token of this rank's shard) that has a bias."""
+
+    flat_indices: Tensor  # row * W + index in the shard, unique
+    values: Tensor  # added to the logit
+
+    @classmethod
+    def build(cls, rows: Sequence[SamplingRow], vocab_shard: range, device: torch.device) -> LogitBias | None:
+        entries = [
+            (i * len(vocab_shard) + token - vocab_shard.start, bias)
+            for i, row in enumerate(rows)
+            if row.params.logit_bias is not None
+            for token, bias in row.params.logit_bias.items()
+            if token in vocab_shard
+        ]
+        if not entries:
+            return None
+        flat_indices, values = zip(*entries, strict=True)
+        return cls(_make_tensor(flat_indices, torch.int64, device), _make_tensor(values, torch.float32, device))
 
 
 @dataclass(frozen=True)
@@ -151,6 +173,7 @@ class LogprobRows:
 class SamplingBatch:
     """The sampling parameters of one step, in the order of the rows of logits."""
 
+    logit_bias: LogitBias | None
     penalties: Penalties | None
     banned: Tensor | None  # flat indices: row * W + index in the shard
     random: RandomRows | None
@@ -168,6 +191,7 @@ class SamplingBatch:
             if token in vocab_shard
         ]
         return cls(
+            logit_bias=LogitBias.build(rows, vocab_shard, device),
             penalties=Penalties.build(rows, vocab_shard, device),
             banned=_make_tensor(banned, torch.int64, device) if banned else None,
             random=RandomRows.build(rows, vocab_size, device),

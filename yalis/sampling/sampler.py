@@ -1,4 +1,4 @@
-"""Samples a token from each row of logits: penalties and bans, then greedy or random sampling.
+"""Samples a token from each row of logits: biases, penalties and bans, then greedy or random sampling.
 
 Each rank has the logits of its vocabulary shard, and all ranks sample the same tokens. Messages of a step:
 - greedy rows: one, with the best token of each rank;
@@ -62,10 +62,12 @@ class Sampler:
 
 
 def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Apply penalties and bans to a copy; returns the logits themselves if there are none."""
-    if batch.penalties is None and batch.banned is None:
+    """Apply biases, penalties and bans to a copy; returns the logits themselves if there are none."""
+    if batch.logit_bias is None and batch.penalties is None and batch.banned is None:
         return logits
     logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if batch.logit_bias is not None:
+        logits.view(-1).index_add_(0, batch.logit_bias.flat_indices, batch.logit_bias.values)
     if batch.penalties is not None:
         _apply_penalties(logits.view(-1), batch.penalties)
     if batch.banned is not None:
