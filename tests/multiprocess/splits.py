@@ -37,7 +37,7 @@ def widen(case: Case) -> Case:
 
 WIDE = [widen(case) for case in CASES]
 
-#: Every prompt is sampled with each of these parameters, all in one batch.
+#: Every prompt is sampled with GREEDY, and prompt i with RANDOM[i], all in one batch.
 GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True, logprobs=VOCAB)
 RANDOM = [
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.8, seed=1, logit_bias={9: 3.0, 240: 4.0}),
@@ -49,6 +49,7 @@ RANDOM = [
     ),
     SamplingParams(max_tokens=STEPS, min_tokens=STEPS, temperature=0.9, top_p=0.95, seed=6, repetition_penalty=1.2),
 ]
+assert len(RANDOM) == len(LENGTHS)
 
 #: A KV cache too small for the batch, and a token budget below the prompt lengths: forces preemption and chunking.
 MEMORY_PRESSURE = {

@@ -91,7 +91,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 def test_every_field_has_a_rule_and_a_case() -> None:
     advice = (
         "Decide whether a CUDA graph that picks the argmax of the logits honours {}: add a rule to RECORDED_PICK_RULES "
-        "in yalis/types.py (`_only_at(default)` if only the sampler honours it) and a case to CASES in this file."
+        "in yalis/types.py (`_always` if it matters only when tokens are sampled at random, `_only_at(default)` "
+        "if it also changes greedy output) and a case to CASES in this file."
     )
     for known in (RECORDED_PICK_RULES, CASES):
         missing = [name for name in NAMES if name not in known]

@@ -161,6 +161,7 @@ def test_all_sampling_parameters_round_trip() -> None:
         seed=2**63 - 1, n=3, logprobs=0, logit_bias={3: 0.1 + 0.2},
     )  # fmt: skip
     plain = asdict(SamplingParams())
-    assert all(value != plain[name] for name, value in asdict(params).items())
+    unset = [name for name, value in asdict(params).items() if value == plain[name]]
+    assert not unset, f"give {unset} another value than the default above"
     assert decode_params(transmit(encode_params(params))) == params
     assert decode_params(transmit(encode_params(SamplingParams()))) == SamplingParams()

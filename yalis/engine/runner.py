@@ -37,7 +37,7 @@ from yalis.models.decoder import Decoder
 from yalis.parallel.memory import rank_memory
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, RankCoords, Split
-from yalis.sampling.batch import SamplingBatch, SamplingRow
+from yalis.sampling.batch import LARGEST_PARAMS, SamplingBatch, SamplingRow
 from yalis.sampling.sampled_tokens import SampledTokens
 from yalis.sampling.sampler import Sampler
 from yalis.scheduling.plan import SequenceStep, StepOutput, StepPlan
@@ -205,8 +205,7 @@ class Runner:
             packed = self.packer.pack([_dummy_prompt(0, count, self.block_size)], logit_rows)
             logits = self.executor.dry_run(packed).out
         if self.stage.last:
-            largest = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
-            self._run_sampler(logits, [SamplingRow(largest, seed=0, position=0)] * rows)
+            self._run_sampler(logits, [SamplingRow(LARGEST_PARAMS, seed=0, position=0)] * rows)
         return graph_bytes
 
     def _warm_up_steps(self, max_len: int) -> Iterator[PackedStep]:

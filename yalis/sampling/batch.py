@@ -22,6 +22,8 @@ from yalis.types import SamplingParams
 _MIN_TEMPERATURE = 1e-10
 # Up to this top_k, ranks exchange their best candidates. A larger one is found by histograms instead.
 _MAX_CANDIDATES = 1024
+#: The parameters for which sampling needs the most memory per logit. The engine profiles its memory with them.
+LARGEST_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
 
 
 @dataclass(frozen=True)

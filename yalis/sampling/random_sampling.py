@@ -15,6 +15,12 @@ from yalis.sampling.vocab_shards import VocabShards
 
 
 class RandomSampling:
+    """Samples the random rows of a step.
+
+    A filter that keeps the best tokens of a row is a threshold, in `_threshold`. Any other filter masks the scores in
+    `perturbed_scores`.
+    """
+
     def __init__(self, logits: Tensor, random: RandomRows, shards: VocabShards) -> None:
         """`logits`: [R, W], of all rows of the step."""
         self._logits = select_rows(logits, random.rows).float()

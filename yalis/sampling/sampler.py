@@ -4,8 +4,9 @@ Each rank has the logits of its vocabulary shard, and all ranks sample the same 
 - greedy rows: one, with the best token of each rank;
 - randomly sampled rows: one before it, with the maximum of each row and the candidates for top_k;
 - log-probabilities: the same two;
-- top_p alone: four rounds of a search between the two; a top_k above 1024: four, and with top_p nine.
-All rows share these messages. Only `SampledTokens.to_host` waits for the device.
+- filters that search over all shards, such as top_p alone: the rounds of VocabShards.find_threshold.
+All rows share these messages; MESSAGES in tests/unit/test_sampling_shards.py has their number by parameter. Only
+`SampledTokens.to_host` waits for the device.
 
 Shapes: R rows, W tokens in this rank's vocabulary shard.
 """

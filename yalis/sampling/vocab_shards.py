@@ -45,6 +45,7 @@ class VocabShards:
         ]
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum x over the ranks, in place; integers and floats. Call it only if `sharded`."""
         return self._group.all_reduce(x)
 
     def local_top_k(self, logits: Tensor, k: int) -> Tensor:
@@ -85,9 +86,9 @@ class VocabShards:
     ) -> tuple[Tensor, Tensor]:
         """Return the highest score s at which the weight of all scores >= s reaches the goal, and the weight above s.
 
-        A radix search by four all-reduces of 256 integers per row, exact however the vocabulary is split.
-        `scores`: float32 [N, W] <= 0. `weights`: int64 [N, W]; None counts tokens. `goal`: total weight [N, 1] ->
-        [N, 1].
+        A radix search by four all-reduces of 256 integers per row, exact however the vocabulary is split. Call it only
+        if `sharded`; a single rank sorts instead. `scores`: any float32 [N, W] <= 0. `weights`: int64 [N, W]; None
+        counts tokens. `goal`: total weight [N, 1] -> [N, 1].
         """
         # No score is positive, so a higher score has a smaller magnitude: its bits without the sign.
         keys = scores.view(torch.int32) & 0x7FFFFFFF
