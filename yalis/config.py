@@ -11,6 +11,7 @@ from yalis.errors import YalisError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOADS = ("auto", "random")
+GENERATION_CONFIGS = ("auto", "none")
 DEFAULT_MODEL = "smollm2-135m"
 GridShape = tuple[int, int]  # rows and columns of a tensor-parallel group
 
@@ -24,6 +25,7 @@ class EngineConfig:
     attention: str = "auto"  # auto or the name of a backend
     load: str = "auto"  # random: random weights; only config.json is read
     load_seed: int = 0
+    generation_config: str = "auto"  # auto: generation_config.json sets the sampling defaults; none: it does not
     max_model_len: int | None = None  # None: the model's maximum, or what the KV cache can hold
     max_num_seqs: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # tokens in one step; longer prompts are prefilled in chunks
@@ -54,6 +56,7 @@ class EngineConfig:
             _check_text("tokenizer", self.tokenizer)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load", self.load, LOADS)
+        _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         _check_choice("prefix_reuse", self.prefix_reuse, (True, False))
         _check_choice("eager", self.eager, (True, False))
         _check_choice("compile", self.compile, (True, False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 
 from yalis import env
 from yalis.checkpoint.base import Checkpoint
+from yalis.checkpoint.generation_config import read_generation_config
 from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.checkpoint.resolve import locate
 from yalis.errors import YalisError, first_line
@@ -98,10 +98,8 @@ def load_tokenizer(model: Checkpoint | str, override: str | None = None) -> Toke
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the EOS token ids of generation_config.json, or else of config.json."""
-    value = checkpoint.config.get("eos_token_id")
-    with suppress(OSError, ValueError, AttributeError):
-        content = json.loads((checkpoint.source / "generation_config.json").read_text(encoding="utf-8"))
-        value = value if content.get("eos_token_id") is None else content["eos_token_id"]
+    value = read_generation_config(checkpoint.source).get("eos_token_id")
+    value = checkpoint.config.get("eos_token_id") if value is None else value
     if value is None:
         return ()
     return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)

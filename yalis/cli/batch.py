@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.loading import load_llm
 from yalis.cli.signals import INTERRUPTED
-from yalis.cli.terminal import format_duration, format_speed, print_status
+from yalis.cli.terminal import format_duration, format_speed, print_status, report_model_defaults
 from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.progress_line import ProgressLine
 
@@ -57,11 +57,16 @@ def _target(text: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    config, defaults = engine_config(args), sampling_fields(args)
+    config, given = engine_config(args), sampling_fields(args)
     from yalis.batch.job import BatchJob, ModelFailed
+    from yalis.checkpoint.generation_config import find_sampling_defaults
+
+    # Part of each request's digest, so that results of other defaults are not taken for this job's.
+    model_defaults = find_sampling_defaults(config.model) if config.generation_config == "auto" else {}
+    report_model_defaults(model_defaults, given)
 
     line, stopped = ProgressLine(), False
-    with BatchJob(args.input, args.output, _identify(config), defaults, args.retry_errors) as job:
+    with BatchJob(args.input, args.output, _identify(config), {**model_defaults, **given}, args.retry_errors) as job:
         _warn(job.unknown_ids, job.locked, args.output)
         try:
             job.run(lambda: load_llm(config, line), report=lambda progress: line.show(_status(progress)))

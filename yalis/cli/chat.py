@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.generate import describe_output, report_full_contexts
 from yalis.cli.loading import load_llm
-from yalis.cli.terminal import format_speed, print_status
+from yalis.cli.terminal import format_speed, print_status, report_model_defaults
 from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisError
 from yalis.progress_line import ProgressLine
@@ -35,15 +35,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config, sampling = engine_config(args), SamplingParams(**{"max_tokens": _MAX_TOKENS, **sampling_fields(args)})
-    if sampling.n != 1:
-        raise YalisError(f"n is {sampling.n}, but a chat has one answer at a time; leave --n out")
+    config, given = engine_config(args), sampling_fields(args)
+    if (n := given.get("n", 1)) != 1:
+        raise YalisError(f"n is {n}, but a chat has one answer at a time; leave --n out")
     message = " ".join(args.message)
     if args.message and not message.strip():
         raise YalisError("the message is empty; give at least one character, or no message to chat in a terminal")
     with ProgressLine() as progress:
         loaded = load_llm(config, progress)
     with loaded as llm:
+        report_model_defaults(llm.sampling_defaults, given)
+        sampling = SamplingParams(**{"max_tokens": _MAX_TOKENS, **llm.sampling_defaults, **given})
         conversation = Conversation(llm, sampling, args.system, args.json)
         if args.message:
             conversation.answer(message)

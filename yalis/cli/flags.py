@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from yalis.config import DTYPES, LOADS, EngineConfig
+from yalis.config import DTYPES, GENERATION_CONFIGS, LOADS, EngineConfig
 from yalis.errors import YalisError
 from yalis.types import SamplingParams
 
@@ -23,6 +23,8 @@ HELP = {
     "attention": "auto, or the name of an attention backend (see `yalis doctor`)",
     "load": f"one of {', '.join(LOADS)}; random makes random weights from config.json alone",
     "load_seed": "seed of the random weights",
+    "generation_config": f"one of {', '.join(GENERATION_CONFIGS)}; auto takes the defaults of sampling flags from the "
+    "model's generation_config.json",
     "max_model_len": "maximum tokens of a sequence, prompt and output together",
     "max_num_seqs": "maximum sequences in one step",
     "max_batch_tokens": "maximum tokens in one step; longer prompts are prefilled in chunks",

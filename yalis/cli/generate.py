@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
 from yalis.cli.loading import load_llm
-from yalis.cli.terminal import format_speed, print_status
+from yalis.cli.terminal import format_speed, print_status, report_model_defaults
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.progress_line import ProgressLine
@@ -37,12 +37,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config, sampling = engine_config(args), SamplingParams(**sampling_fields(args))
+    config, given = engine_config(args), sampling_fields(args)
     with if_stopped("nothing was generated"):
         prompts = _prompts(args)
         with ProgressLine() as line:
             loaded = load_llm(config, line)
     with loaded as llm:
+        sampling = llm.default_sampling_params(**given)
+        report_model_defaults(llm.sampling_defaults, given)
         start = time.monotonic()
         if len(prompts) == 1 and sampling.n == 1 and sys.stdout.isatty() and not args.json:
             tokens = _stream(llm, prompts[0], sampling)

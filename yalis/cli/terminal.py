@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container, Mapping
+from typing import Any
 
 from yalis.errors import count_of
 
@@ -25,3 +27,10 @@ def format_duration(seconds: float) -> str:
 def format_speed(tokens: int, seconds: float) -> str:
     rate = tokens / seconds if seconds > 0 else 0.0
     return f"{count_of(tokens, 'token')} in {seconds:.2f} s, {rate:.1f} tokens/s"
+
+
+def report_model_defaults(defaults: Mapping[str, Any], given: Container[str]) -> None:
+    """Print which sampling fields have the model's defaults, because no flag was given for them."""
+    used = ", ".join(f"{name} {value}" for name, value in defaults.items() if name not in given)
+    if used:
+        print_status(f"from the model's generation_config.json: {used} (--generation-config none ignores it)")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from yalis.checkpoint.generation_config import sampling_defaults
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.checkpoint.unsupported import ignored_parts
@@ -67,6 +68,7 @@ class LLM:
         attention: str = "auto",
         load: str = "auto",
         load_seed: int = 0,
+        generation_config: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_batch_tokens: int = 2048,
@@ -97,6 +99,8 @@ class LLM:
         self._submitted = RequestGroup()  # the requests of submit()
         self._next_id = 0
         self.tokenizer: Tokenizer | None = None
+        #: fields of SamplingParams that the model's generation_config.json sets
+        self.sampling_defaults: dict[str, Any] = {}
         self._engine: Engine | ReplicaRouter | None = None
         self._ranks: ReplicaRanks | None = None
         split = split_of(self.config)
@@ -126,6 +130,8 @@ class LLM:
             split.check(self.spec, checkpoint.label)
             for warning in ignored_parts(checkpoint, self.spec.num_layers):
                 log.warning("%s", warning)
+            if config.generation_config == "auto":
+                self.sampling_defaults = sampling_defaults(checkpoint.source)
             self.tokenizer = load_tokenizer(checkpoint, config.tokenizer)
             eos = frozenset(
                 (*eos_token_ids(checkpoint), *(self.tokenizer.eos_ids if self.tokenizer is not None else ()))
@@ -160,6 +166,9 @@ class LLM:
 
         `progress` is called with a Progress after each step. By default a progress line is shown on stderr if that is
         a terminal; `progress=False`, or vLLM's `use_tqdm=False`, turns it off.
+
+        Without `sampling` the prompts run with default_sampling_params(). A SamplingParams is used as it is: a field
+        that it does not set has the default of SamplingParams, not that of the model.
 
         Ctrl-C raises Stopped, a KeyboardInterrupt whose `done` has a result for every prompt with the tokens generated
         so far. A YalisFailure, such as a rank that died, has the same `done`.
@@ -249,7 +258,7 @@ class LLM:
         chosen = choose_sampling(sampling, sampling_params)
         if chosen is not None and not isinstance(chosen, SamplingParams):
             raise YalisError(f"sampling is {chosen!r}; give SamplingParams(...)")
-        return self._submit(prompt, chosen or SamplingParams(), self._submitted)
+        return self._submit(prompt, chosen or self.default_sampling_params(), self._submitted)
 
     def events(self) -> Iterator[RequestEvent]:
         """Run steps and yield new output of submitted requests, until none of them is unfinished.
@@ -285,6 +294,11 @@ class LLM:
         return {id: request.num_tokens for id, request in self._requests.items()}
 
     # The loaded model
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """Return the parameters of requests that give none, with `changes`: the model's generation_config.json over
+        the defaults of SamplingParams. With generation_config="none" they are those of SamplingParams alone."""
+        return SamplingParams(**{**self.sampling_defaults, **changes})
 
     @property
     def max_model_len(self) -> int:
@@ -391,7 +405,7 @@ class LLM:
         """Submit the prompts and return their request ids in order. If one of them is refused, all are cancelled."""
         ids: list[int] = []
         try:
-            pairs = pair_with_sampling(prompts, sampling)
+            pairs = pair_with_sampling(prompts, sampling, self.default_sampling_params())
             for index, (prompt, params) in enumerate(pairs):
                 try:
                     ids.append(self._submit(prompt, params, group))

@@ -24,11 +24,16 @@ def choose_sampling(sampling: Any, sampling_params: Any) -> Any:
     return sampling if sampling_params is None else sampling_params
 
 
-def pair_with_sampling(prompts: Any, sampling: Sampling) -> list[tuple[Prompt, SamplingParams]]:
-    """Return each prompt with its sampling parameters; one SamplingParams applies to all prompts."""
+def pair_with_sampling(
+    prompts: Any, sampling: Sampling, default: SamplingParams
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Return each prompt with its sampling parameters, `default` if `sampling` is None.
+
+    One SamplingParams applies to all prompts.
+    """
     prompts = list(prompts) if _is_list_of_prompts(prompts) else [prompts]
     if sampling is None or isinstance(sampling, SamplingParams):
-        sampling = [sampling or SamplingParams()] * len(prompts)
+        sampling = [sampling or default] * len(prompts)
     if not isinstance(sampling, (list, tuple)) or not all(isinstance(params, SamplingParams) for params in sampling):
         raise YalisError(f"sampling is {sampling!r}; give SamplingParams(...), or a list with one for each prompt")
     if len(sampling) != len(prompts):
