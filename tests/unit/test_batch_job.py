@@ -91,7 +91,8 @@ def test_every_line_gets_its_result(tmp_path: Path, model: str) -> None:
     assert found["line-31"]["error"]["line"] == 31
     one = found["q1"]
     assert one["error"] is None
-    assert one["output_tokens"] == len(one["token_ids"]) == requests(30)[1]["max_tokens"]
+    body = one["response"]["body"]  # the first line of the input has the OpenAI batch format
+    assert body["usage"]["completion_tokens"] == len(body["choices"][0]["token_ids"]) == requests(30)[1]["max_tokens"]
     with LLM(model, **ENGINE) as llm:  # the same request through generate()
         row = requests(30)[1]
         greedy = run(save(tmp_path / "one", [{**row, "temperature": 0}]), tmp_path / "one.out", model)

@@ -55,6 +55,20 @@ def test_chat(folder: Path) -> None:
         tokenizer.encode_chat([{"role": "tool", "content": "x"}])
 
 
+def test_the_text_of_a_single_token(folder: Path) -> None:
+    _, level = _open(folder)
+    fallback = Tokenizer(byte_fallback(), (), "tiny")
+    for tokenizer in (level, fallback):
+        ids = tokenizer.hf.encode("hello  hallo", add_special_tokens=False)
+        assert "".join(map(tokenizer.token_text, ids)).strip() == "hello  hallo"
+    assert fallback.token_text(fallback.hf.convert_tokens_to_ids("\u2581h")) == " h"
+    assert [fallback.token_text(fallback.hf.convert_tokens_to_ids(one)) for one in ("<0xE2>", "</s>")] == [
+        "\ufffd",
+        "</s>",
+    ]
+    assert fallback.token_text(10_000) == ""  # a padded vocabulary has ids without a token
+
+
 def test_invalid_unicode_raises_one_sentence(folder: Path) -> None:
     _, tokenizer = _open(folder)
     for half, escaped in (("\ud800", r"\\ud800"), ("a\udcff", r"\\udcff")):  # the second: byte ff of an argument

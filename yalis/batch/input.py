@@ -82,6 +82,12 @@ def _decode_line(line_number: int, raw: bytes) -> RawLine:
     return RawLine(line_number, custom_id, content)
 
 
+def is_openai_input(file: BinaryIO) -> bool:
+    """Return whether the first line that is a JSON object has a body, as in the OpenAI batch format."""
+    first = next((raw.content for raw in read_raw(file) if raw.content is not None), {})
+    return "body" in first
+
+
 @dataclass(frozen=True)
 class LineKey:
     """What is kept of a line between the first pass over the input and the second."""

@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from yalis.batch.input import InvalidLine, LineKey, RequestLine, index_lines, parse, read_raw
-from yalis.batch.output import ResultFile, result_fields
+from yalis.batch.formats import FlatFormat, OpenAIFormat, ResultFormat
+from yalis.batch.input import InvalidLine, LineKey, RequestLine, index_lines, is_openai_input, parse, read_raw
+from yalis.batch.output import ResultFile
 from yalis.batch.progress import JobProgress, ProgressEstimator
 from yalis.engine.interrupts import interrupts_held
 from yalis.errors import YalisError, YalisFailure
@@ -44,21 +45,28 @@ class BatchJob:
         model: str,
         defaults: dict[str, Any] | None = None,
         retry_errors: bool = False,
+        output_format: str | None = None,
+        model_name: str | None = None,
     ) -> None:
         """Open and check the files.
 
         `model` identifies the model in digests. `defaults` are sampling fields for lines that do not set them.
         `retry_errors` removes error results from the result file, so that run() processes those lines again.
+        `output_format` is "flat" or "openai"; None is the format of the results that the file has, or else that of
+        the input. `model_name` is the model in results of the OpenAI format (default: `model`).
         """
         self.model, self.defaults = model, dict(defaults or {})
         with ExitStack() as opened:
             self._source = opened.enter_context(_open_source(source))
+            input_format = "openai" if is_openai_input(self._source) else "flat"
             self._lines = lines = index_lines(self._source, str(source), model, self.defaults)
             if target.exists() and os.path.samestat(os.fstat(self._source.fileno()), target.stat()):
                 raise YalisError(f"{target} is also the input; give another file for the results")
             self._results = opened.enter_context(closing(ResultFile(target)))
             to_retry = self._results.errors.keys() & lines.keys() if retry_errors else set()
             _check_digests(self._results, to_retry, lines, str(source))
+            name = _choose_format(output_format, self._results, input_format)
+            self._format: ResultFormat = OpenAIFormat(model_name or model) if name == "openai" else FlatFormat()
             self._results.remove(to_retry)
             self._files = opened.pop_all()
         result_ids = self._results.digests.keys()
@@ -109,9 +117,9 @@ class BatchJob:
             except YalisFailure as failure:
                 raise ModelFailed(str(failure)) from failure
             for request_id, output in finished:
-                fields = {**result_fields(output), "error": None}
-                write(running.pop(request_id), fields, fields["output_tokens"])
-                estimator.finish(request_id, fields["output_tokens"])
+                line, tokens = running.pop(request_id), sum(len(one.token_ids) for one in output.completions)
+                write(line, self._format.result(line, output, model.tokenizer), tokens)
+                estimator.finish(request_id, tokens)
             seconds = time.monotonic() - start
             if seconds - last_update >= UPDATE_SECONDS or not running:
                 last_update = seconds
@@ -137,7 +145,7 @@ class BatchJob:
                         raise ModelFailed(str(failure)) from failure
                     except YalisError as error:
                         line = InvalidLine(line.line_number, line.custom_id, str(error), line.digest)
-                write(line, {"error": {"line": line.line_number, "message": line.message}})
+                write(line, self._format.error(line))
             while running and llm is not None:
                 step(llm)
         finally:
@@ -178,6 +186,18 @@ def _check_digests(results: ResultFile, to_retry: set[str], lines: dict[str, Lin
                 f"{results.path} has a result for {custom_id!r} with another prompt, model, dtype or sampling than "
                 f"line {line.line_number} of {source}; give another file for the results, or remove it{retry}"
             )
+
+
+def _choose_format(given: str | None, results: ResultFile, input_format: str) -> str:
+    """Return the format of new results. A file has one format: that of the results it already has."""
+    if results.format is None:
+        return given or input_format
+    if given not in (None, results.format):
+        raise YalisError(
+            f"{results.path} has results in the {results.format} format, not {given}; omit --format, or give another "
+            "file for the results"
+        )
+    return results.format
 
 
 def _open_source(path: Path) -> BinaryIO:

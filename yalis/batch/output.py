@@ -1,16 +1,16 @@
 """The result file of a batch job: complete lines only, each id once, one writer at a time, resumable.
 
-A result has "logprobs" if they were requested, and "completions" (all n, including the first) if n > 1:
+A flat result has "logprobs" if they were requested, and "completions" (all n, including the first) if n > 1:
 
     {"custom_id": ..., "digest": ..., "text": ..., "token_ids": [...], "finish_reason": ..., "prompt_tokens": ...,
      "output_tokens": ..., "error": null}
 
-The result of an input line that could not be run is an error:
+The flat result of an input line that could not be run is an error:
 
     {"custom_id": ..., "digest": ..., "error": {"line": N, "message": ...}}
 
 `digest` identifies the request (prompt, sampling, model), so that a result is never mistaken for that of another line.
-`output_tokens` counts all n completions. Results contain no times, so that the files of two runs can be compared.
+`output_tokens` counts all n completions. A result in the OpenAI format (`formats.py`) has a "response" instead.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class ResultFile:
         self.path = path
         self.digests: dict[str, str | None] = {}  # of every result in the file, by id
         self.errors: dict[str, str] = {}  # messages of the results that are errors, by id
+        self.format: str | None = None  # "flat" or "openai", as the first result; None if the file has none
         self.locked = True
         self._fd, self._created = _open(path)
         try:
@@ -230,6 +231,7 @@ class ResultFile:
                 f"line {line_number} of {self.path} has custom_id {custom_id!r} a second time; "
                 "give another file, or remove that line"
             )
+        self.format = self.format or ("openai" if "response" in row else "flat")
         self._record(custom_id, row.get("digest"), error)
 
     def _record(self, custom_id: str, digest: str | None, error: Any) -> None:

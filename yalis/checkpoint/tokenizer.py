@@ -68,6 +68,13 @@ class Tokenizer:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self.hf.decode(list(ids), **options))
 
+    def token_text(self, token: int) -> str:
+        """Return the text of a single token with its leading space; bytes that are not a character become U+FFFD."""
+        piece = self.hf.convert_ids_to_tokens(token) or ""
+        if "\u2581" in piece:  # SentencePiece's mark for a space, which decode() drops at the start of a text
+            return str(piece).replace("\u2581", " ")
+        return self.decode([token], skip_special_tokens=False)
+
     def is_byte(self, token: int) -> bool:
         """Whether the token is a single raw byte, whose text depends on the bytes that follow."""
         text = self.hf.convert_ids_to_tokens(token)

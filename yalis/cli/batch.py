@@ -3,8 +3,8 @@ A result belongs to its prompt, sampling, --dtype and model. The model is identi
 changed in place counts as the same model.
 
 In float32 the results of a resumed job equal those of an uninterrupted one, token for token. In bfloat16 and float16 a
-result may differ where two tokens were almost equally likely, because the batches were composed differently. Exit
-status 1 if there are lines and all their results are errors.
+result may differ where two tokens were almost equally likely, because the batches were composed differently. Log
+probabilities may differ in their last digits. Exit status 1 if there are lines and all their results are errors.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output", metavar="OUT.jsonl", type=_target, help="one result per line, in the order in which they finish"
     )
+    parser.add_argument(
+        "--format", choices=("flat", "openai"), metavar="FORMAT",
+        help="openai: lines as the OpenAI batch API writes them; flat: text and token ids at the top level (default: "
+        "as the results in OUT.jsonl; if it has none, openai if the first line of IN.jsonl has a body, else flat)",
+    )  # fmt: skip
     parser.add_argument(
         "--retry-errors", action="store_true", help="remove error results from OUT.jsonl and run those lines again"
     )
@@ -66,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     report_model_defaults(model_defaults, given)
 
     line, stopped = ProgressLine(), False
-    with BatchJob(args.input, args.output, _identify(config), {**model_defaults, **given}, args.retry_errors) as job:
+    defaults, name = {**model_defaults, **given}, _identify(config)
+    with BatchJob(args.input, args.output, name, defaults, args.retry_errors, args.format, config.model) as job:
         _warn(job.unknown_ids, job.locked, args.output)
         try:
             job.run(lambda: load_llm(config, line), report=lambda progress: line.show(_status(progress)))
