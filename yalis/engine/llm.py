@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -16,14 +19,12 @@ from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
 from yalis.config import DEFAULT_MODEL, EngineConfig, GridShape, explain_unknown_field
-from yalis.engine.device import release_memory
 from yalis.engine.engine import Engine, EngineStats
-from yalis.engine.interrupts import Stopped, interrupts_held
+from yalis.engine.interrupts import Stopped
 from yalis.engine.progress import Progress, progress_callback
 from yalis.engine.prompts import (
-    EMPTY_PROMPT,
     Sampling,
-    check_token_ids,
+    check_request,
     choose_sampling,
     encode_prompt,
     list_conversations,
@@ -31,8 +32,9 @@ from yalis.engine.prompts import (
 )
 from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import ReplicaRouter
-from yalis.engine.requests import PendingCompletion, PendingRequest, RequestGroup
-from yalis.engine.step_profiler import Profile, RankProfile
+from yalis.engine.request_loop import RequestLoop
+from yalis.engine.requests import PendingRequest, RequestGroup
+from yalis.engine.step_profiler import Profile
 from yalis.engine.worker import WORKER, serve_rank
 from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.join import join
@@ -40,18 +42,21 @@ from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
 from yalis.parallel.plan import Split
 from yalis.sampling.noise import derive_seed
-from yalis.scheduling.plan import Emitted
 from yalis.spec import ModelSpec, read_spec
 from yalis.types import Message, Prompt, RankTopology, RequestEvent, RequestOutput, SamplingParams, StreamChunk
 
 log = get_logger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class LLM:
     """A loaded model. The keyword arguments are the fields of EngineConfig, named like the flags of the command line.
 
     `generate`, `chat` and `stream` run requests to completion. `submit`, `events`, `poll` and `cancel` control single
-    requests. Close the LLM, or use it in a `with` block, to free its memory. Use it from one thread only.
+    requests. Close the LLM, or use it in a `with` block, to free its memory; an LLM that is no longer referenced is
+    closed too. Any thread may call any method: requests of all threads run in the same batch. A process that was
+    forked from the one that created the LLM cannot use it.
 
     With tp, pp or dp above 1 the LLM starts the other ranks itself, unless a launcher (torchrun, srun, mpirun) started
     them. Under a launcher every rank runs the same script. On ranks other than 0, `LLM(...)` returns once rank 0 has
@@ -94,14 +99,13 @@ class LLM:
         if unknown:
             raise YalisError(explain_unknown_field(next(iter(unknown))))
         self.config = EngineConfig(**{field.name: given[field.name] for field in dataclasses.fields(EngineConfig)})
-        self._requests: dict[int, PendingRequest] = {}  # unfinished ones, by id
-        self._by_sequence: dict[int, PendingCompletion] = {}  # completions of unfinished requests, by sequence id
         self._submitted = RequestGroup()  # the requests of submit()
-        self._next_id = 0
+        self._next_id = itertools.count()
+        self._encoding = threading.Lock()  # tokenizers may change their state while they encode
         self.tokenizer: Tokenizer | None = None
         #: fields of SamplingParams that the model's generation_config.json sets
         self.sampling_defaults: dict[str, Any] = {}
-        self._engine: Engine | ReplicaRouter | None = None
+        self._loop: RequestLoop | None = None
         self._ranks: ReplicaRanks | None = None
         split = split_of(self.config)
         # Ranks of a launcher join before the model is opened, so that an error there reaches all of them.
@@ -143,7 +147,12 @@ class LLM:
             agree_on_model(world, checkpoint, eos)
             self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
             engine = Engine(config, self.spec, self._ranks, eos)
-            self._engine = engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs)
+            self._loop = RequestLoop(
+                engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
+            )
+            self._ranks = None
+            self._finalizer = weakref.finalize(self, self._loop.close)
+            self._finalizer.atexit = False  # the world has its own exit handler
         finally:
             checkpoint.close()
 
@@ -183,23 +192,25 @@ class LLM:
         self, prompts: Any, sampling: Sampling, report: Callable[[Progress], None] | None
     ) -> list[RequestOutput]:
         group = RequestGroup()
-        ids = self._submit_all(prompts, sampling, group)
+        loop, ids = self._running(), self._submit_all(prompts, sampling, group)
         done = group.finished
         try:
-            while len(done) < len(ids):
-                self._step()
-                if report is not None:
+            while group.unfinished:
+                if report is None:
+                    loop.advance(lambda: not group.unfinished)
+                else:
+                    loop.advance(group.changed_since(group.version))
                     report(Progress(len(done), len(ids), group.output_tokens))
         except KeyboardInterrupt as interrupt:
             message = f"{len(done)} of {len(ids)} prompts done"
-            self._cancel_all(ids)
+            loop.cancel_and_wait(ids)
             raise Stopped(message, [done[id] for id in ids]) from interrupt
         except YalisFailure as failure:
-            self._cancel_all(ids)
+            loop.cancel_and_wait(ids)
             failure.done = [done[id] for id in ids]
             raise
         finally:
-            self._cancel_all(ids)
+            loop.cancel(ids)
         return [done[id] for id in ids]
 
     def chat(
@@ -230,7 +241,7 @@ class LLM:
         if self.rank > 0:
             return
         group = RequestGroup()
-        ids = self._submit_all(prompts, choose_sampling(sampling, sampling_params), group)
+        loop, ids = self._running(), self._submit_all(prompts, choose_sampling(sampling, sampling_params), group)
         prompt_index = {id: index for index, id in enumerate(ids)}
         try:
             for event in self._events(group):
@@ -243,7 +254,7 @@ class LLM:
                     event.completion,
                 )
         finally:
-            self._cancel_all(ids)
+            loop.cancel(ids)
 
     # Single requests
 
@@ -253,7 +264,7 @@ class LLM:
         """Queue a prompt and return its request id; raises YalisError for a prompt that cannot be run.
 
         The output comes from events() or poll(), whichever reads it first: a result is returned once. Requests of
-        generate(), chat() and stream() appear in neither.
+        generate(), chat() and stream() appear in neither. While another thread runs a step, this does not wait for it.
         """
         chosen = choose_sampling(sampling, sampling_params)
         if chosen is not None and not isinstance(chosen, SamplingParams):
@@ -270,28 +281,32 @@ class LLM:
             yield from self._events(self._submitted)
 
     def poll(self) -> list[tuple[int, RequestOutput]]:
-        """Run one step and return (id, result) of the submitted requests that finished since the last call."""
-        self._step()
-        return self._submitted.take_results()
+        """Run one step and return (id, result) of the submitted requests that finished since the last call.
+
+        If another thread runs steps, this waits for new output of the submitted requests instead, at most a second.
+        """
+        loop, group = self._running(), self._submitted
+        loop.advance_once(group.changed_since(group.version))
+        with loop.output:
+            return group.take_results()
 
     def cancel(self, request_id: int) -> None:
-        """Stop a request; its result has the tokens generated so far. Ids of finished requests are ignored."""
-        request = self._requests.get(request_id)
-        if request is None or self._engine is None:
-            return
-        with interrupts_held():
-            for completion in request.completions:
-                if completion.finish_reason is None:
-                    self._deliver(self._engine.cancel(completion.sequence.id))
+        """Stop a request; its result has the tokens generated so far. Ids of finished requests are ignored.
+
+        If another thread runs a step, the request ends after that step.
+        """
+        if self._loop is not None:
+            self._loop.cancel([request_id])
 
     @property
     def num_unfinished(self) -> int:
         """Requests without a result yet."""
-        return len(self._requests)
+        return len(self._loop.requests) if self._loop is not None else 0
 
     def tokens_so_far(self) -> dict[int, int]:
         """Return the number of tokens generated so far for each unfinished request, by id."""
-        return {id: request.num_tokens for id, request in self._requests.items()}
+        requests = self._loop.requests if self._loop is not None else {}
+        return {id: request.num_tokens for id, request in list(requests.items())}
 
     # The loaded model
 
@@ -303,16 +318,16 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its completion may have together."""
-        return self._running().max_model_len
+        return self._running().engine.max_model_len
 
     @property
     def device(self) -> torch.device:
         """The device of rank 0."""
-        return self._running().device
+        return self._running().engine.device
 
     @property
     def stats(self) -> EngineStats:
-        return self._running().stats
+        return self._running().engine.stats
 
     @property
     def topology(self) -> RankTopology:
@@ -335,46 +350,33 @@ class LLM:
         engine = self._single_engine("profile()")
         if engine.runner.profiler.running:
             raise YalisError("this LLM is being profiled already; leave the first profile() block before the next")
-        with interrupts_held(), self._phase_running():
-            profile = Profile(engine.start_profiling())
+        profile = Profile(self._between_steps(engine.start_profiling))
         try:
             yield profile
         except BaseException:
             with suppress(YalisError):  # the error of the block is the one to raise
-                self._stop_profiling(engine)
+                self._between_steps(engine.stop_profiling)
             raise
-        profile.ranks = self._stop_profiling(engine)
-
-    def _stop_profiling(self, engine: Engine) -> list[RankProfile]:
-        with interrupts_held(), self._phase_running():
-            return engine.stop_profiling()
+        profile.ranks = self._between_steps(engine.stop_profiling)
 
     def rank_reports(self) -> list[RankReport]:
         """Return memory and busy time of each rank. Needs dp=1 and no unfinished request."""
         engine = self._single_engine("rank_reports()")
-        if self._requests:
+        if self.num_unfinished:
             raise YalisError("requests are unfinished; call rank_reports() after they have finished")
-        with interrupts_held(), self._phase_running():
-            return engine.reports()
+        return self._between_steps(engine.reports)
 
     def set_micro_batches(self, count: int) -> None:
         """Set how many steps may be in flight at once from now on, as the field micro_batches does. Needs dp=1."""
-        self._single_engine("set_micro_batches()").set_micro_batches(count)
+        engine = self._single_engine("set_micro_batches()")
+        self._between_steps(lambda: engine.set_micro_batches(count))
 
     def close(self) -> None:
         """Free the model and its memory. Unfinished requests are dropped without a result."""
-        if self._engine is None:
-            return
-        engine, self._engine = self._engine, None
-        self._requests.clear()
-        self._by_sequence.clear()
-        self._submitted = RequestGroup()
-        device = engine.device
-        engine.close()
-        self._leave()
-        del engine
-        self._ranks = None
-        release_memory(device)
+        if self._loop is not None:
+            self._submitted = RequestGroup()
+            self._finalizer()
+            self._world = None
 
     def __enter__(self) -> LLM:
         return self
@@ -390,16 +392,31 @@ class LLM:
             self._world.close()
         self._world = None
 
-    def _running(self) -> Engine | ReplicaRouter:
-        if self._engine is None:
+    @property
+    def _engine(self) -> Engine | ReplicaRouter:
+        return self._running().engine
+
+    def _running(self) -> RequestLoop:
+        if self._loop is None:
             raise YalisError("this LLM is closed; create a new one")
-        return self._engine
+        _ = self._loop.engine  # raises YalisError if it cannot be used
+        return self._loop
 
     def _single_engine(self, call: str) -> Engine:
-        engine = self._running()
+        engine = self._engine
         if isinstance(engine, ReplicaRouter):
             raise YalisError(f"{call} covers one replica and dp is {self.config.dp}; create the LLM with dp=1")
         return engine
+
+    def _between_steps(self, function: Callable[[], _Result]) -> _Result:
+        """Run a function that uses all ranks, while no step runs."""
+        loop = self._running()
+
+        def run() -> _Result:
+            with loop.phase_running():
+                return function()
+
+        return loop.call(run)
 
     def _submit_all(self, prompts: Any, sampling: Sampling, group: RequestGroup) -> list[int]:
         """Submit the prompts and return their request ids in order. If one of them is refused, all are cancelled."""
@@ -414,91 +431,32 @@ class LLM:
                         raise
                     raise type(error)(f"prompt {index}: {error}") from error
         except BaseException:
-            self._cancel_all(ids)
+            if self._loop is not None:
+                self._loop.cancel(list(group.unfinished))
             raise
         return ids
 
     def _submit(self, prompt: Prompt, sampling: SamplingParams, group: RequestGroup) -> int:
-        engine = self._running()
-        text, tokens = encode_prompt(prompt, self.tokenizer, self.config.model)
-        tokens = self._check(tokens, sampling, engine.max_model_len)
+        loop = self._running()
+        with self._encoding:
+            text, tokens = encode_prompt(prompt, self.tokenizer, self.config.model)
+        has_text = self.tokenizer is not None
+        tokens = check_request(tokens, sampling, has_text, self.spec, self.config, loop.engine.max_model_len)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        request = PendingRequest(self._next_id, text, tokens, group)
-        self._next_id += 1
-        self._requests[request.id] = request
-        group.add(request)
-        for index in range(sampling.n):
-            params = dataclasses.replace(sampling, seed=derive_seed(seed, index), n=1)
-            sequence = engine.add(tokens, params)
-            self._by_sequence[sequence.id] = request.add(sequence, params, self.tokenizer)
+        request = PendingRequest(next(self._next_id), text, tokens, group)
+        params = [dataclasses.replace(sampling, seed=derive_seed(seed, index), n=1) for index in range(sampling.n)]
+        loop.add(request, params, self.tokenizer)
         return request.id
 
-    def _cancel_all(self, ids: Iterable[int]) -> None:
-        for id in ids:
-            self.cancel(id)
-
-    def _check(self, tokens: Sequence[Any], sampling: SamplingParams, max_model_len: int) -> list[int]:
-        """Return the prompt's ids as plain integers; raise YalisError if this model cannot run the request."""
-        if not tokens:
-            raise YalisError(EMPTY_PROMPT)
-        ids = check_token_ids(tokens, self.spec.vocab_size)
-        check_token_ids((*sampling.stop_token_ids, *(sampling.logit_bias or ())), self.spec.vocab_size)
-        if len(tokens) >= max_model_len:
-            raise YalisError(
-                f"the prompt has {len(tokens)} tokens, but the context holds {max_model_len} including one generated "
-                f"token; shorten it{self._how_to_extend(max_model_len)}"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise YalisError(
-                "stop strings need a tokenizer; give stop_token_ids, or the folder of a tokenizer with --tokenizer"
-            )
-        return ids
-
-    def _how_to_extend(self, max_model_len: int) -> str:
-        """Return the end of a message: how to get a longer context, which depends on what limits it."""
-        if max_model_len >= self.spec.max_position:
-            return ": the model supports no longer context"
-        return f", or raise {'--max-model-len' if self.config.max_model_len else '--kv-memory or --kv-blocks'}"
-
     def _events(self, group: RequestGroup) -> Iterator[RequestEvent]:
-        """Yield the group's events, running a step whenever there are none, until its requests have finished."""
+        """Yield the group's events, advancing whenever there are none, until its requests have finished."""
+        loop = self._running()
         while True:
-            if (event := group.next_event()) is not None:
+            with loop.output:
+                event, unfinished = group.next_event(), bool(group.unfinished)
+            if event is not None:
                 yield event
-            elif group.unfinished:
-                self._step()
+            elif unfinished:
+                loop.advance(group.has_events)
             else:
                 return
-
-    def _step(self) -> None:
-        """Run one engine step and deliver its output. Ctrl-C during the step takes effect after both."""
-        engine = self._running()
-        with interrupts_held(), self._phase_running():
-            self._deliver(engine.step())
-
-    @contextmanager
-    def _phase_running(self) -> Iterator[None]:
-        """Mark this process as running. If a rank dies now, a call that cannot return is ended from another thread;
-        if it dies while this process is idle, the next call reports it."""
-        assert self._world is not None
-        self._world.phase = "running"
-        try:
-            yield
-        finally:
-            self._world.phase = "idle"
-
-    def _deliver(self, emitted: list[Emitted]) -> None:
-        """Add tokens and ends of sequences to their completions and notify the groups of their requests."""
-        for item in emitted:
-            completion = self._by_sequence.get(item.request_id)
-            if completion is None or completion.finish_reason is not None:
-                continue
-            completion.request.group.output_tokens += item.token is not None
-            if completion.append(item):  # reached a stop string; a step that is in flight may still emit one more token
-                self._running().finish(completion.sequence.id)
-            request = completion.request
-            request.group.notify(completion)
-            if completion.finish_reason is not None and request.finished:
-                del self._requests[request.id]
-                for ended in request.completions:
-                    del self._by_sequence[ended.sequence.id]

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Union
 
 from yalis.checkpoint.tokenizer import Tokenizer
+from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.messages import check_messages
+from yalis.spec import ModelSpec
 from yalis.types import Message, Prompt, SamplingParams
 
 Sampling = Union[SamplingParams, Sequence[SamplingParams], None]
@@ -101,6 +103,38 @@ def check_token_ids(tokens: Sequence[Any], vocab_size: int) -> list[int]:
                 f"token id {token!r} is not in this model's vocabulary; give ids from 0 to {vocab_size - 1}"
             )
     return [operator.index(token) for token in tokens]
+
+
+def check_request(
+    tokens: Sequence[Any],
+    sampling: SamplingParams,
+    has_text: bool,
+    spec: ModelSpec,
+    config: EngineConfig,
+    max_model_len: int,
+) -> list[int]:
+    """Return the prompt's ids as plain integers; raise YalisError if this model cannot run the request.
+
+    `has_text`: whether the model has a tokenizer.
+    """
+    if not tokens:
+        raise YalisError(EMPTY_PROMPT)
+    ids = check_token_ids(tokens, spec.vocab_size)
+    check_token_ids((*sampling.stop_token_ids, *(sampling.logit_bias or ())), spec.vocab_size)
+    if len(tokens) >= max_model_len:
+        if max_model_len >= spec.max_position:
+            how = ": the model supports no longer context"
+        else:
+            how = f", or raise {'--max-model-len' if config.max_model_len else '--kv-memory or --kv-blocks'}"
+        raise YalisError(
+            f"the prompt has {len(tokens)} tokens, but the context holds {max_model_len} including one generated "
+            f"token; shorten it{how}"
+        )
+    if sampling.stop and not has_text:
+        raise YalisError(
+            "stop strings need a tokenizer; give stop_token_ids, or the folder of a tokenizer with --tokenizer"
+        )
+    return ids
 
 
 def _is_list_of_prompts(prompts: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from yalis.checkpoint.tokenizer import Tokenizer
 from yalis.engine.detokenize import Detokenizer
@@ -23,6 +24,7 @@ class PendingRequest:
     def __init__(self, id: int, prompt: str | None, token_ids: list[int], group: RequestGroup) -> None:
         self.id, self.prompt, self.token_ids, self.group = id, prompt, token_ids, group
         self.completions: list[PendingCompletion] = []
+        self.submit_time = time.perf_counter()
         self.undelivered = 0  # completions whose last event has not been read
 
     def add(self, sequence: Request, params: SamplingParams, tokenizer: Tokenizer | None) -> PendingCompletion:
@@ -61,8 +63,7 @@ class PendingCompletion:
         self._detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
         self._new_text: list[str] = []  # since the last take_delta()
         self._delivered_tokens = 0
-        self._submit_time = time.perf_counter()
-        self._first_token_time = self._last_token_time = self._submit_time
+        self._first_token_time = self._last_token_time = request.submit_time
 
     @property
     def num_tokens(self) -> int:
@@ -111,9 +112,9 @@ class PendingCompletion:
         after_first = len(self._tokens) - 1
         decode_time = self._last_token_time - self._first_token_time
         metrics = Metrics(
-            time_to_first_token=self._first_token_time - self._submit_time,
+            time_to_first_token=self._first_token_time - self.request.submit_time,
             time_per_token=decode_time / after_first if after_first > 0 else 0.0,
-            total=self._last_token_time - self._submit_time,
+            total=self._last_token_time - self.request.submit_time,
             prompt_tokens=len(self.sequence.prompt),
             cached_tokens=self.sequence.cached_tokens,
             output_tokens=len(self._tokens),
@@ -133,6 +134,7 @@ class RequestGroup:
         self.unfinished: set[int] = set()  # request ids
         self.finished: dict[int, RequestOutput] = {}  # results that have not been delivered
         self.output_tokens = 0  # generated for these requests so far
+        self.version = 0  # incremented by new output
         self._changed: OrderedDict[tuple[int, int], PendingCompletion] = OrderedDict()  # completions with new output
 
     def add(self, request: PendingRequest) -> None:
@@ -143,8 +145,17 @@ class RequestGroup:
         request = completion.request
         self._changed[request.id, completion.index] = completion
         if completion.finish_reason is not None and request.finished:
-            self.unfinished.discard(request.id)
             self.finished[request.id] = request.output()
+            self.unfinished.discard(request.id)  # last: other threads then expect the result
+        self.version += 1
+
+    def has_events(self) -> bool:
+        """Return whether there may be an unread event, or none will come."""
+        return bool(self._changed) or not self.unfinished
+
+    def changed_since(self, version: int) -> Callable[[], bool]:
+        """Return a function that tells whether there is output since `version`, or none will come."""
+        return lambda: self.version != version or not self.unfinished
 
     def take_results(self) -> list[tuple[int, RequestOutput]]:
         """Return (id, result) of the finished requests; their unread events are dropped."""
