@@ -156,6 +156,33 @@ CASES = [
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONGROPE},
         },
     ),
+    Case(
+        "granite",
+        "GraniteConfig",
+        {
+            "num_key_value_heads": 1,
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+        },
+        replayed_on_cpu=False,
+    ),
+    Case(
+        "granite-bias-tied",
+        "GraniteConfig",
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "attention_multiplier": 0.4,
+            "embedding_multiplier": 2.3,
+            "residual_multiplier": 1.4,
+            "logits_scaling": 0.7,
+        },
+        replayed_on_cpu=False,
+    ),
 ]
 
 

@@ -64,6 +64,11 @@ def write_gguf(
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if tokens is not None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("default")
@@ -81,9 +86,9 @@ def write_gguf(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = weight.float().numpy()
-        if family == "llama" and ".q_proj." in name:
+        if family in ("llama", "granite") and ".q_proj." in name:
             values = interleave_heads(values, config.num_attention_heads)
-        if family == "llama" and ".k_proj." in name:
+        if family in ("llama", "granite") and ".k_proj." in name:
             values = interleave_heads(values, config.num_key_value_heads)
         if family == "gemma2" and name.endswith("norm.weight"):
             values = values + np.float32(1)

@@ -129,6 +129,15 @@ def _gemma2_spec_fields(config: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _granite_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return {
+        "attention_scale": config.number("attention_multiplier", 1.0),
+        "embed_scale": config.number("embedding_multiplier", 1.0),
+        "residual_multiplier": config.number("residual_multiplier", 1.0),
+        "logits_scaling": config.number("logits_scaling", 1.0),
+    }
+
+
 def _gguf_window(metadata: GgufReader) -> int | None:
     return metadata.integer("attention.sliding_window", 0) or None
 
@@ -170,6 +179,17 @@ def _phi3_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[s
         "sliding_window": _gguf_window(metadata),
         "partial_rotary_factor": metadata.integer("rope.dimension_count", by_hidden) / config["head_dim"],
         "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length", max_position),
+    }
+
+
+def _granite_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    # All four are required: llama.cpp and transformers do not agree on the scale of attention where it is missing.
+    return {
+        **_llama_gguf_config(metadata, config),
+        "attention_multiplier": metadata.number("attention.scale"),
+        "embedding_multiplier": metadata.number("embedding_scale"),
+        "residual_multiplier": metadata.number("residual_scale"),
+        "logits_scaling": metadata.number("logit_scale"),
     }
 
 
@@ -257,6 +277,14 @@ _RECORDS = (
         fused_projections=True,
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         partial_rotary=True,
+    ),
+    Family(
+        name="granite",
+        architecture="GraniteForCausalLM",
+        models="dense Granite 3",
+        gguf=GgufFormat("granite", interleaved_heads=True, extra_config=_granite_gguf_config),
+        defaults={"max_position_embeddings": 2048},
+        spec_fields=_granite_spec_fields,
     ),
 )
 #: The families by config.json's "architectures" entry.

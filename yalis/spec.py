@@ -60,9 +60,11 @@ class ModelSpec:
     qk_norm: bool = False  # RMSNorm over each query and key head
     norm_offset: float = 0.0  # RMSNorm multiplies by offset + weight (Gemma: 1)
     sandwich_norms: bool = False  # RMSNorm on the output of attention and MLP as well (Gemma 2)
-    embed_scale: float | None = None  # multiplies the token embeddings
+    embed_scale: float | None = None  # multiplies the token embeddings; rounded to the compute dtype, as in Gemma 2
+    residual_multiplier: float = 1.0  # multiplies the output of attention and MLP before the residual is added
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    logits_scaling: float = 1.0  # divides the logits
     fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
 
 

@@ -30,7 +30,9 @@ SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 STEPS = 16
 SEED = 5
 LENGTHS = (21, 1, 30, 37, 6, 26, 3, 44, 12)
-FAMILIES = ("llama3-gqa4", "llama-bias-linear", "mistral-window", "qwen3-gqa4", "gemma2", "phi3", "phi3-longrope")
+FAMILIES = (
+    "llama3-gqa4", "llama-bias-linear", "mistral-window", "qwen3-gqa4", "gemma2", "phi3", "phi3-longrope", "granite"
+)  # fmt: skip
 FEW = [case for case in CASES if case.name in FAMILIES]
 
 

@@ -22,7 +22,7 @@ LENGTHS = (21, 1, 30, 37, 6, 26)
 FEW = [
     case
     for case in CASES
-    if case.name in ("llama3-gqa4", "mistral-window", "qwen2-tied", "qwen3-gqa4", "gemma2", "phi3")
+    if case.name in ("llama3-gqa4", "mistral-window", "qwen2-tied", "qwen3-gqa4", "gemma2", "phi3", "granite")
 ]
 
 

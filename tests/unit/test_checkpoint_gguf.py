@@ -62,6 +62,19 @@ CASES = [
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG},
         },
     ),
+    Case(
+        "granite",
+        "GraniteConfig",
+        {
+            **SIZES,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+        },
+    ),
 ]
 
 

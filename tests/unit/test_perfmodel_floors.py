@@ -95,7 +95,15 @@ def test_attention_counts_each_visible_pair(window: int | None) -> None:
 
 def test_parameter_counts_of_all_families_match_transformers() -> None:
     import torch
-    from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+    from transformers import (
+        AutoModelForCausalLM,
+        Gemma2Config,
+        GraniteConfig,
+        LlamaConfig,
+        Phi3Config,
+        Qwen2Config,
+        Qwen3Config,
+    )
 
     from yalis.spec import read_spec
 
@@ -103,7 +111,8 @@ def test_parameter_counts_of_all_families_match_transformers() -> None:
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 96, "vocab_size": 101, "head_dim": 16, "pad_token_id": 0,
     }  # fmt: skip
-    configs = [kind(**sizes) for kind in (LlamaConfig, Gemma2Config, Phi3Config, Qwen2Config, Qwen3Config)]
+    kinds = (LlamaConfig, Gemma2Config, Phi3Config, Qwen2Config, Qwen3Config, GraniteConfig)
+    configs = [kind(**sizes) for kind in kinds]
     configs.append(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True, tie_word_embeddings=True))
     for config in configs:
         with torch.device("meta"):

@@ -40,8 +40,12 @@ def test_missing_keys_have_the_defaults_of_transformers(architecture):
     assert spec.tie_embeddings == expected.tie_word_embeddings
     assert spec.rope.theta == expected.rope_parameters["rope_theta"]
     assert spec.head_dim == (getattr(expected, "head_dim", None) or 16)
-    window = expected.sliding_window if getattr(expected, "use_sliding_window", True) and family != "llama" else None
+    window = getattr(expected, "sliding_window", None) if getattr(expected, "use_sliding_window", True) else None
     assert spec.windows[0] == window
+    default_scale = getattr(expected, "query_pre_attn_scalar", spec.head_dim) ** -0.5
+    assert spec.attention_scale == getattr(expected, "attention_multiplier", default_scale)
+    assert spec.residual_multiplier == getattr(expected, "residual_multiplier", 1.0)
+    assert spec.logits_scaling == getattr(expected, "logits_scaling", 1.0)
 
 
 @pytest.mark.parametrize(

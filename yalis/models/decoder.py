@@ -28,7 +28,9 @@ EMBEDDING = "model.embed_tokens"
 
 
 class Block(nn.Module):
-    """A transformer layer: x + attention(norm(x)), then x + mlp(norm(x)). Gemma 2 also norms the sublayer outputs.
+    """A transformer layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Gemma 2 also norms the outputs of attention and MLP, and Granite multiplies them by a constant.
 
     The addition is fused with the norm that follows it. A block therefore returns the output of its MLP and the
     residual that it has yet to be added to, and the next block starts from both.
@@ -52,6 +54,7 @@ class Block(nn.Module):
             self.mlp_out_norm = norm("post_feedforward_layernorm")
         else:
             self.mlp_norm = norm("post_attention_layernorm")
+        self.residual_multiplier = spec.residual_multiplier
 
     def forward(
         self,
@@ -71,6 +74,8 @@ class Block(nn.Module):
         x = self.attention(normed, rope, cache, step, rows)
         if self.attention_out_norm is not None:
             x = self.attention_out_norm(x)
+        if self.residual_multiplier != 1.0:
+            x = x * self.residual_multiplier
         if rows is not None:
             residual = ops.gather_rows(residual, rows)
         normed, residual = self.mlp_norm.add_norm(x, residual)
@@ -78,6 +83,8 @@ class Block(nn.Module):
         x = self.mlp(normed)
         if self.mlp_out_norm is not None:
             x = self.mlp_out_norm(x)
+        if self.residual_multiplier != 1.0:
+            x = x * self.residual_multiplier
         return x, residual
 
 
@@ -91,7 +98,7 @@ class Decoder(nn.Module):
         self.spec, self.dtype, self.hidden = spec, dtype, len(grid.hidden(spec.hidden_size))
         #: Prepares the attention of a step; models/compile.py replaces it for compiled blocks.
         self.prepare_attention: Callable[[AttentionBackend, ForwardBatch], StepAttention] = StepAttention
-        # Rounded to the compute dtype, as in the reference implementation.
+        # Rounded to the compute dtype, as in transformers' Gemma 2. Granite's 12 is exact in every dtype.
         scale = spec.embed_scale
         self.embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         vocab, hidden = spec.vocab_size, spec.hidden_size
@@ -137,5 +144,7 @@ class Decoder(nn.Module):
         if self.norm is None or self.head is None:
             return x if residual is None else ops.add(residual, x)
         logits: Tensor = self.head(self.norm.add_norm(x, residual)[0])
+        if self.spec.logits_scaling != 1.0:
+            logits = logits / self.spec.logits_scaling
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
