@@ -100,7 +100,7 @@ def test_equal_ranks_share_a_line(folder: Path, capsys: pytest.CaptureFixture[st
     assert "shared key/value matrices 27.0 KiB" in lines[2]
     assert "  norms: whole, repeated over 4 rows" in lines
     assert "  shared KV cache: split over 4 rows, heads read by 2 rows" in lines
-    assert lines[-1] == "KV cache of a replica: 10 blocks of 16 tokens, 160 tokens in all"
+    assert lines[-1] == ("KV cache of a replica: 10 blocks of 16 tokens, 160 tokens in all: 1 sequence of 128 tokens")
 
 
 def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +108,57 @@ def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].endswith("  nothing")
     assert len(lines) == 5
+
+
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+
+
+def test_what_fits_gpus_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 3.1 405B: 16 GPUs of 80 GiB hold the weights and 49 sequences of 8k tokens, 8 do not hold the weights."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_405B))
+    args = ["--model", path, "--gpu-memory", 80, "--seq-len", 8192]
+    planned = plan(capsys, *args, "--tp", 16)
+    first = planned["ranks"][0]
+    assert (planned["device"], planned["dtype"], planned["seq_len"]) == ("cuda", "bfloat16", 8192)
+    assert (planned["gpu_memory_bytes"], planned["usable_bytes"]) == (80 << 30, 72 << 30)
+    left = (72 << 30) - first["weight_bytes"] - first["rotary"]["bytes"]
+    assert first["kv_left_bytes"] == left
+    assert first["kv_bytes_per_token"] == 126 * 2 * 128 * 2  # one key/value head, on two ranks
+    assert planned["kv_blocks"] == left // (64 * first["kv_bytes_per_token"])
+    assert planned["weights_fit"] is True
+    assert planned["sequences"] == planned["kv_blocks"] // 128 == 49
+    # Half of the GPU for each of two ranks, as EngineConfig.ranks_per_gpu divides it.
+    shared = plan(capsys, *args, "--tp", 16, "--ranks-per-gpu", 2, "--memory-fraction", 1)
+    assert shared["usable_bytes"] == 40 << 30
+    assert shared["weights_fit"] is False
+    assert (shared["kv_blocks"], shared["sequences"]) == (0, 0)
+
+    def printed(*words: object) -> list[str]:
+        assert main(["plan", *map(str, [*args, *words])]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    fits, kv = printed("--tp", 16)[-2:]
+    assert fits == (
+        "the weights fit GPUs of 80 GiB: rank 0 needs 47.809 of the 72.000 GiB that --memory-fraction allows, not "
+        "counting activations and CUDA graphs"
+    )
+    assert kv.endswith(" blocks of 64 tokens, 402624 tokens in all: 49 sequences of 8192 tokens")
+    assert printed("--tp", 16, "--max-num-seqs", 32)[-1].endswith("8192 tokens; --max-num-seqs lets 32 run")
+    too_small = printed("--tp", 8)
+    assert too_small[2].split()[8] == "none"
+    assert too_small[-1].startswith("the weights do not fit GPUs of 80 GiB: rank 0 needs 94.564 of the 72.000 GiB")
+    assert too_small[-1].endswith("; give a larger --tp or --pp, or GPUs with more memory")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +172,9 @@ def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture
         ("--max-model-len 129", "max_model_len is 129, but"),
         ("--kv-memory 1e-7 --device cuda", "no memory is left for the KV cache"),
         ("--device tpu", "device is 'tpu'"),
+        ("--gpu-memory 0", "--gpu-memory is 0; give a number of GiB above 0, such as 80"),
+        ("--gpu-memory 80 --kv-blocks 3", "leave out --device cpu, --kv-blocks and --kv-memory"),
+        ("--seq-len 129 --device cpu", "--seq-len is 129; give 1 to 128, the tokens of the longest sequence"),
     ],
 )
 def test_invalid_splits_are_refused_in_one_sentence(

@@ -1,15 +1,18 @@
-"""Show the weights and KV cache of each rank of a split, from the model's config alone: nothing is loaded."""
+"""Show the weights and KV cache of each rank of a split, from the model's config alone: nothing is loaded.
+With --gpu-memory, also whether they fit such GPUs and how many sequences the KV cache then holds."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config
+from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_float, parse_int
 from yalis.config import EngineConfig
+from yalis.errors import YalisError, count_of
 from yalis.launch.launchers import process_rank
 from yalis.log import get_logger
 
@@ -21,12 +24,21 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
+class GpuMemory:
+    """The memory of a GPU that is planned for, in bytes."""
+
+    total: int
+    usable: int  # by one rank, for weights and KV cache
+
+
+@dataclass(frozen=True)
 class RankGroup:
     """Ranks with equal shares of the model."""
 
     ranks: list[int]
     memory: RankMemory  # of the first rank
     kv_blocks: int | None  # None: as many as fit in the memory of the GPU
+    kv_left: int | None  # bytes of the GPU left for the KV cache, negative if the weights do not fit; None: unknown
 
     @property
     def kv_bytes(self) -> int | None:
@@ -44,6 +56,9 @@ class SplitPlan:
     split: Split
     whole: RankMemory  # the model on one rank
     ranks: list[RankGroup]  # one per rank
+    seq_len: int  # tokens of each sequence that `sequences` counts
+    max_num_seqs: int
+    gpu: GpuMemory | None  # None: --gpu-memory was not given
 
     @property
     def even_weight_bytes(self) -> float:
@@ -59,15 +74,33 @@ class SplitPlan:
         counts = [one.kv_blocks for one in self.ranks if one.kv_blocks is not None]
         return min(counts, default=None)
 
+    @property
+    def sequences(self) -> int | None:
+        """Sequences of `seq_len` tokens that the KV cache of a replica holds at a time."""
+        return None if self.kv_blocks is None else self.kv_blocks // -(-self.seq_len // self.whole.block_size)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank has memory for its weights; None if the memory of the GPUs is unknown."""
+        return None if self.gpu is None else all(one.kv_left is not None and one.kv_left >= 0 for one in self.ranks)
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu-memory", metavar="GIB", type=parse_float,
+        help="plan for GPUs with this much memory, in GiB; one sold as 80 GB has a little less than 80",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seq-len", metavar="N", type=parse_int,
+        help="show how many sequences of N tokens the KV cache holds (default: --max-model-len)",
+    )  # fmt: skip
     add_engine_flags(parser)
     parser.set_defaults(uses_engine=False)
     add_common_flags(parser, json="print the plan as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = make_plan(engine_config(args))
+    plan = make_plan(engine_config(args), args.gpu_memory, args.seq_len)
     if process_rank() > 0:
         return 0
     if args.json:
@@ -77,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(config: EngineConfig) -> SplitPlan:
+def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: int | None = None) -> SplitPlan:
+    """Return the plan of a configuration, for GPUs of `gpu_memory` GiB and sequences of `seq_len` tokens."""
     import torch
 
     from yalis.checkpoint.resolve import open_checkpoint
@@ -95,8 +129,12 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     split = Split(*config.tp, config.pp, config.dp)
     split.check(spec, checkpoint.label)
     max_len = resolve_max_len(config, spec, checkpoint.label)
+    if not 1 <= (seq_len := max_len if seq_len is None else seq_len) <= max_len:
+        raise YalisError(f"--seq-len is {seq_len}; give 1 to {max_len}, the tokens of the longest sequence")
+    gpu = None if gpu_memory is None else _gpu_memory(gpu_memory, config)
     # A split for GPUs can be planned on a machine without GPUs.
-    device = torch.device("cuda") if config.device.startswith("cuda") else resolve_device(config.device)
+    for_gpus = gpu is not None or config.device.startswith("cuda")
+    device = torch.device("cuda") if for_gpus else resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
     block_size = resolve_block_size(config.block_size, device)
     max_useful_blocks = -(-max_len // block_size) * config.max_num_seqs
@@ -107,9 +145,29 @@ def make_plan(config: EngineConfig) -> SplitPlan:
     # The rank with the largest blocks limits its replica, and all replicas are equal.
     largest = max(memory.kv_block_bytes for memory in memories)
     blocks = None if unknown_memory else count_blocks(config, device, largest, max_useful_blocks)
+    kv_left: list[int | None] = [None] * split.size
+    if gpu is not None:
+        left = [gpu.usable - memory.weight_bytes - memory.rotary.bytes for memory in memories]
+        fitting = min(rest // memory.kv_block_bytes for rest, memory in zip(left, memories, strict=True))
+        blocks, kv_left = max(0, min(fitting, max_useful_blocks)), [*left]
     whole = whole_memory(spec, dtype.itemsize, block_size, max_len)
-    groups = [RankGroup([rank], memories[rank], blocks) for rank in ranks]
-    return SplitPlan(checkpoint.label, device.type, str(dtype).removeprefix("torch."), max_len, split, whole, groups)
+    groups = [RankGroup([rank], memories[rank], blocks, kv_left[rank]) for rank in ranks]
+    name = str(dtype).removeprefix("torch.")
+    return SplitPlan(
+        checkpoint.label, device.type, name, max_len, split, whole, groups, seq_len, config.max_num_seqs, gpu
+    )
+
+
+def _gpu_memory(gib: float, config: EngineConfig) -> GpuMemory:
+    """Return the memory of a GPU of `gib` GiB, of which a rank may use what memory_fraction and ranks_per_gpu say."""
+    if not 0 < gib < math.inf:
+        raise YalisError(f"--gpu-memory is {gib:g}; give a number of GiB above 0, such as 80")
+    if config.device == "cpu" or config.kv_blocks is not None or config.kv_memory is not None:
+        raise YalisError(
+            "--gpu-memory gives the KV cache what the weights leave of a GPU; leave out --device cpu, --kv-blocks and "
+            "--kv-memory"
+        )
+    return GpuMemory(int(gib * _GIB), int(gib * _GIB * config.memory_fraction / config.ranks_per_gpu))
 
 
 def group_equal(groups: Iterable[RankGroup]) -> list[RankGroup]:
@@ -118,7 +176,7 @@ def group_equal(groups: Iterable[RankGroup]) -> list[RankGroup]:
     for rank in groups:
         memory = rank.memory
         sizes = tuple(map(len, (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)))
-        group = by_size.setdefault((sizes, memory.parts()), RankGroup([], memory, rank.kv_blocks))
+        group = by_size.setdefault((sizes, memory.parts()), RankGroup([], memory, rank.kv_blocks, rank.kv_left))
         group.ranks.extend(rank.ranks)
     return list(by_size.values())
 
@@ -132,6 +190,11 @@ def _as_json(plan: SplitPlan) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "block_size": plan.whole.block_size,
         "kv_blocks": plan.kv_blocks,
+        "seq_len": plan.seq_len,
+        "sequences": plan.sequences,
+        "gpu_memory_bytes": None if plan.gpu is None else plan.gpu.total,
+        "usable_bytes": None if plan.gpu is None else plan.gpu.usable,
+        "weights_fit": plan.fits,
         "weight_bytes": plan.whole.weight_bytes,
         "even_weight_bytes": plan.even_weight_bytes,
         "kv_bytes_per_token": plan.whole.kv_token_bytes,
@@ -154,6 +217,7 @@ def _rank_json(group: RankGroup) -> dict[str, Any]:
         "kv_per_block": [_part_json(part) for part in memory.kv_block],
         "kv_blocks": group.kv_blocks,
         "kv_bytes": group.kv_bytes,
+        "kv_left_bytes": group.kv_left,
     }
 
 
@@ -170,7 +234,8 @@ def _print_table(plan: SplitPlan) -> None:
     for group in group_equal(plan.ranks):
         memory = group.memory
         counts = (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)
-        kv = "rest of GPU" if group.kv_bytes is None else f"{group.kv_bytes / _GIB:.3f}"
+        kv_bytes = group.kv_bytes if group.kv_left is None else group.kv_left
+        kv = "rest of GPU" if kv_bytes is None else "none" if kv_bytes < 0 else f"{kv_bytes / _GIB:.3f}"
         cells = [spell_ranks(group.ranks), *(str(len(part)) for part in counts), f"{memory.weight_bytes / _GIB:.3f}"]
         repeated = [part for part in memory.parts() if part.copies > 1]
         notes.update({(part.name, part.held): None for part in repeated})
@@ -188,9 +253,26 @@ def _print_table(plan: SplitPlan) -> None:
         f"even shares: weights {weights:.3f} / (tp {split.per_stage} x pp {split.stages}) = {even:.3f} GiB, "
         f"KV {whole.kv_token_bytes} / (rows {split.rows} x pp {split.stages}) = {plan.even_kv_token_bytes:.0f} B/token"
     )
-    if plan.kv_blocks is not None:
-        size = whole.block_size
-        print(f"KV cache of a replica: {plan.kv_blocks} blocks of {size} tokens, {plan.kv_blocks * size} tokens in all")
+    if plan.gpu is not None:
+        _print_fit(plan, plan.gpu)
+    if plan.kv_blocks:
+        size, sequences = whole.block_size, plan.sequences or 0
+        most = f"; --max-num-seqs lets {plan.max_num_seqs} run" if sequences > plan.max_num_seqs else ""
+        print(
+            f"KV cache of a replica: {plan.kv_blocks} blocks of {size} tokens, {plan.kv_blocks * size} tokens in all: "
+            f"{count_of(sequences, 'sequence')} of {plan.seq_len} tokens{most}"
+        )
+
+
+def _print_fit(plan: SplitPlan, gpu: GpuMemory) -> None:
+    needed = [one.memory.weight_bytes + one.memory.rotary.bytes for one in plan.ranks]
+    rank = max(range(len(needed)), key=needed.__getitem__)
+    answer = "fit" if plan.fits else "do not fit"
+    more = "" if plan.fits else "; give a larger --tp or --pp, or GPUs with more memory"
+    print(
+        f"the weights {answer} GPUs of {gpu.total / _GIB:g} GiB: rank {rank} needs {needed[rank] / _GIB:.3f} of the "
+        f"{gpu.usable / _GIB:.3f} GiB that --memory-fraction allows, not counting activations and CUDA graphs{more}"
+    )
 
 
 def _spell_part(part: Part, is_kv: bool) -> str:
