@@ -192,6 +192,13 @@ def test_llm_calls_over_two_replicas(model: str) -> None:
                 [(one.text, one.finish_reason) for one in output.completions]
                 for output in alone.generate(prompts, sampling)
             ]
+        # Other requests share the steps of a replica, so log probabilities are equal only up to rounding.
+        scored = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
+        pairs = zip(llm.generate(prompts, scored), alone.generate(prompts, scored), strict=True)
+        for one, other in pairs:
+            assert one.token_ids == other.token_ids
+            logprobs, expected = ([token.logprob for token in output.logprobs or []] for output in (one, other))
+            assert logprobs == pytest.approx(expected, abs=1e-4)
         assert min(router.num_finished.values()) > 0
         assert llm.poll() == []  # returns at once without work
         # The prefix is in the cache of every replica by now.
