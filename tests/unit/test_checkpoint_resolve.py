@@ -68,6 +68,24 @@ def test_a_repo_in_the_hubs_cache(hub: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_files_in_a_hub_repo_that_are_not_supported(hub: Path) -> None:
+    """The repo is named, not its folder in the cache, which lacks files of formats that are not downloaded."""
+    snapshots = next(hub.glob("models--*/snapshots"))
+    snapshot = next(snapshots.iterdir())
+    config = (snapshot / "config.json").read_text()
+    snapshot.unlink()
+    snapshot.mkdir()
+    (snapshot / "config.json").write_text(config)
+    with pytest.raises(YalisError) as error:
+        open_checkpoint(HUB)
+    assert str(error.value).startswith(f"{HUB} has no .safetensors file, and only .safetensors and ")
+    assert f"from_pretrained('{HUB}').save_pretrained('tiny-llama-safetensors')" in str(error.value)
+    assert str(error.value).endswith(" and give tiny-llama-safetensors")
+    (snapshot / "adapter_config.json").write_text("{}")
+    with pytest.raises(YalisError, match=f"LoRA adapters are not supported, and {HUB} has adapter_config.json"):
+        open_checkpoint(HUB)
+
+
 def test_random_weights_need_only_a_config(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))

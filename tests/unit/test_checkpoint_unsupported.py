@@ -15,6 +15,7 @@ from tests.tiny_chat import save_tiny_chat
 from yalis.checkpoint.random import RandomCheckpoint
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.safetensors import SafetensorsCheckpoint
+from yalis.checkpoint.tokenizer import load_tokenizer
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError
 
@@ -94,10 +95,13 @@ def test_quantisation_is_refused_by_its_method(
 def test_a_git_lfs_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text(POINTER)
     (folder / "model.gguf").write_text(POINTER)
-    for name, path in (("model.safetensors", folder), ("model.gguf", folder / "model.gguf")):
-        assert refusal(path) == (
-            f"{folder / name} is a git-LFS pointer instead of the file itself; type `git lfs pull` in {folder}"
-        )
+    (folder / "tokenizer.json").write_text(POINTER)
+    expected = f"{folder}/%s is a git-LFS pointer instead of the file itself; type `git lfs pull` in {folder}"
+    assert refusal(folder) == expected % "model.safetensors"
+    assert refusal(folder / "model.gguf") == expected % "model.gguf"
+    with pytest.raises(YalisError) as error:
+        load_tokenizer(str(folder))
+    assert str(error.value) == expected % "tokenizer.json"
 
 
 def test_pickled_weights_and_the_command_that_converts_them(folder: Path) -> None:
@@ -107,7 +111,7 @@ def test_pickled_weights_and_the_command_that_converts_them(folder: Path) -> Non
     edit_config(folder, dtype="bfloat16")
     message = refusal(folder)
     start = f"{folder} has its weights as pytorch_model.bin, and only .safetensors and .gguf files are supported; "
-    assert message.startswith(f'{start}convert them with `python -c "')
+    assert message.startswith(f'{start}convert pytorch_model.bin with `python -c "')
     assert message.endswith(f'"` and give {folder}-safetensors')
     exec(re.search('`python -c "(.*)"`', message)[1], {})  # type: ignore[index]
     converted = Path(f"{folder}-safetensors")

@@ -28,7 +28,7 @@ def open_checkpoint(model: str, load: str = "auto", seed: int = 0) -> Checkpoint
     if path.is_dir():
         has_config = (path / "config.json").is_file()
         if load == "auto" or not has_config:
-            refuse_adapter(path)
+            refuse_adapter(path, model)
         if not has_config:
             raise YalisError(f"{path} has no config.json; give a model's folder, a .gguf file, or one of: {_KNOWN}")
         if load == "auto":

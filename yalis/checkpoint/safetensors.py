@@ -73,7 +73,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 "float16 checkpoint, or a GGUF file"
             )
         if not paths:
-            refuse_pickles(folder)
+            refuse_pickles(folder, self.label)
             raise YalisError(
                 f"{folder} has a config.json but no .safetensors file; give a folder with weights, or --load random"
             )

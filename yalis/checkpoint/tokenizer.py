@@ -17,6 +17,7 @@ from yalis.checkpoint.base import Checkpoint
 from yalis.checkpoint.generation_config import read_generation_config
 from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.checkpoint.resolve import locate
+from yalis.checkpoint.unsupported import refuse_lfs_pointer
 from yalis.errors import YalisError, first_line
 from yalis.types import Message
 
@@ -116,6 +117,8 @@ def _from_folder(folder: Path) -> Any:
     folder = folder if folder.is_dir() else folder.parent
     if not any((folder / name).is_file() for name in _FILES):
         return None
+    for name in _FILES:
+        refuse_lfs_pointer(folder / name)
     from transformers import AutoTokenizer
 
     try:

@@ -22,7 +22,7 @@ _CONVERT = (
 )
 
 
-def refuse_adapter(folder: Path) -> None:
+def refuse_adapter(folder: Path, label: str) -> None:
     """Raise YalisError if the folder has a LoRA adapter, alone or next to the weights of a model."""
     found = [name for name in _ADAPTER_FILES if (folder / name).is_file()]
     if not found:
@@ -35,7 +35,7 @@ def refuse_adapter(folder: Path) -> None:
         with suppress(OSError, ValueError, AttributeError):
             base = json.loads((folder / found[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
         instead = f"give its base model, {base}" if base else "give its base model"
-    raise YalisError(f"LoRA adapters are not supported, and {folder} has {found[0]}; {merge}, or {instead}")
+    raise YalisError(f"LoRA adapters are not supported, and {label} has {found[0]}; {merge}, or {instead}")
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
@@ -61,15 +61,23 @@ def refuse_lfs_pointer(path: Path) -> None:
             )
 
 
-def refuse_pickles(folder: Path) -> None:
-    """Raise YalisError if the folder has weights, but only as files of torch.save."""
+def refuse_pickles(folder: Path, label: str) -> None:
+    """Raise YalisError if a folder without .safetensors files has pickled weights, or may have them on the hub.
+
+    A hub repo is named by its `label`: its pickled weights were not downloaded.
+    """
     found = sorted(path.name for path in folder.glob("pytorch_model*"))
-    if found:
-        convert = _CONVERT.format(source=str(folder), target=f"{folder}-safetensors")
-        raise YalisError(
-            f"{folder} has its weights as {found[0]}, and only .safetensors and .gguf files are supported; convert "
-            f"them with `{convert}` and give {folder}-safetensors"
-        )
+    if not Path(label).expanduser().exists():
+        source, target, weights = label, f"{Path(label).name}-safetensors", "no .safetensors file"
+    elif found:
+        source, target, weights = str(folder), f"{folder}-safetensors", f"its weights as {found[0]}"
+    else:
+        return
+    convert = _CONVERT.format(source=source, target=target)
+    raise YalisError(
+        f"{source} has {weights}, and only .safetensors and .gguf files are supported; convert pytorch_model.bin with "
+        f"`{convert}` and give {target}"
+    )
 
 
 def ignored_parts(checkpoint: Checkpoint, num_layers: int) -> list[str]:
