@@ -1,4 +1,4 @@
-"""README and docs: links resolve, lines are wrapped, and every `yalis` command in them is accepted by the command line."""
+"""README and docs: links resolve, lines are wrapped, and the command line accepts every `yalis` command in them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from yalis.cli.main import build_parser
+from yalis.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,3 +64,9 @@ def test_commands_are_accepted() -> None:
             parser.parse_args(shlex.split(command))  # raises a YalisError that names the argument
             count += 1
     assert count > 30
+
+
+def test_the_table_of_families_is_complete() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    for name, family in FAMILIES.items():
+        assert f"| `{name}` | {family.models} |" in page
