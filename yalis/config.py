@@ -61,7 +61,7 @@ class EngineConfig:
         _check_choice("eager", self.eager, (True, False))
         _check_choice("compile", self.compile, (True, False))
         if self.eager and self.compile:
-            raise YalisError("eager and compile exclude each other; leave out --eager or --compile")
+            raise YalisError("eager and compile exclude each other; give eager=True or compile=True")
         _check_int("load_seed", self.load_seed, 0, 2**63 - 1)
         for name in ("max_num_seqs", "max_batch_tokens", "pp", "dp", "ranks_per_gpu"):
             _check_int(name, getattr(self, name), 1)

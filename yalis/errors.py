@@ -8,7 +8,8 @@ from typing import Any
 class YalisError(Exception):
     """Invalid input that the user can correct. The message: what was wrong, what is accepted, what to type.
 
-    The command line prints it as one line and exits with `exit_code`; --debug adds the traceback.
+    A setting is named as a keyword argument: `max_model_len=`, `kv_blocks=512`. The command line prints such names as
+    flags, on one line, and exits with `exit_code`; --debug adds the traceback.
     """
 
     exit_code = 2

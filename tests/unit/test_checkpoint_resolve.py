@@ -114,7 +114,7 @@ def test_paths_that_are_not_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(YalisError, match="has no architectures entry"):
         open_checkpoint(str(tmp_path))
-    with pytest.raises(YalisError, match="is a config without weights; add --load random"):
+    with pytest.raises(YalisError, match="is a config without weights; add load='random'"):
         open_checkpoint(str(tmp_path / "config.json"))
     with pytest.raises(YalisError, match="load is 'lazy'; accepted: auto, random"):
         open_checkpoint(str(tmp_path), load="lazy")

@@ -172,7 +172,7 @@ def test_incomplete_folders(tmp_path: Path) -> None:
     sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"), 8)
     config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(YalisError, match=r"no \.safetensors file; .*--load random"):
+    with pytest.raises(YalisError, match=r"no \.safetensors file; .*load='random'"):
         SafetensorsCheckpoint(tmp_path)
     (tmp_path / "config.json").write_text("{nonsense")
     with pytest.raises(YalisError, match=r"config\.json is not valid JSON"):

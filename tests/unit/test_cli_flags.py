@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from yalis.cli.flags import HELP, engine_config, sampling_fields
+import yalis
+from yalis.cli.flags import HELP, engine_config, name_flags, sampling_fields
 from yalis.cli.main import build_parser
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
@@ -77,3 +81,31 @@ def test_invalid_values_are_one_line(line: str, message: str) -> None:
 
     with pytest.raises(YalisError, match=message):
         read()
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("shorten it, or raise max_model_len=", "shorten it, or raise --max-model-len"),
+        ("give kv_blocks=2048 or less", "give --kv-blocks 2048 or less"),
+        ("a smaller kv_memory=, or tp=4.", "a smaller --kv-memory, or --tp 4."),
+        ("give device='cpu', or eager=True", "give --device cpu, or --eager"),
+        ("no file /data/model=a/x; tpp=2", "no file /data/model=a/x; tpp=2"),
+    ],
+)
+def test_the_command_line_names_flags(message: str, shown: str) -> None:
+    assert name_flags(message) == shown
+
+
+def test_messages_of_the_library_name_keyword_arguments() -> None:
+    """A flag in a message below cli/ would be shown to users of the Python API."""
+    flags = re.compile("|".join(rf"--{field.name.replace('_', '-')}\b" for field in fields(EngineConfig)))
+    root, found = Path(yalis.__file__).parent, []
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] in ("cli", "study"):
+            continue
+        tree = ast.parse(path.read_text())
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [f"{path.name}:{text.lineno}" for text in texts if text not in docstrings and flags.search(text.value)]
+    assert found == []

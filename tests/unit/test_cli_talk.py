@@ -99,7 +99,7 @@ def test_generate_with_several_prompts(
         (["a\udcff"], "the text contains \\udcff, half a character or a byte that is not UTF-8"),
         (["x", "--device", "cuda:77"], "device 'cuda:77' is not available"),
         (["x", "--attention", "magic"], "unknown attention backend 'magic'"),
-        (["x", "--tokenizer", "/no/such"], "--tokenizer: there is no '/no/such'"),
+        (["x", "--tokenizer", "/no/such"], "tokenizer: there is no '/no/such'"),
     ],
 )
 def test_generate_refuses_invalid_arguments(

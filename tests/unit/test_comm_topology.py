@@ -37,5 +37,5 @@ def test_ranks_per_node_given() -> None:
     assert Topology.of(world, 2).by_node() == ((0, 1), (2, 3), (4,))
     assert Topology.of(world, 5) == Topology.of(world)
     for wrong in (0, -1, 6):
-        with pytest.raises(YalisError, match=f"--ranks-per-node is {wrong}; accepted: 1 to 5"):
+        with pytest.raises(YalisError, match=f"ranks_per_node is {wrong}; accepted: 1 to 5"):
             Topology.of(world, wrong)

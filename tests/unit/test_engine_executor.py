@@ -217,7 +217,7 @@ def test_compiled_blocks_give_the_same_tokens(ref):
     with LLM(str(ref.path), device="cpu", compile=True) as llm:
         assert [output.token_ids for output in llm.generate(ref.prompts, plain())] == ref.tokens
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
-    with pytest.raises(YalisError, match="leave out --eager or --compile"):
+    with pytest.raises(YalisError, match="give eager=True or compile=True"):
         LLM(str(ref.path), eager=True, compile=True)
 
 
@@ -231,7 +231,7 @@ def test_out_of_memory_in_a_capture_says_what_fits(ref, monkeypatch):
         open_llm(ref.path, monkeypatch)
     assert str(failure.value) == (
         "cpu ran out of memory capturing the CUDA graph of a prompt of 16 tokens: at least 3.0 GiB needed, 2.0 GiB "
-        "free; give --max-batch-tokens 10 or less, or a smaller --kv-blocks, or --eager"
+        "free; give max_batch_tokens=10 or less, or a smaller kv_blocks=, or eager=True"
     )
 
 

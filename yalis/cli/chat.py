@@ -11,7 +11,14 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli.flags import add_common_flags, add_engine_flags, add_sampling_flags, engine_config, sampling_fields
+from yalis.cli.flags import (
+    add_common_flags,
+    add_engine_flags,
+    add_sampling_flags,
+    engine_config,
+    name_flags,
+    sampling_fields,
+)
 from yalis.cli.generate import describe_output, report_full_contexts
 from yalis.cli.loading import load_llm
 from yalis.cli.terminal import format_speed, print_status, report_model_defaults
@@ -155,4 +162,4 @@ def _interact(conversation: Conversation) -> None:
             if not conversation.handle(text, stoppable=True):
                 return
         except YalisError as error:
-            print_status(str(error))
+            print_status(name_flags(str(error)))

@@ -6,6 +6,7 @@ A flag that was not given is absent from the parsed arguments, so that the datac
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
@@ -62,6 +63,24 @@ HELP = {
     "n": "outputs per prompt",
     "logprobs": "with --json: report the log probability of each token and of this many most likely tokens",
 }
+
+
+#: An argument of LLM in a message, such as `max_model_len=`, `kv_blocks=512` or `device='cpu'`.
+_KEYWORD = re.compile(
+    rf"""(?<![\w'"/.-])({"|".join(field.name for field in fields(EngineConfig))})=(?:'([^']*)'|([\w.]*\w))?"""
+)
+
+
+def name_flags(message: str) -> str:
+    """Return the message of an error with flags instead of keyword arguments: `--kv-blocks 512` for `kv_blocks=512`."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1].replace("_", "-"), match[2] or match[3]
+        if value in ("True", "False"):
+            return f"--{name}" if value == "True" else f"--no-{name}"
+        return f"--{name} {value}" if value else f"--{name}"
+
+    return _KEYWORD.sub(flag, message)
 
 
 class Parser(argparse.ArgumentParser):

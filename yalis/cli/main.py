@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from yalis import __version__, env
 from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, profile, report
-from yalis.cli.flags import Parser, engine_config
+from yalis.cli.flags import Parser, engine_config, name_flags
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import print_status
 from yalis.errors import Rank0Unreachable, YalisError
@@ -145,7 +145,7 @@ def _describe(error: Exception) -> str:
         return f"{subject}{error.strerror or _one_line(error)}"
     if isinstance(error, MemoryError):
         return "out of memory; give a smaller --kv-memory, --max-num-seqs or model"
-    return _one_line(error)
+    return name_flags(_one_line(error))
 
 
 def _one_line(error: Exception) -> str:

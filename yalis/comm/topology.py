@@ -21,7 +21,7 @@ class Topology:
             return cls(tuple(member.node for member in world.members))
         if not 1 <= ranks_per_node <= world.size:
             raise YalisError(
-                f"--ranks-per-node is {ranks_per_node}; accepted: 1 to {world.size}, the number of ranks in this job"
+                f"ranks_per_node is {ranks_per_node}; accepted: 1 to {world.size}, the number of ranks in this job"
             )
         return cls(tuple(rank // ranks_per_node for rank in range(world.size)))
 

@@ -42,7 +42,7 @@ def rank_device(config: EngineConfig, world: World) -> torch.device:
         return resolve_device("cpu")
     if without_gpu:
         name = world.name(without_gpu[0])
-        raise YalisError(f"{name} sees no GPU; start ranks on machines with GPUs, or give --device cpu")
+        raise YalisError(f"{name} sees no GPU; start ranks on machines with GPUs, or give device='cpu'")
     load: Counter[str] = Counter()
     index = 0
     for rank in local_ranks:
@@ -52,7 +52,7 @@ def rank_device(config: EngineConfig, world: World) -> torch.device:
             max_ranks, needed = count * config.ranks_per_gpu, -(-len(local_ranks) // count)
             raise YalisError(
                 f"{len(local_ranks)} ranks run on {world.members[rank].host}, which has {count} visible GPU(s); start "
-                f"at most {max_ranks} there, or let ranks share a GPU with --ranks-per-gpu {needed}"
+                f"at most {max_ranks} there, or let ranks share a GPU with ranks_per_gpu={needed}"
             )
         load[visible[rank][free[0]]] += 1
         if rank == world.rank:
@@ -94,7 +94,7 @@ def resolve_device(name: str) -> torch.device:
         raise YalisError(f"device is {name!r}; give auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        raise YalisError(f"device {name!r} is not available: torch {version} sees no GPU; give --device cpu")
+        raise YalisError(f"device {name!r} is not available: torch {version} sees no GPU; give device='cpu'")
     if (device.index or 0) >= count:
         raise YalisError(f"device {name!r} is not available: this machine has cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", device.index or 0)
@@ -153,12 +153,12 @@ def count_blocks(
     blocks = min(budget // block_bytes, max_blocks)
     if blocks < 1:
         size, budget_text = resolve_block_size(config.block_size, device), spell_bytes(max(budget, 0))
-        available, flag = f"{budget_text} are free", "--memory-fraction"
+        available, name = f"{budget_text} are free", "memory_fraction="
         if config.kv_memory is not None or device.type == "cpu":
-            available, flag = f"{budget_text} are set aside for it", "--kv-memory"
+            available, name = f"{budget_text} are set aside for it", "kv_memory="
         raise YalisError(
             f"no memory is left for the KV cache: one block of {size} tokens needs {spell_bytes(block_bytes)} "
-            f"and {available}; give a larger {flag}, or a smaller --block-size or model"
+            f"and {available}; give a larger {name}, or a smaller block_size= or model"
         )
     return blocks
 

@@ -112,12 +112,12 @@ def weights_do_not_fit(
     """Explain that a model did not fit. `weight_bytes`: of this rank, one of `ranks` that share the model."""
     options = ["a smaller model"]
     if dtype == torch.float32:
-        options.insert(0, "--dtype bfloat16, which takes half")
+        options.insert(0, "dtype='bfloat16', which takes half")
     if oom.available is not None and weight_bytes <= oom.available:  # the weights fit, buffers next to them did not
-        options = ["a smaller --max-num-seqs or --max-model-len"]
+        options = ["a smaller max_num_seqs= or max_model_len="]
     elif oom.available and device.type == "cuda":
         gpus = -(-ranks * weight_bytes // oom.available)
-        options.insert(0, f"at least {gpus} GPUs with --tp {gpus}")
+        options.insert(0, f"at least {gpus} GPUs with tp={gpus}")
     return (
         f"{label} in {str(dtype).removeprefix('torch.')} does not fit the memory of {device}: its weights take "
         f"{spell_bytes(weight_bytes)} there, {_spell(oom.available)} free; give {', or '.join(options)}"
@@ -127,15 +127,15 @@ def weights_do_not_fit(
 def cache_does_not_fit(
     oom: OutOfMemory, config: EngineConfig, blocks: int, block_bytes: int, device: torch.device
 ) -> str:
-    """Explain that the KV cache did not fit, in terms of the flag that set its size."""
+    """Explain that the KV cache did not fit, in terms of the argument that set its size."""
     needed = blocks * block_bytes
     available = oom.available if oom.available is not None and oom.available < needed else None
     if config.kv_memory is not None:
-        flag, fit = f" (--kv-memory {config.kv_memory:g})", _limit("--kv-memory", available and available / 2**30)
+        given, fit = f" (kv_memory={config.kv_memory:g})", _limit("kv_memory", available and available / 2**30)
     else:
-        flag, fit = "", _limit("--kv-blocks", available and available // block_bytes)
+        given, fit = "", _limit("kv_blocks", available and available // block_bytes)
     return (
-        f"a KV cache of {blocks} blocks{flag} does not fit the memory of {device}: {spell_bytes(needed)} needed, "
+        f"a KV cache of {blocks} blocks{given} does not fit the memory of {device}: {spell_bytes(needed)} needed, "
         f"{_spell(oom.available)} free; give {fit}"
     )
 
@@ -159,33 +159,33 @@ def suggest_fit(
     sequences: int = 0,
     block_bytes: int = 0,
 ) -> list[str]:
-    """Return flags for a step of this many tokens or sequences, with the values that fit where they can be estimated.
+    """Return arguments for a step of this many tokens or sequences, with values that fit where they can be estimated.
 
     `block_bytes`: size of a KV block, if the KV cache is allocated and could be smaller; otherwise 0.
     """
     shortfall, options = oom.shortfall, []
     if tokens:
-        options.append(_limit("--max-batch-tokens", oom.fitting(tokens)))
+        options.append(_limit("max_batch_tokens", oom.fitting(tokens)))
     if sequences:
-        options.append(_limit("--max-num-seqs", oom.fitting(sequences)))
+        options.append(_limit("max_num_seqs", oom.fitting(sequences)))
     if not block_bytes:
         return options
     if config.kv_blocks is not None:
-        options.append(_limit("--kv-blocks", shortfall and config.kv_blocks - -(-shortfall // block_bytes)))
+        options.append(_limit("kv_blocks", shortfall and config.kv_blocks - -(-shortfall // block_bytes)))
     elif config.kv_memory is not None or device.type == "cpu":
         kv_memory = config.kv_memory or CPU_KV_MEMORY
-        options.append(_limit("--kv-memory", shortfall and kv_memory - shortfall / 2**30))
+        options.append(_limit("kv_memory", shortfall and kv_memory - shortfall / 2**30))
     else:
         fraction = shortfall and shortfall * config.ranks_per_gpu / torch.cuda.mem_get_info(device)[1]
-        options.append(_limit("--memory-fraction", fraction and config.memory_fraction - fraction))
+        options.append(_limit("memory_fraction", fraction and config.memory_fraction - fraction))
     return options
 
 
-def _limit(flag: str, value: float | None) -> str:
-    """Return "--max-batch-tokens 812 or less", or advice without a number. Fractions are rounded down."""
+def _limit(name: str, value: float | None) -> str:
+    """Return "max_batch_tokens=812 or less", or advice without a number. Fractions are rounded down."""
     if isinstance(value, float):
         value = floor(value * 1000) / 1000
-    return f"{flag} {value} or less" if value and value > 0 else f"a smaller {flag}"
+    return f"{name}={value} or less" if value and value > 0 else f"a smaller {name}="
 
 
 def _spell(count: int | None) -> str:

@@ -85,7 +85,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, model: str) -> tu
     if tokenizer is None:
         raise YalisError(
             f"{model} has no tokenizer for text and chat prompts; give token ids, or the folder of a tokenizer with "
-            "--tokenizer"
+            "tokenizer="
         )
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt)
@@ -125,14 +125,14 @@ def check_request(
         if max_model_len >= spec.max_position:
             how = ": the model supports no longer context"
         else:
-            how = f", or raise {'--max-model-len' if config.max_model_len else '--kv-memory or --kv-blocks'}"
+            how = f", or raise {'max_model_len=' if config.max_model_len else 'kv_memory= or kv_blocks='}"
         raise YalisError(
             f"the prompt has {len(tokens)} tokens, but the context holds {max_model_len} including one generated "
             f"token; shorten it{how}"
         )
     if sampling.stop and not has_text:
         raise YalisError(
-            "stop strings need a tokenizer; give stop_token_ids, or the folder of a tokenizer with --tokenizer"
+            "stop strings need a tokenizer; give stop_token_ids, or the folder of a tokenizer with tokenizer="
         )
     return ids
 

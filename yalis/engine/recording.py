@@ -258,7 +258,7 @@ class CudaGraphRecorder(StepRecorder):
             return forward.run_recorded(inputs, layout.may_use_last_tokens)
 
         def explain(oom: OutOfMemory) -> str:
-            fits = [*suggest_fit(oom, self._config, device, *layout.count_work(size), block_bytes), "--eager"]
+            fits = [*suggest_fit(oom, self._config, device, *layout.count_work(size), block_bytes), "eager=True"]
             return (
                 f"{device} ran out of memory capturing the CUDA graph of {layout.describe(size)}: {oom}; "
                 f"give {', or '.join(fits)}"

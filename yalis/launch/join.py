@@ -29,7 +29,7 @@ def join(size: int, worker: Sequence[str], timeout: float = 300) -> World:
         command = " ".join(launch_command(info.launcher, size)) or f"{size} ranks"
         raise YalisError(
             f"this model is split over {size} rank{'s' * (size > 1)} and {info.launcher} started {info.size}; type "
-            f"{command} (over all nodes), or choose --tp, --pp and --dp whose product is {info.size}"
+            f"{command} (over all nodes), or choose tp=, pp= and dp= whose product is {info.size}"
         )
     if _persistent:
         if _persistent.failure:

@@ -305,7 +305,7 @@ def _connect(
             raise Rank0Unreachable(
                 f"rank {hello['rank']} on {hello['host']} did not reach rank 0 at {endpoint.host}, port "
                 f"{', '.join(map(str, ports))}, within {timeout:g} s ({problem}); start all ranks, or give a larger "
-                "--join-timeout"
+                "join_timeout="
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 1.0)

@@ -60,7 +60,7 @@ class SampledTokens:
         if NO_TOKEN in tokens:
             raise YalisFailure(
                 "the model's logits are NaN: its weights are damaged (fetch them again), or overflow in this dtype "
-                "(give --dtype float32 or bfloat16)"
+                "(give dtype='float32' or dtype='bfloat16')"
             )
         by_row = self.logprobs.to_host() if self.logprobs is not None else {}
         return tokens, [TokenLogprobs(token, *by_row[i]) if i in by_row else None for i, token in enumerate(tokens)]
