@@ -105,7 +105,7 @@ def test_bench_latency_keeps_finished_workloads(model: str, tmp_path: Path) -> N
         (f"bench latency --batch 1,2 --output-len {ENDLESS} --threads 1", "1x64x30000: yalis"),
         ("bench allreduce --ranks 2 --sizes 8K --repeats 1000000", "8 KB"),
         (f"profile --workload 1x8x{ENDLESS} --threads 1", "warm-up"),
-        pytest.param("bench kernels --repeats 1000", "rows", marks=pytest.mark.full),
+        pytest.param("bench kernels --repeats 1000", "1 row", marks=pytest.mark.full),
         pytest.param(f"bench throughput --workload 1x8x{ENDLESS} --threads 1", "yalis", marks=pytest.mark.full),
     ],
     ids=["latency", "allreduce", "profile", "kernels", "throughput"],

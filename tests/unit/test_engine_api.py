@@ -123,6 +123,7 @@ def test_a_progress_line_on_a_terminal(llm, monkeypatch):
     assert shown(Screen()).endswith("\r\x1b[K")
     assert shown(Screen(), progress=False) == shown(Screen(), use_tqdm=False) == shown(io.StringIO()) == ""
     assert shown(Screen(), progress=lambda now: None) == ""
+    assert " 1/1 prompt, 1 token, " in format_progress(Progress(1, 1, 1), 2.0)
     line = format_progress(Progress(1, 4, 50), 2.0)
     assert line == "[######------------------] 1/4 prompts, 50 tokens, 25 tokens/s"
 

@@ -36,7 +36,7 @@ from yalis.engine.request_loop import RequestLoop
 from yalis.engine.requests import PendingRequest, RequestGroup
 from yalis.engine.step_profiler import Profile
 from yalis.engine.worker import WORKER, serve_rank
-from yalis.errors import YalisError, YalisFailure, first_line
+from yalis.errors import YalisError, YalisFailure, count_of, first_line
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
@@ -202,7 +202,7 @@ class LLM:
                     loop.advance(group.changed_since(group.version))
                     report(Progress(len(done), len(ids), group.output_tokens))
         except KeyboardInterrupt as interrupt:
-            message = f"{len(done)} of {len(ids)} prompts done"
+            message = f"{len(done)} of {count_of(len(ids), 'prompt')} done"
             loop.cancel_and_wait(ids)
             raise Stopped(message, [done[id] for id in ids]) from interrupt
         except YalisFailure as failure:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from yalis.errors import YalisError
+from yalis.errors import YalisError, count_of
 from yalis.progress_line import ProgressLine
 
 _BAR_WIDTH = 24
@@ -54,4 +54,5 @@ def format_progress(now: Progress, seconds: float) -> str:
     full = _BAR_WIDTH * now.finished // max(1, now.total)
     bar = "#" * full + "-" * (_BAR_WIDTH - full)
     rate = now.output_tokens / seconds if seconds > 0 else 0.0
-    return f"[{bar}] {now.finished}/{now.total} prompts, {now.output_tokens} tokens, {rate:.0f} tokens/s"
+    counts = f"{now.finished}/{count_of(now.total, 'prompt')}, {count_of(now.output_tokens, 'token')}"
+    return f"[{bar}] {counts}, {rate:.0f} tokens/s"
