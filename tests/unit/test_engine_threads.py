@@ -143,6 +143,14 @@ def test_submit_and_cancel_while_another_thread_runs_a_step(llm, ref, monkeypatc
     assert done[keep].token_ids == ref.tokens[0]
     assert done[drop].finish_reason == "cancelled"
     thread.join(30)
+    thread = threading.Thread(target=lambda: llm.generate(ref.prompts, PLAIN), daemon=True)
+    last = llm.submit(ref.prompts[0], SamplingParams(max_tokens=1))
+    thread.start()
+    wait_for(lambda: bool(llm._submitted.finished))
+    before = steps.count
+    assert [id for id, _ in llm.poll()] == [last]
+    assert steps.count <= before + 2, "poll() waited although it had a result"
+    thread.join(30)
     assert llm.num_unfinished == 0
 
 

@@ -286,7 +286,8 @@ class LLM:
         If another thread runs steps, this waits for new output of the submitted requests instead, at most a second.
         """
         loop, group = self._running(), self._submitted
-        loop.advance_once(group.changed_since(group.version))
+        changed = group.changed_since(group.version)
+        loop.advance_once(lambda: bool(group.finished) or changed())
         with loop.output:
             return group.take_results()
 
@@ -345,7 +346,8 @@ class LLM:
     def profile(self) -> Iterator[Profile]:
         """Profile the steps that run inside the block. After it, `ranks` of the yielded object has a profile per rank.
 
-        Requests may be running when the block begins and when it ends. Needs dp=1.
+        Requests may be running when the block begins and when it ends. Needs dp=1. No other thread may wait for output
+        inside the block: the profile of a CPU covers the thread that entered it.
         """
         engine = self._single_engine("profile()")
         if engine.runner.profiler.running:
