@@ -200,6 +200,15 @@ class Reference:
         """Return every prompt with each prefix of its output, for teacher forcing."""
         return [p + t[:step] for p, t in zip(self.prompts, self.tokens, strict=True) for step in range(len(t))]
 
+    def prompt_logprobs(self) -> list[torch.Tensor]:
+        """Return transformers' log-probabilities after each token of every prompt: [prompt tokens, vocabulary]."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager").eval()
+        with torch.no_grad():
+            return [
+                model(torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(1)
+                for prompt in self.prompts
+            ]
+
     def bf16_noise(self) -> float:
         """Return the largest difference of transformers' bf16 and fp32 logits over the teacher-forced prompts."""
         model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from yalis.scheduling.plan import LAST_SAMPLED, Emitted, StepOutput, StepPlan
 from yalis.scheduling.request import Request
 from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
-from yalis.types import SamplingParams
+from yalis.types import SamplingParams, TokenLogprobs
 
 EOS = 0
 VOCAB = 6
@@ -38,10 +38,17 @@ def sample(state: int, seed: int | None) -> int:
     return (mix(state, 1000 + (seed or 0)) >> 17) % VOCAB
 
 
+def score(prompt: Sequence[int], position: int) -> TokenLogprobs:
+    """Return the log-probability of a prompt token, a function of the tokens before it."""
+    return TokenLogprobs(prompt[position], -float(hash_prefixes(prompt[:position])[-1] % 1000))
+
+
 def alone(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> tuple[list[int], str]:
     """Return the output and finish reason of a request that runs alone, computed without the scheduler."""
     tokens, state = list(prompt), hash_prefixes(prompt)[-1]
     output: list[int] = []
+    if params.max_tokens == 0:
+        return output, "length"
     while True:
         token = sample(state, params.seed)
         state = mix(state, token)
@@ -159,10 +166,13 @@ class Sim:
             assert tokens == tuple(truth[step.start : end]), "tokens differ from the sequence"
             assert step.count >= 1
             assert end <= len(truth)
-            assert step.samples == (end == len(truth))
+            generates = request.params.max_tokens > 0
+            assert step.samples == (end == len(truth) and generates)
+            assert step.scored in ((), tuple(request.prompt[step.start + 1 : end + 1]))
+            assert not step.scored or request.params.prompt_logprobs is not None
             assert step.output_len == len(truth) - len(request.prompt)
-            assert step.output_len < request.params.max_tokens
-            assert len(truth) < config.max_model_len
+            assert step.output_len + generates <= request.params.max_tokens
+            assert len(truth) + generates <= config.max_model_len
             assert len(step.blocks) == -(-end // size)
             assert step.long_rope == (config.recompute_at is not None and len(truth) > config.recompute_at)
             token_pending = any(s.request_id == step.request_id and s.samples for s in in_flight)
@@ -187,7 +197,15 @@ class Sim:
                 token = sample(states[step.request_id][-1], step.params.seed)
                 self.last_sampled[step.request_slot] = tokens_out[step.request_id] = token
                 self.truth[step.request_id].append(token)
-        return StepOutput(plan.step_id, tokens_out)
+        scored = {
+            step.request_id: [
+                score(self.requests[step.request_id].prompt, position)
+                for position in range(step.start + 1, step.start + 1 + len(step.scored))
+            ]
+            for step in plan.sequences
+            if step.scored
+        }
+        return StepOutput(plan.step_id, tokens_out, {}, scored)
 
     def read(self, request_id: int, blocks: Sequence[int], states: list[int], long_rope: bool) -> None:
         size = self.config.block_size
@@ -210,6 +228,10 @@ class Sim:
             else:
                 assert tokens == output
                 assert request.finish_reason == emitted[-1].finish_reason == reason
+            if emitted and emitted[0].finish_reason != "cancelled" and request.params.prompt_logprobs is not None:
+                scores = [score(request.prompt, position) for position in range(1, len(request.prompt))]
+                assert emitted[0].prompt_logprobs == (None, *scores)
+            assert all(item.prompt_logprobs is None for item in emitted[1:])
             # First come, first served: while a request is the oldest, each of its steps follows within a few commits,
             # even if it is recomputed (past recompute_at) or waits for the blocks of plans in flight.
             length = len(request.prompt) + len(tokens)

@@ -26,6 +26,10 @@ class TokenArray(Protocol):
     def tolist(self) -> Any: ...
 
 
+#: Most likely tokens that can be returned with each prompt token. A long prompt returns this many for every position.
+MAX_PROMPT_LOGPROBS = 20
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are sampled. The default is greedy: temperature 0 selects the most likely token.
@@ -50,12 +54,15 @@ class SamplingParams:
     seed: int | None = None  # None: a random seed
     n: int = 1
     logprobs: int | None = None  # most likely tokens to return with each sampled token; 0: that token only
+    prompt_logprobs: int | None = None  # the same for each prompt token; with max_tokens 0 nothing is generated
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _as_logit_bias(self.logit_bias))
-        _check_int("max_tokens", self.max_tokens, 1)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
+        self._check_max_tokens()
         _check_int("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise YalisError(
@@ -82,6 +89,16 @@ class SamplingParams:
             _check_int("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):
             raise YalisError(f"ignore_eos is {self.ignore_eos!r}; give true or false")
+
+    def _check_max_tokens(self) -> None:
+        if self.max_tokens != 0 or isinstance(self.max_tokens, bool):
+            _check_int("max_tokens", self.max_tokens, 1)
+        elif self.prompt_logprobs is None:
+            raise YalisError(
+                "max_tokens is 0; give a whole number of at least 1, or prompt_logprobs to score the prompt alone"
+            )
+        elif self.n != 1:
+            raise YalisError(f"n is {self.n} and max_tokens is 0, which generates nothing; leave n out")
 
     @property
     def greedy(self) -> bool:
@@ -127,6 +144,8 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     "stop_token_ids": _always,
     "ignore_eos": _always,
     "n": _always,
+    # Computed by the steps of the prompt, which run eagerly.
+    "prompt_logprobs": _always,
     # Used only by random sampling, which `temperature` excludes.
     "top_k": _always,
     "top_p": _always,
@@ -181,7 +200,7 @@ def _check_number(name: str, value: object, low: float, high: float, open_below:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability (natural logarithm) of a sampled token, and of the most likely tokens at its position."""
+    """The log-probability (natural logarithm) of a token, and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -218,6 +237,9 @@ class RequestOutput:
     prompt: str | None  # None when the prompt was given as token ids
     prompt_token_ids: list[int]
     completions: list[Completion]
+    #: one entry for each prompt token, None for the first; None if they were not requested, or if it was cancelled
+    #: before the first token
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def outputs(self) -> list[Completion]:

@@ -98,6 +98,30 @@ def test_fp32_is_exact_with_and_without_padding(reference: Any, case: Case) -> N
         assert output.token_ids == expected[:length]
 
 
+@pytest.mark.parametrize("case", [case for case in FEW if case.name in ("qwen3-gqa4", "gemma2")], ids=lambda c: c.name)
+@pytest.mark.parametrize("max_batch_tokens", [17, 512])
+def test_prompt_logprobs_equal_transformers(reference: Any, case: Case, max_batch_tokens: int) -> None:
+    """Scored prompts run eagerly, whole and in chunks, and do not use the graph of single prompts."""
+    ref = reference(case)
+    with open_llm(ref, "float32", max_batch_tokens=max_batch_tokens) as llm:
+        before = replays(llm)
+        (alone,) = llm.generate(ref.prompts[:1], SamplingParams(max_tokens=0, prompt_logprobs=3))
+        assert replays(llm) == before
+        outputs = llm.generate(ref.prompts, plain(prompt_logprobs=3))
+        assert replays(llm) > before
+    assert [output.token_ids for output in outputs] == ref.tokens
+    expected = ref.prompt_logprobs()
+    for output, logprobs in zip([alone, *outputs], [expected[0], *expected], strict=True):
+        prompt, scored = output.prompt_token_ids, output.prompt_logprobs
+        assert scored is not None
+        assert scored[0] is None
+        for position, found in enumerate(scored[1:], 1):
+            row = logprobs[position - 1]
+            assert found is not None
+            assert found.logprob == pytest.approx(row[prompt[position]].item(), abs=1e-4)
+            assert list(found.top.values()) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
 def test_bf16_differs_only_at_near_ties(reference: Any) -> None:
     tokens = disagreements = 0
     for case in FEW:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from yalis.types import SamplingParams
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
-KINDS: list[dict[str, float]] = [
+KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.8},
     {"temperature": 1.1, "top_k": 12},
@@ -27,12 +29,13 @@ KINDS: list[dict[str, float]] = [
     {"temperature": 1.5, "min_p": 0.05, "repetition_penalty": 1.3},
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logprobs": 2},
     {"temperature": 1e-5, "logprobs": 0},
+    {"temperature": 0.7, "logit_bias": {4: 3.0, 1001: 4.0, 40_000: -100.0}},
 ]
 HISTORY = ([1, 2, 3, 3], [5, 5, 6])
 
 
 def mixed_rows(count: int) -> list[SamplingRow]:
-    params = [SamplingParams(**KINDS[i * 7 % len(KINDS)]) for i in range(count)]  # type: ignore[arg-type]
+    params = [SamplingParams(**KINDS[i * 7 % len(KINDS)]) for i in range(count)]
     return [SamplingRow(params[i], i, 100 + i, HISTORY, (i,)) for i in range(count)]
 
 

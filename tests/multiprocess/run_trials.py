@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.multiprocess.splits import GREEDY, RANDOM, STEPS, WAVE, Trial
+from tests.multiprocess.splits import GREEDY, RANDOM, SCORED, STEPS, WAVE, Trial
 from yalis import LLM, SamplingParams
 from yalis.launch.launchers import detect_launcher
 from yalis.models.decoder import Block
@@ -70,10 +70,12 @@ def generate(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
     """Generate for every prompt greedily and by sampling, in one batch. Returns all logprobs of the greedy ones."""
     outputs = llm.generate([*prompts, *prompts], [GREEDY] * len(prompts) + RANDOM[: len(prompts)])
     greedy = outputs[: len(prompts)]
+    scored = llm.generate(prompts, SCORED)
     counters = getattr(llm._engine, "scheduler", None)
     return {
         "tokens": [output.token_ids for output in outputs],
         "logprobs": [[sorted(step.top.items()) for step in output.logprobs or ()] for output in greedy],
+        "prompt_logprobs": [[one and one.logprob for one in output.prompt_logprobs or ()] for output in scored],
         "counters": None if counters is None else asdict(counters.counters),
         "stats": asdict(llm.stats),
         "replays": replays(llm),

@@ -51,6 +51,9 @@ RANDOM = [
 ]
 assert len(RANDOM) == len(LENGTHS)
 
+#: The first prompts also get a token, and the others are only scored.
+SCORED = [SamplingParams(max_tokens=int(index < 2), prompt_logprobs=index % 3) for index in range(len(LENGTHS))]
+
 #: A KV cache too small for the batch, and a token budget below the prompt lengths: forces preemption and chunking.
 MEMORY_PRESSURE = {
     "device": "cpu", "dtype": "float32", "block_size": 4, "kv_blocks": 30, "max_batch_tokens": 13, "max_model_len": 50,

@@ -67,6 +67,12 @@ def check(trial: Trial, given: dict[str, Any], reference: Reference, alone: dict
         found = torch.tensor([[value for _, value in step] for step in steps])
         worst = (found - logits.log_softmax(1)).abs().max().item()
         assert worst < 1e-4, f"{trial.name}: log-probabilities off by {worst:.2e}"
+    for prompt, logprobs, scored in zip(
+        reference.prompts, reference.prompt_logprobs(), given["prompt_logprobs"], strict=True
+    ):
+        assert scored[0] is None, trial.name
+        expected = logprobs[:-1].gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0].tolist()
+        assert scored[1:] == pytest.approx(expected, abs=1e-4), f"{trial.name}: log-probabilities of a prompt differ"
     if trial.case == "phi3-longrope" and given["counters"] is not None:
         assert given["counters"]["rope_switches"] > 0, trial.name
 

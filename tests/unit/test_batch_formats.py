@@ -141,7 +141,7 @@ def test_log_probabilities_as_in_the_openai_api() -> None:
         TokenLogprobs(3, -2.0, {}),
     ]
     completion = Completion("a\ufffdc", [1, 0, 3], "stop", tokens, Metrics(0.1, 0.1, 0.2, 3, 0, 2))
-    output = RequestOutput("p", [1], [completion])
+    output = RequestOutput("p", [1, 2], [completion], [None, TokenLogprobs(2, -math.inf)])
     openai = OpenAIFormat("tiny")
     chat = openai.result(line([{"role": "user", "content": "x"}]), output, Letters())["response"]["body"]  # type: ignore[arg-type]
     best = {"token": "a", "logprob": -0.5, "bytes": [97]}
@@ -159,6 +159,8 @@ def test_log_probabilities_as_in_the_openai_api() -> None:
     }
     without = OpenAIFormat("tiny").result(line([1, 2]), output, None)["response"]["body"]
     assert (without["object"], without["choices"][0]["logprobs"]["tokens"][0]) == ("text_completion", "token_id:1")
+    for body in (chat, text, without):
+        assert body["prompt_logprobs"] == [None, {"token_id": 2, "logprob": None, "top": {}}]
     json.dumps([chat, text, without], allow_nan=False)
 
 

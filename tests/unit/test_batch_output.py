@@ -267,7 +267,8 @@ def test_the_fields_of_a_result() -> None:
     metrics = Metrics(0.1, 0.1, 0.2, 3, 0, 2)
     one = Completion("ab", [5, 6], "stop", [TokenLogprobs(5, -0.5, {5: -0.5, 9: float("-inf")})], metrics)
     two = Completion("c", [7], "length", None, metrics)
-    fields = result_fields(RequestOutput("p", [1, 2, 3], [one, two]))
+    fields = result_fields(RequestOutput("p", [1, 2, 3], [one, two], [None, TokenLogprobs(2, float("-inf"))]))
+    assert fields["prompt_logprobs"] == [None, {"token_id": 2, "logprob": None, "top": {}}]
     json.dumps(fields, allow_nan=False)
     assert fields["logprobs"] == [{"token_id": 5, "logprob": -0.5, "top": {"5": -0.5, "9": None}}]
     assert (fields["text"], fields["token_ids"], fields["finish_reason"]) == ("ab", [5, 6], "stop")

@@ -90,6 +90,30 @@ def test_generate_with_several_prompts(
     assert all(len(row["logprobs"]) == row["output_tokens"] == 6 and row["metrics"]["total"] > 0 for row in rows)
 
 
+def test_generate_scores_a_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "generate",
+        "--prompt-ids",
+        "5,6,7",
+        "--model",
+        model,
+        "--prompt-logprobs",
+        "0",
+        "--max-tokens",
+        "0",
+        *SMALL,
+    ]
+    assert main([*words, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["token_ids"], row["finish_reason"], row["output_tokens"]) == ([], "length", 0)
+    first, *others = row["prompt_logprobs"]
+    assert first is None
+    assert [(one["token_id"], one["top"]) for one in others] == [(6, {}), (7, {})]
+    assert all(one["logprob"] < 0 for one in others)
+    assert main(words) == 2
+    assert "add --json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

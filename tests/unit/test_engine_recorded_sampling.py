@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from tests.tiny_chat import save_tiny_chat
 from tests.unit.test_engine_executor import open_llm
 from yalis import LLM, SamplingParams
-from yalis.types import RECORDED_PICK_RULES, RequestOutput
+from yalis.types import RECORDED_PICK_RULES, RequestOutput, TokenLogprobs
 
 NAMES = [field.name for field in fields(SamplingParams)]
 MAX_TOKENS = 8
@@ -44,6 +44,7 @@ CASES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "ignore_eos": [({"ignore_eos": True}, True)],
     "seed": [({"seed": 7}, True), ({"seed": 7, "temperature": 0.9}, False)],
     "n": [({"n": 2}, True)],
+    "prompt_logprobs": [({"prompt_logprobs": 2}, True)],
     "logprobs": [({"logprobs": 2}, False), ({"logprobs": 0}, False)],
 }
 
@@ -137,11 +138,20 @@ def test_the_cases_reach_what_they_test(engines: Engines) -> None:
 
 
 def assert_same(found: RequestOutput, expected: RequestOutput) -> None:
+    assert_same_logprobs(found.prompt_logprobs, expected.prompt_logprobs)
     for one, other in zip(found.completions, expected.completions, strict=True):
         assert one.token_ids == other.token_ids
         assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
-        assert (one.logprobs is None) == (other.logprobs is None)
-        for ours, theirs in zip(one.logprobs or [], other.logprobs or [], strict=True):
+        assert_same_logprobs(one.logprobs, other.logprobs)
+
+
+def assert_same_logprobs(
+    found: Sequence[TokenLogprobs | None] | None, expected: Sequence[TokenLogprobs | None] | None
+) -> None:
+    assert (found is None) == (expected is None)
+    for ours, theirs in zip(found or [], expected or [], strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
             assert ours.token_id == theirs.token_id
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             assert ours.top == pytest.approx(theirs.top, abs=1e-4)

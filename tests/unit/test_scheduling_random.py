@@ -57,12 +57,15 @@ def act(sim: Sim, action: str, seed: int) -> None:
         size = rng.randint(1, max(1, (sim.config.max_model_len - 1) // rng.choice([1, 2, 4])))
         shared = rng.choice([0, len(SHARED) // 2, len(SHARED)])
         prompt = (SHARED[:shared] + [rng.randrange(VOCAB) for _ in range(size)])[:size]
+        scored = rng.random() < 0.3
+        only_scored = scored and rng.random() < 0.5
         sim.add(
             prompt,
-            max_tokens=rng.randint(1, 30),
+            prompt_logprobs=0 if scored else None,
+            max_tokens=0 if only_scored else rng.randint(1, 30),
             seed=rng.randint(0, 2),
             ignore_eos=rng.random() < 0.5,
-            min_tokens=rng.choice([0, 0, 1]),
+            min_tokens=0 if only_scored else rng.choice([0, 0, 1]),
             stop_token_ids=(1,) if rng.random() < 0.1 else (),
             repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.5]),
         )

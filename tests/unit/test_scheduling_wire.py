@@ -131,7 +131,10 @@ logprobs = st.builds(
 @given(st.integers(0, 2**40), st.dictionaries(st.integers(0, 2**40), st.tuples(st.integers(-1, 2**31), logprobs)))
 def test_outputs_round_trip_exactly(step_id: int, sampled: dict[int, tuple[int, TokenLogprobs]]) -> None:
     output = StepOutput(
-        step_id, {id: token for id, (token, _) in sampled.items()}, {id: x for id, (_, x) in sampled.items()}
+        step_id,
+        {id: token for id, (token, _) in sampled.items()},
+        {id: x for id, (_, x) in sampled.items()},
+        {id: [x, x] for id, (_, x) in sampled.items()},
     )
     received = decode_output(transmit(encode_output(output)))
     assert received == output
@@ -146,6 +149,7 @@ def test_outputs_round_trip_exactly(step_id: int, sampled: dict[int, tuple[int, 
         st.none() | st.integers(0, 2**31),
         st.none() | logprobs,
         st.sampled_from([None, "stop", "length", "cancelled"]),
+        st.none() | st.tuples(st.none(), logprobs),
     )
 )
 def test_emitted_tokens_round_trip_exactly(item: Emitted) -> None:
@@ -158,7 +162,7 @@ def test_all_sampling_parameters_round_trip() -> None:
     params = SamplingParams(
         max_tokens=7, min_tokens=2, temperature=0.1 + 0.2, top_k=3, top_p=1 / 3, min_p=1e-300, repetition_penalty=1.1,
         presence_penalty=-0.7, frequency_penalty=0.3, stop=("\n\u2028", '"é😀'), stop_token_ids=(3, 5), ignore_eos=True,
-        seed=2**63 - 1, n=3, logprobs=0, logit_bias={3: 0.1 + 0.2},
+        seed=2**63 - 1, n=3, logprobs=0, logit_bias={3: 0.1 + 0.2}, prompt_logprobs=0,
     )  # fmt: skip
     plain = asdict(SamplingParams())
     unset = [name for name, value in asdict(params).items() if value == plain[name]]

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from yalis.batch.input import InvalidLine, RequestLine
-from yalis.batch.output import result_fields
+from yalis.batch.output import prompt_logprob_fields, result_fields
 from yalis.types import Completion, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class FlatFormat:
 class OpenAIFormat:
     """The response of the chat completions API to `messages`, or of the completions API to a `prompt`.
 
-    Each choice also has "token_ids". The status of an error is 400, and its message is in "response" and in "error".
+    Each choice also has "token_ids", and the body "prompt_logprobs" if they were requested, as in the flat format. The
+    status of an error is 400, and its message is in "response" and in "error".
     """
 
     def __init__(self, model_name: str) -> None:
@@ -62,6 +63,7 @@ class OpenAIFormat:
             "object": "chat.completion" if is_chat else "text_completion",
             "created": 0,  # clients require it
             "model": self.model_name,
+            **prompt_logprob_fields(output),
             "choices": [{"index": index, **make_choice(one)} for index, one in enumerate(output.completions)],
             "usage": {
                 "prompt_tokens": prompt_tokens,

@@ -18,7 +18,7 @@ from yalis.messages import check_messages
 from yalis.types import Prompt, SamplingParams
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
-_ADDED_LATER = {"logit_bias"}
+_ADDED_LATER = {"logit_bias", "prompt_logprobs"}
 _ALIASES = {"max_completion_tokens", "top_logprobs"}
 _USED = _SAMPLING | _ALIASES | {"prompt", "messages"}
 #: Fields of the OpenAI API that do not affect the generated tokens here.

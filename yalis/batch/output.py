@@ -1,6 +1,7 @@
 """The result file of a batch job: complete lines only, each id once, one writer at a time, resumable.
 
-A flat result has "logprobs" if they were requested, and "completions" (all n, including the first) if n > 1:
+A flat result has "logprobs" and "prompt_logprobs" (null for the first token) if they were requested, and "completions"
+(all n, including the first) if n > 1:
 
     {"custom_id": ..., "digest": ..., "text": ..., "token_ids": [...], "finish_reason": ..., "prompt_tokens": ...,
      "output_tokens": ..., "error": null}
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from yalis.errors import YalisError, YalisFailure
-from yalis.types import Completion, RequestOutput
+from yalis.types import Completion, RequestOutput, TokenLogprobs
 
 _LINE_START = b'{"custom_id": "'  # how write() begins every line
 _NO_LOCK_SUPPORT = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
@@ -42,7 +43,14 @@ def result_fields(output: RequestOutput) -> dict[str, Any]:
     first["output_tokens"] = sum(len(completion.token_ids) for completion in output.completions)
     if len(output.completions) > 1:
         first["completions"] = [completion_fields(completion) for completion in output.completions]
-    return first
+    return {**first, **prompt_logprob_fields(output)}
+
+
+def prompt_logprob_fields(output: RequestOutput) -> dict[str, Any]:
+    """Return the log-probabilities of the prompt as a field of a result, if they were requested."""
+    if output.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": [None if one is None else _logprob_fields(one) for one in output.prompt_logprobs]}
 
 
 def completion_fields(completion: Completion) -> dict[str, Any]:
@@ -53,15 +61,16 @@ def completion_fields(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
     }
     if completion.logprobs is not None:
-        fields["logprobs"] = [
-            {
-                "token_id": token.token_id,
-                "logprob": _finite(token.logprob),
-                "top": {str(id): _finite(value) for id, value in token.top.items()},
-            }
-            for token in completion.logprobs
-        ]
+        fields["logprobs"] = [_logprob_fields(token) for token in completion.logprobs]
     return fields
+
+
+def _logprob_fields(token: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": token.token_id,
+        "logprob": _finite(token.logprob),
+        "top": {str(id): _finite(value) for id, value in token.top.items()},
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", metavar="MESSAGE", nargs="*", help="answer this message and exit")
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     add_engine_flags(parser)
-    add_sampling_flags(parser, hidden=["n"], max_tokens=_MAX_TOKENS)
+    add_sampling_flags(parser, hidden=["n", "prompt_logprobs"], max_tokens=_MAX_TOKENS)
     add_common_flags(parser, json="print one JSON object per answer")
 
 
@@ -45,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
     config, given = engine_config(args), sampling_fields(args)
     if (n := given.get("n", 1)) != 1:
         raise YalisError(f"n is {n}, but a chat has one answer at a time; leave --n out")
+    if "prompt_logprobs" in given:
+        raise YalisError(
+            "a chat does not print log-probabilities of the prompt; use `yalis generate --prompt-logprobs`"
+        )
     message = " ".join(args.message)
     if args.message and not message.strip():
         raise YalisError("the message is empty; give at least one character, or no message to chat in a terminal")

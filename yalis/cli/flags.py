@@ -62,6 +62,7 @@ HELP = {
     "seed": "random seed; the same seed produces the same tokens",
     "n": "outputs per prompt",
     "logprobs": "with --json: report the log probability of each token and of this many most likely tokens",
+    "prompt_logprobs": "with --json: the same for each prompt token; with --max-tokens 0 the prompt is only scored",
 }
 
 

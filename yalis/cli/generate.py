@@ -38,6 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, given = engine_config(args), sampling_fields(args)
+    if given.get("max_tokens") == 0 and not args.json:
+        raise YalisError("--max-tokens 0 generates no text; add --json to print the log-probabilities of the prompt")
     with if_stopped("nothing was generated"):
         prompts = _prompts(args)
         with ProgressLine() as line:

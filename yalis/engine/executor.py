@@ -11,7 +11,7 @@ from yalis.attention.base import AttentionBackend, LayerCache
 from yalis.config import EngineConfig
 from yalis.engine.forward import ModelForward, StepResult
 from yalis.engine.oom import explain_oom, step_does_not_fit
-from yalis.engine.packing import PackedStep
+from yalis.engine.packing import PackedStep, StepKind
 from yalis.engine.recording import CpuRecorder, CudaGraphRecorder, StepRecorder
 from yalis.engine.step_layouts import StepLimits
 from yalis.models.decoder import Decoder
@@ -47,6 +47,9 @@ class StepExecutor:
         forward = self._forward
         with forward.launch_mode():
             batch, sampling_slots = step.to_batch(forward.device, forward.last_tokens, hidden)
+            if step.kind is StepKind.SCORING:
+                out, scored = forward.run_scoring(batch, *step.split_logit_rows(forward.device))
+                return StepResult(out, sampling_slots, scored=scored)
             return StepResult(self.recorder.run(step, batch), sampling_slots)
 
     def dry_run(self, step: PackedStep) -> StepResult:

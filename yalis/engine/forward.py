@@ -24,6 +24,8 @@ class StepResult:
     out: Tensor  # logits [R, vocabulary share], or hidden states [T, hidden] on all but the last pipeline stage
     sampling_slots: Tensor  # [R], the rows of last_tokens that the sampled tokens belong to
     tokens: Tensor | None = None  # [R], the argmax of each row if a recorded step picked it; last_tokens has it then
+    #: [N, hidden], the input of the LM head in the rows that score prompt tokens; their logits are computed in chunks
+    scored: Tensor | None = None
 
 
 class ModelForward:
@@ -49,6 +51,18 @@ class ModelForward:
         """Return the logits of a batch, or its hidden states on all but the last pipeline stage."""
         out: Tensor = self.model(batch, self.kv_caches, self.backend)
         return out
+
+    def run_scoring(self, batch: ForwardBatch, sampling: Tensor, scored: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of the sampling rows, and the input of the LM head in the scored rows [N, hidden].
+
+        `sampling`, `scored`: indices into the batch's logit rows. On all but the last pipeline stage, returns hidden
+        states and None.
+        """
+        with torch.inference_mode():
+            x = self.model.run_layers(batch, self.kv_caches, self.backend)
+            if self.model.head is None:
+                return x, None
+            return self.model.compute_logits(x.index_select(0, sampling)), x.index_select(0, scored)
 
     def run_recorded(self, inputs: StepInputs, may_use_last_tokens: bool) -> tuple[Tensor, Tensor | None]:
         """Run what a CUDA graph holds: the model and, where possible, the choice of tokens before and after it.

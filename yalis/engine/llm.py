@@ -447,6 +447,8 @@ class LLM:
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         request = PendingRequest(next(self._next_id), text, tokens, group)
         params = [dataclasses.replace(sampling, seed=derive_seed(seed, index), n=1) for index in range(sampling.n)]
+        # The prompt is the same for all completions, so only the first one scores it.
+        params[1:] = [dataclasses.replace(each, prompt_logprobs=None) for each in params[1:]]
         loop.add(request, params, self.tokenizer)
         return request.id
 

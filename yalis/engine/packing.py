@@ -20,6 +20,7 @@ from yalis.kernels import ops
 from yalis.scheduling.plan import SequenceStep
 
 Integers = NDArray[np.int64]
+_NO_ROWS: Integers = np.zeros(0, dtype=np.int64)
 
 
 class StepKind(Enum):
@@ -27,6 +28,7 @@ class StepKind(Enum):
 
     DECODE = "decode"  # every sequence has one token and samples the next
     PROMPT = "prompt"  # one sequence has several tokens, all known on the host, and samples the next
+    SCORING = "scoring"  # some prompt tokens get log-probabilities
     MIXED = "mixed"  # anything else, such as prefill next to decode or a chunk of a prompt
 
 
@@ -43,7 +45,9 @@ class PackedStep:
     query_starts: Integers  # [S + 1]
     context_lens: Integers  # [S]
     block_tables: Integers  # [S, W], padded with 0
-    logit_rows: Integers  # [R]
+    logit_rows: Integers  # [R], ascending
+    sampling_rows: Integers  # [R'], those of the logit rows that a token is sampled from
+    scored_rows: Integers  # [R - R'], the others, which score prompt tokens
     query_lens: tuple[int, ...]
 
     @property
@@ -67,7 +71,7 @@ class PackedStep:
         """
         parts = (
             self.token_ids, self.positions, self.rope_rows, self.kv_slots, self.request_slots, self.query_starts,
-            self.context_lens, self.block_tables.reshape(-1), self.logit_rows, self.request_slots[self.logit_rows],
+            self.context_lens, self.block_tables.reshape(-1), self.logit_rows, self.request_slots[self.sampling_rows],
         )  # fmt: skip
         ends = np.cumsum([padded_len(len(part)) for part in parts])
         array = np.zeros(ends[-1], dtype=np.int64)
@@ -94,6 +98,11 @@ class PackedStep:
             hidden=hidden,
         )
         return batch, sampling_slots
+
+    def split_logit_rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the indices into `logit_rows` of the sampling rows and of the scored rows."""
+        sampling, scored = (np.searchsorted(self.logit_rows, rows) for rows in (self.sampling_rows, self.scored_rows))
+        return to_device(sampling, device), to_device(scored, device)
 
 
 def padded_len(count: int) -> int:
@@ -133,9 +142,14 @@ class Packer:
             rope_rows = positions + np.array([step.long_rope for step in steps])[sequence] * self._rope_length
         if logit_rows is None:
             samples = [step.samples for step in steps]
-            logit_rows = (starts[1:] - 1)[samples].tolist()
+            sampling_rows = (starts[1:] - 1)[samples]
+        else:
+            sampling_rows = np.array(logit_rows, dtype=np.int64)
+        # A row that samples scores nothing, so the search is left out of decode steps.
+        scored_rows = _find_scored_rows(steps, starts) if len(sampling_rows) < total else _NO_ROWS
+        all_rows = np.sort(np.concatenate((sampling_rows, scored_rows))) if len(scored_rows) else sampling_rows
         return PackedStep(
-            kind=_find_kind(token_ids, len(steps), len(logit_rows)),
+            kind=_find_kind(token_ids, len(steps), len(sampling_rows), len(scored_rows)),
             token_ids=token_ids,
             positions=positions,
             rope_rows=rope_rows,
@@ -144,7 +158,9 @@ class Packer:
             query_starts=starts,
             context_lens=first + np.diff(starts),
             block_tables=tables,
-            logit_rows=np.array(logit_rows, dtype=np.int64),
+            logit_rows=all_rows,
+            sampling_rows=sampling_rows,
+            scored_rows=scored_rows,
             query_lens=tuple(counts),
         )
 
@@ -160,10 +176,20 @@ class Packer:
         return self._tables[slots, : max(len(step.blocks) for step in steps)]
 
 
-def _find_kind(token_ids: Integers, sequences: int, logit_rows: int) -> StepKind:
-    if len(token_ids) == sequences == logit_rows:
+def _find_scored_rows(steps: Sequence[SequenceStep], starts: Integers) -> Integers:
+    """Return the rows whose logits score prompt tokens, the first rows of their sequences."""
+    ranges = [
+        np.arange(start, start + len(step.scored)) for step, start in zip(steps, starts, strict=False) if step.scored
+    ]
+    return np.concatenate(ranges) if ranges else _NO_ROWS
+
+
+def _find_kind(token_ids: Integers, sequences: int, sampling_rows: int, scored_rows: int) -> StepKind:
+    if scored_rows:
+        return StepKind.SCORING
+    if len(token_ids) == sequences == sampling_rows:
         return StepKind.DECODE
-    if sequences == logit_rows == 1 and token_ids.min() >= 0:
+    if sequences == sampling_rows == 1 and token_ids.min() >= 0:
         return StepKind.PROMPT
     return StepKind.MIXED
 

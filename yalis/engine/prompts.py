@@ -121,14 +121,15 @@ def check_request(
         raise YalisError(EMPTY_PROMPT)
     ids = check_token_ids(tokens, spec.vocab_size)
     check_token_ids((*sampling.stop_token_ids, *(sampling.logit_bias or ())), spec.vocab_size)
-    if len(tokens) >= max_model_len:
+    generates = sampling.max_tokens > 0
+    if len(tokens) + generates > max_model_len:
         if max_model_len >= spec.max_position:
             how = ": the model supports no longer context"
         else:
             how = f", or raise {'max_model_len=' if config.max_model_len else 'kv_memory= or kv_blocks='}"
+        including = " including one generated token" if generates else ""
         raise YalisError(
-            f"the prompt has {len(tokens)} tokens, but the context holds {max_model_len} including one generated "
-            f"token; shorten it{how}"
+            f"the prompt has {len(tokens)} tokens, but the context holds {max_model_len}{including}; shorten it{how}"
         )
     if sampling.stop and not has_text:
         raise YalisError(

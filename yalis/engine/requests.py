@@ -42,7 +42,8 @@ class PendingRequest:
         return all(completion.finish_reason is not None for completion in self.completions)
 
     def output(self) -> RequestOutput:
-        return RequestOutput(self.prompt, self.token_ids, [completion.result() for completion in self.completions])
+        completions = [completion.result() for completion in self.completions]
+        return RequestOutput(self.prompt, self.token_ids, completions, self.completions[0].prompt_logprobs)
 
 
 class PendingCompletion:
@@ -58,6 +59,7 @@ class PendingCompletion:
     ) -> None:
         self.request, self.index, self.sequence = request, index, sequence
         self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # those of the request's first completion
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
@@ -77,6 +79,9 @@ class PendingCompletion:
         """
         if self.finish_reason is not None:
             return False
+        if emitted.prompt_logprobs is not None:
+            self.prompt_logprobs = list(emitted.prompt_logprobs)
+            self._last_token_time = time.perf_counter()  # the only time of a request that generates nothing
         if emitted.token is not None:
             self._last_token_time = time.perf_counter()
             if not self._tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,11 +39,12 @@ from yalis.parallel.memory import rank_memory
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, RankCoords, Split
 from yalis.sampling.batch import LARGEST_PARAMS, SamplingBatch, SamplingRow
+from yalis.sampling.prompt_logprobs import PromptScorer, ScoredTokens
 from yalis.sampling.sampled_tokens import SampledTokens
 from yalis.sampling.sampler import Sampler
 from yalis.scheduling.plan import SequenceStep, StepOutput, StepPlan
 from yalis.spec import ModelSpec
-from yalis.types import SamplingParams
+from yalis.types import SamplingParams, TokenLogprobs
 
 log = get_logger(__name__)
 
@@ -50,14 +52,22 @@ log = get_logger(__name__)
 class PendingStep:
     """A step that was launched. `result()` waits for its tokens."""
 
-    def __init__(self, plan: StepPlan, sampled: SampledTokens | None, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: SampledTokens | None,
+        check: Callable[[], None] = lambda: None,
+        scored: ScoredTokens | None = None,
+    ) -> None:
         """`check` raises if a communicator reports that the results of the device are invalid."""
         self._plan, self._check = plan, check
         self._sampled = sampled.start_copy() if sampled is not None else None
+        self._scored = scored.start_copy() if scored is not None else None
 
     def result(self) -> StepOutput:
+        prompt_logprobs = {} if self._scored is None else self._prompt_logprobs(self._scored)
         if self._sampled is None:
-            return StepOutput(self._plan.step_id, {})
+            return StepOutput(self._plan.step_id, {}, {}, prompt_logprobs)
         tokens, logprobs = self._sampled.to_host()
         self._check()
         ids = [step.request_id for step in self._plan.sequences if step.samples]
@@ -65,7 +75,18 @@ class PendingStep:
             self._plan.step_id,
             dict(zip(ids, tokens, strict=True)),
             {id: logprob for id, logprob in zip(ids, logprobs, strict=True) if logprob is not None},
+            prompt_logprobs,
         )
+
+    def _prompt_logprobs(self, scored: ScoredTokens) -> dict[int, list[TokenLogprobs]]:
+        """Return the log-probabilities of prompt tokens by request id."""
+        logprobs = iter(scored.to_host())
+        self._check()
+        return {
+            step.request_id: list(itertools.islice(logprobs, len(step.scored)))
+            for step in self._plan.sequences
+            if step.scored
+        }
 
 
 @dataclass
@@ -131,6 +152,7 @@ class Runner:
                 compile_blocks(self.model)
             self.vocabulary = grid.vocabulary(spec.vocab_size)
             self.sampler = Sampler(self.vocabulary, spec.vocab_size, grid.tp_group, device)
+            self.scorer = PromptScorer(self.vocabulary, spec.vocab_size, grid.tp_group, device)
             # A row for each request slot, and one for the padding of recorded steps.
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
             self.packer = Packer(config.max_num_seqs, max_blocks, self.block_size, self.model.rotary.length)
@@ -236,24 +258,32 @@ class Runner:
         result = self.executor.run(step, hidden)
         pending = None
         if self.stage.last:
-            pending = self._sample(plan, result)
+            scored = None if result.scored is None else self._score(plan, result.scored)
+            pending = PendingStep(plan, self._sample(plan, result), self.check, scored)
         else:
             self.stage.send(result.out.clone())  # the next replay overwrites the result
         self.times.busy += time.perf_counter() - begin - (arrived - ready)
         self.times.waiting += arrived - ready
         return pending
 
-    def _sample(self, plan: StepPlan, result: StepResult) -> PendingStep:
+    def _score(self, plan: StepPlan, x: Tensor) -> ScoredTokens:
+        """Return the log-probabilities of prompt tokens. `x` [N, hidden]: the input of the LM head."""
+        tokens = [token for step in plan.sequences for token in step.scored]
+        counts = [step.params.prompt_logprobs or 0 for step in plan.sequences for _ in step.scored]
+        return self.scorer.score(x, self.model.compute_logits, tokens, counts)
+
+    def _sample(self, plan: StepPlan, result: StepResult) -> SampledTokens | None:
+        """Return the tokens of the sequences that sample; None if none of them does."""
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
-            return PendingStep(plan, None, self.check)
+            return None
         if result.tokens is not None and self.use_recorded_picks and all(map(_accepts_recorded_pick, sampling)):
             self.recorded_picks += 1
-            return PendingStep(plan, SampledTokens(result.tokens, None), self.check)
+            return SampledTokens(result.tokens, None)
         sampled = self._run_sampler(result.out, [self._sampling_row(step) for step in sampling])
         # NO_TOKEN (-1, a row with NaN logits) is no valid index for the steps launched before result() raises.
         self.last_tokens.index_copy_(0, result.sampling_slots, sampled.tokens.clamp(min=0))
-        return PendingStep(plan, sampled, self.check)
+        return sampled
 
     def _run_sampler(self, logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:
         batch = SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)

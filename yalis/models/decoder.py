@@ -122,7 +122,13 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], backend: AttentionBackend) -> Tensor:
-        """Return logits [R, vocabulary shard], or on all but the last pipeline stage hidden states [T, hidden].
+        """Return logits [R, vocabulary shard], or on all but the last pipeline stage hidden states [T, hidden]."""
+        x = self.run_layers(batch, caches, backend)
+        return x if self.head is None else self.compute_logits(x)
+
+    @torch.inference_mode()
+    def run_layers(self, batch: ForwardBatch, caches: Sequence[LayerCache], backend: AttentionBackend) -> Tensor:
+        """Return the input of the head [R, hidden], or on all but the last pipeline stage hidden states [T, hidden].
 
         The first stage starts from the batch's token ids, the others from its hidden states.
         """
@@ -141,9 +147,15 @@ class Decoder(nn.Module):
         for layer, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
             rows = batch.logit_rows if skip_rows and layer == len(self.layers) else None
             x, residual = block(x, residual, rope, cache, step, rows)
-        if self.norm is None or self.head is None:
+        if self.norm is None:
             return x if residual is None else ops.add(residual, x)
-        logits: Tensor = self.head(self.norm.add_norm(x, residual)[0])
+        return self.norm.add_norm(x, residual)[0]
+
+    @torch.inference_mode()
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """[R, hidden] of the last pipeline stage to logits [R, vocabulary shard]."""
+        assert self.head is not None, "only the last stage has a head"
+        logits: Tensor = self.head(x)
         if self.spec.logits_scaling != 1.0:
             logits = logits / self.spec.logits_scaling
         cap = self.spec.logit_softcap

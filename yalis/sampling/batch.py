@@ -88,9 +88,9 @@ class Penalties:
         if not flat_indices:
             return None
         return cls(
-            flat_indices=_to_device(torch.from_numpy(np.concatenate(flat_indices)), device),
-            repetition=_to_device(torch.from_numpy(np.concatenate(repetition)).float(), device),
-            additive=_to_device(torch.from_numpy(np.concatenate(additive)).float(), device),
+            flat_indices=to_device(torch.from_numpy(np.concatenate(flat_indices)), device),
+            repetition=to_device(torch.from_numpy(np.concatenate(repetition)).float(), device),
+            additive=to_device(torch.from_numpy(np.concatenate(additive)).float(), device),
         )
 
 
@@ -146,7 +146,7 @@ class RandomRows:
         by_p = [i for i, p in enumerate(top_p) if p < 1.0 and not top_k[i]]
         return cls(
             rows=_row_index(sampled, len(rows), device),
-            keys=_to_device(keys, device),
+            keys=to_device(keys, device),
             temperature=_make_tensor(temperature, torch.float32, device),
             log_min_p=_make_tensor(log_min_p, torch.float32, device) if any(p.min_p > 0 for p in params) else None,
             top_k=Filter.build(by_k, top_k, top_p, device),
@@ -207,7 +207,7 @@ def select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _make_tensor(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _to_device(torch.tensor(values, dtype=dtype), device)
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def _row_index(rows: list[int], total: int, device: torch.device) -> Tensor | None:
@@ -215,6 +215,6 @@ def _row_index(rows: list[int], total: int, device: torch.device) -> Tensor | No
     return None if len(rows) == total else _make_tensor(rows, torch.int64, device)
 
 
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy to the device. Pinned memory makes the copy asynchronous."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -57,10 +57,15 @@ class SampledTokens:
         if self.copied is not None:
             self.copied.synchronize()
         tokens: list[int] = self.tokens.tolist()
-        if NO_TOKEN in tokens:
-            raise YalisFailure(
-                "the model's logits are NaN: its weights are damaged (fetch them again), or overflow in this dtype "
-                "(give dtype='float32' or dtype='bfloat16')"
-            )
+        raise_for_nan(NO_TOKEN in tokens)
         by_row = self.logprobs.to_host() if self.logprobs is not None else {}
         return tokens, [TokenLogprobs(token, *by_row[i]) if i in by_row else None for i, token in enumerate(tokens)]
+
+
+def raise_for_nan(found: bool) -> None:
+    """Raise YalisFailure if NaN was found in the logits."""
+    if found:
+        raise YalisFailure(
+            "the model's logits are NaN: its weights are damaged (fetch them again), or overflow in this dtype "
+            "(give dtype='float32' or dtype='bfloat16')"
+        )

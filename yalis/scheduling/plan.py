@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from yalis.types import FinishReason, SamplingParams, TokenLogprobs
@@ -25,6 +25,8 @@ class SequenceStep:
     long_rope: bool  # whether the sequence is longer than RopeSpec.switch_at
     params: SamplingParams
     history: tuple[tuple[int, ...], tuple[int, ...]] | None  # (prompt, output) ids; None unless params.needs_history
+    #: prompt tokens to return log-probabilities of: the i-th is the one after the i-th token of this step
+    scored: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -45,18 +47,26 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The tokens a step sampled, by request id: one for each sequence with `samples` set."""
+    """The tokens a step sampled, by request id: one for each sequence with `samples` set.
+
+    `prompt_logprobs` has an entry for each token of `SequenceStep.scored`, in the same order.
+    """
 
     step_id: int
     tokens: Mapping[int, int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """A new output token of a request, or its end. A cancelled request ends without a token."""
+    """A new output token of a request, or its end. A request that is cancelled or generates nothing ends without one.
+
+    `prompt_logprobs`, of all prompt tokens, come with the first token, or with the end if there is none.
+    """
 
     request_id: int
     token: int | None
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

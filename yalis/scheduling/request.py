@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from yalis.cache.blocks import hash_block, root_hash
-from yalis.types import FinishReason, SamplingParams
+from yalis.types import FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -22,8 +22,12 @@ class Request:
     finish_reason: FinishReason | None = field(default=None, init=False)
     cached_tokens: int = field(default=0, init=False)  # prompt tokens found in the prefix cache at first admission
 
+    #: of the prompt tokens after the first; as many as were computed so far
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False, repr=False)
+
     tokens: list[int] = field(init=False, repr=False)  # prompt and output
     stop_ids: frozenset[int] = field(init=False, repr=False)
+    generates: bool = field(init=False)  # False: only the prompt is scored
     arrival: int = field(default=-1, init=False)  # order of arrival
     max_len: int = field(default=0, init=False)  # prompt and output tokens at which it ends
     num_admissions: int = field(default=0, init=False)
@@ -39,6 +43,7 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt = tuple(self.prompt)
         self.tokens = list(self.prompt)
+        self.generates = self.params.max_tokens > 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self.stop_ids |= self.eos_token_ids
@@ -47,6 +52,19 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens of the sequence, including sampled ones that are not committed."""
         return len(self.tokens) + self.num_pending_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens were requested and are not all committed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    def tokens_to_score(self, start: int, end: int) -> tuple[int, ...]:
+        """Return the prompt tokens after positions start .. end - 1, if their log-probabilities are needed."""
+        return tuple(self.prompt[start + 1 : end + 1]) if self.needs_prompt_logprobs else ()
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Return the log-probabilities of the whole prompt; None if they came with an earlier output token."""
+        return None if self.output else (None, *self.prompt_logprobs)
 
     def use_rope(self, long_rope: bool) -> None:
         """Choose the set of RoPE frequencies. Cached keys depend on it, so a change discards the block hashes."""

@@ -108,12 +108,14 @@ class Scheduler:
         size = len(request.tokens)
         if size == 0:
             raise YalisError("the prompt is empty; give at least one token")
-        if size + 1 > self.config.max_model_len:
+        if size + request.generates > self.config.max_model_len:
             raise YalisError(
                 f"the prompt has {size} tokens and max_model_len, prompt and output, is {self.config.max_model_len}; "
                 f"give a prompt of at most {self.config.max_model_len - 1} tokens, or a larger max_model_len"
             )
         request.max_len = min(size + request.params.max_tokens, self.config.max_model_len)
+        if not request.generates:
+            request.max_len = size + 1  # never reached: it ends once its prompt is computed
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.id] = request
@@ -184,12 +186,19 @@ class Scheduler:
                 self.counters.dropped_tokens += step.samples
                 if request.num_plans_in_flight == 0:
                     self._remove(request)
-            elif step.samples:
+                continue
+            if step.scored:
+                request.prompt_logprobs += output.prompt_logprobs[request.id]
+            if step.samples:
                 token = output.tokens[request.id]
+                scored = request.take_prompt_logprobs() if request.params.prompt_logprobs is not None else None
                 reason = request.append(token)
-                emitted.append(Emitted(request.id, token, output.logprobs.get(request.id), reason))
+                emitted.append(Emitted(request.id, token, output.logprobs.get(request.id), reason, scored))
                 if reason is not None:
                     self._finish(request, reason)
+            elif not request.generates and step.start + step.count == len(request.prompt):
+                emitted.append(Emitted(request.id, None, None, "length", request.take_prompt_logprobs()))
+                self._finish(request, "length")
         return emitted
 
     def check(self) -> None:
@@ -258,8 +267,8 @@ class Scheduler:
         if request.request_slot is None:
             return self._admit(request)
         length = request.num_tokens
-        if length >= request.max_len or request in self._paused:
-            return False
+        if length >= request.max_len or length == request.num_computed_tokens or request in self._paused:
+            return False  # plans in flight sample its last token, or compute the rest of a prompt that is only scored
         if request.num_pending_tokens and (not self.config.feed_on_device or request.params.needs_history):
             return False
         if self._uses_long_rope(length) and not request.long_rope:
@@ -298,6 +307,8 @@ class Scheduler:
         request.request_slot = heapq.heappop(self._free_request_slots)
         request.num_computed_tokens = len(shared) * block_size
         request.num_registered_blocks = len(shared)
+        if request.needs_prompt_logprobs:  # those of the tokens that are recomputed are computed again
+            del request.prompt_logprobs[request.num_computed_tokens :]
         if request.num_admissions == 0:
             request.cached_tokens = request.num_computed_tokens
         request.num_admissions += 1
@@ -312,7 +323,10 @@ class Scheduler:
         request.use_rope(self._uses_long_rope(size))
         if not self.config.prefix_reuse:
             return [], None
-        usable = (size - 1) // block_size  # the last token is always computed, for its logits
+        usable = size - 1  # the last token is always computed, for its logits
+        if request.needs_prompt_logprobs:
+            usable = min(usable, len(request.prompt_logprobs))  # and so are those whose logits are still needed
+        usable //= block_size
         hashes = request.block_hashes(block_size, usable)[:usable]
         shared = self.blocks.match(hashes)
         return shared, hashes[len(shared)] if len(shared) < usable else None
@@ -346,7 +360,7 @@ class Scheduler:
         known, length, block_size = len(request.tokens), request.num_tokens, self.config.block_size
         start = request.num_computed_tokens
         end = min(length, start + max_chunk)
-        samples = end == length
+        samples = end == length and request.generates
         if end <= known:
             tokens = tuple(request.tokens[start:end])
             if self.config.prefix_reuse and end // block_size > start // block_size:
@@ -357,7 +371,7 @@ class Scheduler:
         else:
             tokens = (LAST_SAMPLED,)  # the only one left: all tokens before it are computed
             self.counters.fed_tokens += 1
-        if not samples:
+        if end < length:
             self.counters.chunked_prefills += 1
         num_blocks = -(-end // block_size)
         assert request.request_slot is not None
@@ -373,6 +387,7 @@ class Scheduler:
             long_rope=request.long_rope,
             params=params,
             history=(tuple(request.prompt), tuple(request.output)) if params.needs_history else None,
+            scored=request.tokens_to_score(start, end) if params.prompt_logprobs is not None else (),
         )
         request.num_computed_tokens = end
         request.num_pending_tokens += samples

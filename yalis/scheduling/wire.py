@@ -7,6 +7,7 @@ step is a few numbers, however long the sequence is.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class PlanEncoder:
         state.blocks, state.history = step.blocks, step.history
         return [
             step.request_id, step.request_slot, step.start, step.tokens, unchanged, new_blocks, int(step.samples),
-            step.output_len, int(step.long_rope), params, history,
+            step.output_len, int(step.long_rope), params, history, *([step.scored] if step.scored else ()),
         ]  # fmt: skip
 
 
@@ -63,7 +64,7 @@ class PlanDecoder:
 
     def _decode(
         self, request_id: int, request_slot: int, start: int, tokens: list[int], unchanged: int, new_blocks: list[int],
-        samples: int, output_len: int, long_rope: int, params: Any, history: Any,
+        samples: int, output_len: int, long_rope: int, params: Any, history: Any, scored: Sequence[int] = (),
     ) -> SequenceStep:  # fmt: skip
         if params is not None:
             self._states[request_slot] = _SequenceState(request_id, decode_params(params))
@@ -79,7 +80,7 @@ class PlanDecoder:
             state.history = (state.history[0], (*state.history[1], *history[0]))
         return SequenceStep(
             request_id, request_slot, start, tuple(tokens), state.blocks, bool(samples), output_len, bool(long_rope),
-            state.params, state.history,
+            state.params, state.history, tuple(scored),
         )  # fmt: skip
 
 
@@ -94,22 +95,42 @@ def decode_params(value: dict[str, Any]) -> SamplingParams:
 
 def encode_output(output: StepOutput) -> Any:
     logprobs = [[id, *_encode_logprobs(one)] for id, one in output.logprobs.items()]
-    return [output.step_id, list(output.tokens.items()), logprobs]
+    scored = [[id, [_encode_logprobs(one) for one in tokens]] for id, tokens in output.prompt_logprobs.items()]
+    return [output.step_id, list(output.tokens.items()), logprobs, scored]
 
 
 def decode_output(value: Any) -> StepOutput:
-    step_id, tokens, logprobs = value
-    return StepOutput(step_id, dict(tokens), {id: _decode_logprobs(*x) for id, *x in logprobs})
+    step_id, tokens, logprobs, scored = value
+    return StepOutput(
+        step_id,
+        dict(tokens),
+        {id: _decode_logprobs(*x) for id, *x in logprobs},
+        {id: [_decode_logprobs(*x) for x in tokens] for id, tokens in scored},
+    )
 
 
 def encode_emitted(item: Emitted) -> Any:
-    logprobs = None if item.logprobs is None else _encode_logprobs(item.logprobs)
-    return [item.request_id, item.token, logprobs, item.finish_reason]
+    scored = None if item.prompt_logprobs is None else [_encode_optional(one) for one in item.prompt_logprobs]
+    return [item.request_id, item.token, _encode_optional(item.logprobs), item.finish_reason, scored]
 
 
 def decode_emitted(value: Any) -> Emitted:
-    request_id, token, logprobs, reason = value
-    return Emitted(request_id, token, None if logprobs is None else _decode_logprobs(*logprobs), reason)
+    request_id, token, logprobs, reason, scored = value
+    return Emitted(
+        request_id,
+        token,
+        _decode_optional(logprobs),
+        reason,
+        None if scored is None else tuple(map(_decode_optional, scored)),
+    )
+
+
+def _encode_optional(logprobs: TokenLogprobs | None) -> list[Any] | None:
+    return None if logprobs is None else _encode_logprobs(logprobs)
+
+
+def _decode_optional(value: list[Any] | None) -> TokenLogprobs | None:
+    return None if value is None else _decode_logprobs(*value)
 
 
 def _encode_logprobs(logprobs: TokenLogprobs) -> list[Any]:
