@@ -1,8 +1,9 @@
 #!/bin/bash
 # Generate text with a model on 2 nodes of 4 GPUs:
 #
-#     sbatch slurm/generate-4gpu.sh "The capital of France is" --model /path/to/Llama-3.1-405B --max-tokens 256
+#     sbatch slurm/generate-4gpu.sh "The capital of France is" --model /path/to/Llama-3.1-70B --max-tokens 256
 #
+# `yalis plan --model M --tp 8 --gpu-memory 80` shows whether a model fits; a 405B in bfloat16 needs --tp 16 on 80 GB GPUs.
 # Lines to adapt are marked CHANGE; any #SBATCH line can also be overridden on sbatch's command line.
 
 #SBATCH --job-name=yalis

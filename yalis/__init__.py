@@ -17,7 +17,9 @@ from yalis.version import __version__
 
 if TYPE_CHECKING:
     from yalis.engine.llm import LLM as LLM
+    from yalis.engine.progress import Progress as Progress
     from yalis.errors import YalisError as YalisError
+    from yalis.errors import YalisFailure as YalisFailure
     from yalis.types import Completion as Completion
     from yalis.types import RequestEvent as RequestEvent
     from yalis.types import RequestOutput as RequestOutput
@@ -31,7 +33,9 @@ _HOME = {
     "RequestOutput": "yalis.types",
     "Completion": "yalis.types",
     "StreamChunk": "yalis.types",
+    "Progress": "yalis.engine.progress",
     "YalisError": "yalis.errors",
+    "YalisFailure": "yalis.errors",
 }
 __all__ = [*_HOME, "__version__"]
 

@@ -101,11 +101,22 @@ _VLLM_NAMES = {
 }
 
 
+#: Advice for arguments of vLLM that have no counterpart.
+_VLLM_ADVICE = {
+    "seed": "give SamplingParams(seed=...)",
+    "trust_remote_code": "code of a model's folder is not supported, so leave it out",
+    "quantization": "quantized inference is not supported yet",
+    "enable_lora": "LoRA adapters are not supported",
+}
+
+
 def explain_unknown_field(name: str) -> str:
     """Return the message for a keyword of LLM that does not exist."""
     accepted = sorted(field.name for field in fields(EngineConfig))
     if name in _VLLM_NAMES:
         return f"LLM has no argument {name!r}; here it is called {_VLLM_NAMES[name]}"
+    if name in _VLLM_ADVICE:
+        return f"LLM has no argument {name!r}; {_VLLM_ADVICE[name]}"
     close = get_close_matches(name, accepted, 1)
     meant = f"did you mean {close[0]!r}? " if close else ""
     return f"LLM has no argument {name!r}; {meant}accepted: {', '.join(accepted)}"

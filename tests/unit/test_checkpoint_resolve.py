@@ -63,7 +63,9 @@ def test_a_repo_in_the_hubs_cache(hub: Path) -> None:
     assert isinstance(checkpoint, SafetensorsCheckpoint)
     assert checkpoint.label == HUB
     assert isinstance(open_checkpoint(HUB, load="random"), RandomCheckpoint)
-    with pytest.raises(YalisError, match="there is no folder 'yalis-tests/other', and the Hugging Face hub") as error:
+    with pytest.raises(
+        YalisError, match="there is no folder 'yalis-tests/other', and fetching it from the Hugging Face hub failed"
+    ) as error:
         open_checkpoint("yalis-tests/other")
     assert "\n" not in str(error.value)
 

@@ -129,7 +129,7 @@ def test_a_progress_line_on_a_terminal(llm, monkeypatch):
 
 
 def test_names_and_signature_are_visible():
-    assert {"LLM", "SamplingParams", "YalisError"} <= set(dir(yalis))
+    assert {"LLM", "Progress", "SamplingParams", "YalisError", "YalisFailure"} <= set(dir(yalis))
     parameters = inspect.signature(LLM).parameters
     found = {name: p.default for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     assert found == {field.name: field.default for field in dataclasses.fields(EngineConfig)}
@@ -140,6 +140,7 @@ def test_names_and_signature_are_visible():
     [
         ("tensor_parallel_size", "here it is called tp"),
         ("blok_size", "did you mean 'block_size'"),
+        ("seed", r"give SamplingParams\(seed="),
         ("zzz", "accepted: allreduce, "),
     ],
 )

@@ -71,8 +71,8 @@ def _from_hub(repo: str, weights: bool) -> Path:
         return Path(snapshot_download(repo, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many types
         raise YalisFailure(
-            f"there is no folder {repo!r}, and the Hugging Face hub has no accessible repo of that name "
-            f"({first_line(error)}); give a folder, a .gguf file, or one of: {_KNOWN}"
+            f"there is no folder {repo!r}, and fetching it from the Hugging Face hub failed ({first_line(error)}); on "
+            f"a machine with network type `hf download {repo}`, or give a folder, a .gguf file, or one of: {_KNOWN}"
         ) from error
 
 
