@@ -128,7 +128,7 @@ def test_the_reason_if_it_cannot_be_compiled(variables: dict[str, str], reason: 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out, _ = start_process(tmp_path / "file").communicate(timeout=120)
-    assert out.startswith("False they do not load: ")
+    assert out.startswith("False the native library cannot be loaded: ")
 
 
 def test_only_one_openmp_runtime_is_loaded() -> None:
