@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, Protocol, Union
 
@@ -47,7 +47,6 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
-    logit_bias: dict[int, float] | None = field(default=None, hash=False)  # added to the logits of these token ids
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -55,6 +54,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # most likely tokens to return with each sampled token; 0: that token only
     prompt_logprobs: int | None = None  # the same for each prompt token; with max_tokens 0 nothing is generated
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)  # added to the logits of these token ids
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
@@ -100,6 +100,13 @@ class SamplingParams:
         elif self.n != 1:
             raise YalisError(f"n is {self.n} and max_tokens is 0, which generates nothing; leave n out")
 
+    def identity(self) -> dict[str, Any]:
+        """Return the fields that identify the work of a request, for digests.
+
+        Fields that were added after the first digests are left out unless set, so that existing results stay valid.
+        """
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in _ADDED_LATER}
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -119,6 +126,10 @@ class SamplingParams:
                 return None
             first = max(first, number)
         return first
+
+
+#: Fields that files with digests may not have; see SamplingParams.identity().
+_ADDED_LATER = frozenset({"logit_bias", "prompt_logprobs"})
 
 
 def _always(value: object) -> int | None:

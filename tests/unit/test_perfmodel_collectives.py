@@ -13,9 +13,7 @@ from yalis.perfmodel.collectives import (
     Link,
     Load,
     Shape,
-    crossover,
     direct_exchange,
-    double_tree,
     fit,
     hierarchical,
     one_shot,
@@ -28,6 +26,30 @@ M = 1 << 20
 NONE = Load()
 # Example links: 1 us and 200 GB/s intra-node, 5 us and 25 GB/s inter-node.
 INTRA, INTER = Link(1e-6, 1 / 200e9), Link(5e-6, 1 / 25e9)
+
+
+def double_tree(shape: Shape, bytes: float) -> Cost:
+    """Reduce up and broadcast down a tree of nodes with a chain in each node, as NCCL does.
+
+    Each of two trees carries half of the message, spread over the network links of a node's ranks."""
+    chain, depth = 2 * (shape.ranks_per_node - 1), 2 * (shape.nodes - 1).bit_length()
+    if shape.nodes == 1:
+        return shape.cost(Load(chain, chain, 2 * bytes if chain else 0), Load())
+    return shape.cost(Load(chain, chain), Load(depth, depth, 2 * bytes / shape.ranks_per_node))
+
+
+def crossover(few_rounds: Algorithm, few_bytes: Algorithm, shape: Shape, intra: Link, inter: Link) -> float | None:
+    """Return the bytes from which `few_bytes` is faster than `few_rounds`: None if it never is, 0 if it always is."""
+
+    def extra_seconds(bytes: float) -> float:
+        return few_bytes(shape, bytes).seconds(intra, inter) - few_rounds(shape, bytes).seconds(intra, inter)
+
+    huge = 1e15
+    at_zero, per_byte = extra_seconds(0), (extra_seconds(huge) - extra_seconds(0)) / huge
+    if at_zero <= 0:
+        return 0.0
+    gains = per_byte < -1e-9 * few_rounds(shape, huge).seconds(intra, inter) / huge  # more than a rounding error
+    return at_zero / -per_byte if gains else None
 
 
 def test_four_nodes_of_two_by_hand() -> None:

@@ -277,3 +277,12 @@ def test_alternatives_of_probability_zero_are_distinct(ranks: int) -> None:
     _, (found,) = split(logits, rows, ranks)[0][0].to_host()
     assert found is not None
     assert list(found.top) == [5, 4, 0, 1, 2, 3, 6, 7, 8, 9, 10]
+
+
+def test_a_bias_in_one_shard_is_exact_on_all_ranks() -> None:
+    """The biased logit, 3.004, is 3.0 in bfloat16: a rank that compared in bfloat16 would see a tie."""
+    logits = torch.zeros(1, 8, dtype=torch.bfloat16)
+    logits[0, 1], logits[0, 6] = 3.0, 2.0
+    rows = [SamplingRow(SamplingParams(logit_bias={6: 1.004}), 0, 0)]
+    assert whole(logits, rows).tokens.tolist() == [6]
+    check(logits, rows, 2)

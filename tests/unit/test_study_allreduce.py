@@ -167,7 +167,6 @@ def test_a_result_is_written_and_plotted(tmp_path: Path) -> None:
     result = make_result(rows, links=[{"delay_us": 1e3, "inside": quick, "between": slow}])
     model = CostModel.of(result, 1e3)
     assert model is not None
-    assert not list(model.nvrar_crossovers())  # only on GPUs
     expected = model.expected_us(8192)
     assert expected["hierarchical"] == pytest.approx(
         1000 + 2 * 10 + 12.288
@@ -210,11 +209,6 @@ def test_a_tuning_result_is_plotted_by_the_fastest_options(tmp_path: Path) -> No
     assert expected["nvrar"] == pytest.approx(3 + 2 * (1 + wire) + 2 + wire)
     assert expected["ring"] == pytest.approx(3 + 6 * (2 + wire / 2))
     assert expected["oneshot"] == pytest.approx(3 + (1 + 2 * wire) + (2 + 4 * wire))
-    # The tree has 2 us more latency and 2 bytes less on the wire per byte; the ring sends as many bytes as nvrar.
-    assert dict(model.nvrar_crossovers()) == {"ring": None, "double tree": pytest.approx(2e-6 / (2 * 1e-11))}
-    text = "\n".join(results.kind_of(result).text(result))
-    assert "Cost model: nvrar is faster than a double tree up to 0.095 MB." in text
-    assert "Cost model: nvrar is faster than a ring at every size." in text
     assert results.read(results.write(result, tmp_path)) == result
     drawn = plots.write_plot(result, tmp_path / "plot")[1].read_text()
     assert "cost model, oneshot" in drawn

@@ -209,3 +209,9 @@ def test_the_floor_counts_every_step_and_every_operation(model: str) -> None:
 def test_percentiles() -> None:
     assert percentiles([5.0], 50, 99) == [5.0, 5.0]
     assert percentiles([float(n) for n in range(101)], 50, 90, 99) == [50.0, 90.0, 99.0]
+
+
+def test_digests_do_not_change_with_new_sampling_fields() -> None:
+    """Results of earlier versions have this digest, so they can be compared and studies can be resumed."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert digest_requests([TimedRequest([1, 2, 3], params, 0.0)]) == "7daf2f555e45b58f"

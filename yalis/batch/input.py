@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, BinaryIO
 
 from yalis.errors import YalisError
@@ -18,7 +18,6 @@ from yalis.messages import check_messages
 from yalis.types import Prompt, SamplingParams
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
-_ADDED_LATER = {"logit_bias", "prompt_logprobs"}
 _ALIASES = {"max_completion_tokens", "top_logprobs"}
 _USED = _SAMPLING | _ALIASES | {"prompt", "messages"}
 #: Fields of the OpenAI API that do not affect the generated tokens here.
@@ -123,7 +122,7 @@ def parse(line: RawLine, model: str, defaults: dict[str, Any]) -> RequestLine | 
         if request.get("seed") is None:
             chosen["seed"] = line_seed(line.custom_id, chosen.get("seed"))
         sampling = SamplingParams(**chosen)
-        digest = _digest(model, prompt, _digest_fields(sampling))
+        digest = _digest(model, prompt, sampling.identity())
         return RequestLine(line.line_number, line.custom_id, prompt, sampling, digest)
     except YalisError as error:
         return InvalidLine(line.line_number, line.custom_id, str(error), _digest(model, str(error)))
@@ -133,14 +132,6 @@ def line_seed(custom_id: str, job_seed: int | None) -> int:
     text = f"{0 if job_seed is None else job_seed}:{custom_id}"
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _digest_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the sampling fields that a digest covers.
-
-    Fields that were added later are left out unless set, so that the result files of earlier versions can be resumed.
-    """
-    return {name: value for name, value in asdict(sampling).items() if value is not None or name not in _ADDED_LATER}
 
 
 def _digest(*values: Any) -> str:

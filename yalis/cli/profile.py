@@ -8,7 +8,6 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from yalis.cli.bench import check_folder
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_int
@@ -16,9 +15,6 @@ from yalis.cli.terminal import print_status
 from yalis.engine.interrupts import if_stopped, interrupts_held
 from yalis.progress_line import ProgressLine
 from yalis.study.workloads import NAMED, parse_workload
-
-if TYPE_CHECKING:
-    pass
 
 _NUMBERS = {
     "steps": (32, "decode steps to profile, around the middle of the output"),

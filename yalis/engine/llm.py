@@ -191,7 +191,7 @@ class LLM:
     def _generate(
         self, prompts: Any, sampling: Sampling, report: Callable[[Progress], None] | None
     ) -> list[RequestOutput]:
-        group = RequestGroup()
+        group = RequestGroup(events=False)
         loop, ids = self._running(), self._submit_all(prompts, sampling, group)
         done = group.finished
         try:

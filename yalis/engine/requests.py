@@ -135,7 +135,9 @@ class RequestGroup:
     stored but taken from the completion when its event is read, so unread output costs no memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: bool = True) -> None:
+        """`events`: next_event() will be called. Otherwise completions are not kept after they finish."""
+        self._events = events
         self.unfinished: set[int] = set()  # request ids
         self.finished: dict[int, RequestOutput] = {}  # results that have not been delivered
         self.output_tokens = 0  # generated for these requests so far
@@ -148,7 +150,8 @@ class RequestGroup:
     def notify(self, completion: PendingCompletion) -> None:
         """Record that the completion has new output, and that its request has finished if this was its last part."""
         request = completion.request
-        self._changed[request.id, completion.index] = completion
+        if self._events:
+            self._changed[request.id, completion.index] = completion
         if completion.finish_reason is not None and request.finished:
             self.finished[request.id] = request.output()
             self.unfinished.discard(request.id)  # last: other threads then expect the result

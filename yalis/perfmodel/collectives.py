@@ -76,16 +76,6 @@ def ring(shape: Shape, bytes: float) -> Cost:
     return shape.cost(Load(), Load(rounds, rounds, sent / shape.ranks_per_node))
 
 
-def double_tree(shape: Shape, bytes: float) -> Cost:
-    """Reduce up and broadcast down a tree of nodes with a chain in each node, as NCCL does.
-
-    Each of two trees carries half of the message, spread over the network links of a node's ranks."""
-    chain, depth = 2 * (shape.ranks_per_node - 1), 2 * (shape.nodes - 1).bit_length()
-    if shape.nodes == 1:
-        return shape.cost(Load(chain, chain, 2 * bytes if chain else 0), Load())
-    return shape.cost(Load(chain, chain), Load(depth, depth, 2 * bytes / shape.ranks_per_node))
-
-
 def one_shot(shape: Shape, bytes: float) -> Cost:
     """Every rank sends its whole message to every other rank, and adds all of them itself."""
     near, far = shape.ranks_per_node - 1, shape.size - shape.ranks_per_node
@@ -128,20 +118,6 @@ INTER_NODE: dict[str, Callable[[int, float], Load]] = {
     "halving": recursive_halving,
     "direct": direct_exchange,
 }
-
-
-def crossover(few_rounds: Algorithm, few_bytes: Algorithm, shape: Shape, intra: Link, inter: Link) -> float | None:
-    """Return the bytes from which `few_bytes` is faster than `few_rounds`: None if it never is, 0 if it always is."""
-
-    def extra_seconds(bytes: float) -> float:
-        return few_bytes(shape, bytes).seconds(intra, inter) - few_rounds(shape, bytes).seconds(intra, inter)
-
-    huge = 1e15
-    at_zero, per_byte = extra_seconds(0), (extra_seconds(huge) - extra_seconds(0)) / huge
-    if at_zero <= 0:
-        return 0.0
-    gains = per_byte < -1e-9 * few_rounds(shape, huge).seconds(intra, inter) / huge  # more than a rounding error
-    return at_zero / -per_byte if gains else None
 
 
 def fit(measured: Sequence[tuple[Load, float]]) -> Link:

@@ -57,9 +57,10 @@ class LogitBias:
             for token, bias in row.params.logit_bias.items()
             if token in vocab_shard
         ]
-        if not entries:
+        if all(row.params.logit_bias is None for row in rows):
             return None
-        flat_indices, values = zip(*entries, strict=True)
+        # Without an entry in this shard too: all ranks must convert their logits to float32, or they would disagree.
+        flat_indices, values = zip(*entries, strict=True) if entries else ((), ())
         return cls(_make_tensor(flat_indices, torch.int64, device), _make_tensor(values, torch.float32, device))
 
 

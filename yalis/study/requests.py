@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from yalis.batch.input import InvalidLine, parse, read_raw
@@ -103,7 +103,7 @@ def digest_requests(requests: Iterable[TimedRequest]) -> str:
     """Hash prompts and sampling parameters, to recognise the same requests whatever their file is called."""
     digest = hashlib.sha256()
     for request in requests:
-        digest.update(json.dumps([request.prompt, asdict(request.sampling)], sort_keys=True).encode())
+        digest.update(json.dumps([request.prompt, request.sampling.identity()], sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 

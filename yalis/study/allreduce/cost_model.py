@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from yalis.perfmodel.collectives import (
@@ -11,8 +10,6 @@ from yalis.perfmodel.collectives import (
     Cost,
     Link,
     Shape,
-    crossover,
-    double_tree,
     hierarchical,
     one_shot,
     ring,
@@ -53,13 +50,6 @@ class CostModel:
             }
         best = min(hierarchical(self.shape, size, name).seconds(self.intra, self.inter) for name in INTER_NODE)
         return {"hierarchical": 1e6 * best, "ring": 1e6 * ring(self.shape, size).seconds(self.intra, self.inter)}
-
-    def nvrar_crossovers(self) -> Iterator[tuple[str, float | None]]:
-        """Yield the bytes from which an algorithm with less traffic should be faster than nvrar; None: never."""
-        if self.fixed_seconds is not None:
-            nvrar = self._gpu_algorithms["nvrar"]
-            for name, other in (("ring", self._gpu_algorithms["ring"]), ("double tree", double_tree)):
-                yield name, crossover(nvrar, other, self.shape, self.intra, self.inter)
 
     @property
     def _gpu_algorithms(self) -> dict[str, Algorithm]:

@@ -225,9 +225,6 @@ class AllReduce(ResultKind):
             )
         return notes
 
-    def remarks(self, result: Result) -> list[str]:
-        return [*_crossover_remarks(result)]
-
     def has_plot(self, result: Result) -> bool:
         return any(row["median_us"] is not None for row in result.rows)
 
@@ -281,7 +278,7 @@ class AllReduce(ResultKind):
                     yield f"{label(row):<{wide}}{_text_cells(row)}"
         for title, cells in _summaries(result).items():
             yield f"\n{title}\n  {' · '.join(cells)}"
-        for note in [*result.notes, *_crossover_remarks(result)]:
+        for note in result.notes:
             yield f"\n{note}"
 
 
@@ -345,14 +342,6 @@ def _summaries(result: Result) -> dict[str, list[str]]:
         cells = found.setdefault(f"time added by the delay to {label(row)}{_describe_setting(row)}", [])
         cells.append(f"{short_size(row['bytes'])} {_time(extra_us)}")
     return found
-
-
-def _crossover_remarks(result: Result) -> Iterator[str]:
-    """Describe up to which size the cost model expects nvrar to be the fastest, on GPUs whose links were measured."""
-    if model := CostModel.of(result, None):
-        for name, size in model.nvrar_crossovers():
-            sizes = "at every size" if size is None else f"up to {size / 2**20:.2g} MB" if size else "at no size"
-            yield f"Cost model: nvrar is faster than a {name} {sizes}."
 
 
 def _describe_setting(row: Row) -> str:
