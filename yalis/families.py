@@ -1,4 +1,4 @@
-"""The supported model families: one record per family, holding everything that sets it apart.
+"""The supported model families: one record per family with all settings in which it differs.
 
 Every family runs on the same decoder with different settings. To add a dense family, add a record to FAMILIES. If it
 needs an operation no field describes, add a field to ModelSpec (spec.py) and use it in the layer that computes it.

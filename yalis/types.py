@@ -169,7 +169,7 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     "frequency_penalty": _only_at(0.0),
     "logit_bias": _only_at(None),
     "logprobs": _only_at(None),
-    # The sampler bans the tokens that would end the answer before this many.
+    # Before min_tokens the sampler masks EOS and stop tokens.
     "min_tokens": _once_reached,
 }
 

@@ -1,4 +1,4 @@
-"""The attention backends on a GPU against the float64 reference, and that a step never synchronizes with the device."""
+"""Compares attention backends on a GPU with the float64 reference, and checks that they never synchronize with it."""
 
 from __future__ import annotations
 

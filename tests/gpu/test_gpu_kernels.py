@@ -65,7 +65,7 @@ def test_skinny_gemm(dtype: torch.dtype, size: tuple[int, int]) -> None:
             activation = rng.choice(fused.ACTIVATIONS)
             found = skinny.gated_linear(x, weight, activation, bias, pdl)
             expected = reference.gated_linear(x, weight, activation, bias)
-            # Gates near zero lose digits that the norm of the output does not.
+            # The activation cancels digits of gates near zero, so the relative error is larger than that of the GEMM.
             assert error(found, expected) < 2 * TOLERANCE[dtype], (rows, activation)
 
 
@@ -127,7 +127,7 @@ def test_split_k_is_deterministic(pdl: bool) -> None:
     for found in run():
         assert torch.equal(found, first)
     assert skinny._counters(x.device).count_nonzero() == 0
-    torch.use_deterministic_algorithms(False)  # the graph must not contain the fills
+    torch.use_deterministic_algorithms(False)  # the graph must not contain the NaN fills of deterministic mode
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = run()
@@ -215,7 +215,7 @@ def test_gated(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [(28672, 4096), (1040, 520)], ids=str)
 def test_fused_gate_and_up_gemm(size: tuple[int, int]) -> None:
-    """Rounds as the separate operations do, in every tile up to the last, partial ones."""
+    """Rounds like the separate operations, also in partial tiles."""
     outputs, inputs = size
     for dtype, activation in ((torch.bfloat16, "silu"), (torch.float16, "gelu_tanh")):
         x = draw(ops.FUSED_GATE_MIN_ROWS + 77, inputs, dtype=dtype)
@@ -245,7 +245,7 @@ def first_argmax(row: torch.Tensor) -> int:
 # The operations that layers call: kernels/ops.py.
 
 ROWS = (1, 2, 7, 16, 33, 64, 65, 128, 300)
-# Another summation order sometimes rounds up instead of down.
+# Kernels and references sum in different orders, so results differ by rounding.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-3}
 
 
@@ -303,7 +303,7 @@ def test_ops_round_as_their_references(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_two_hundred_replays_with_pdl(dtype: torch.dtype, rows: int) -> None:
     """Back-to-back layers and replays with new inputs each time give the same bits as launches without PDL."""
-    torch.use_deterministic_algorithms(False)  # the graph must not contain the fills
+    torch.use_deterministic_algorithms(False)  # the graph must not contain the NaN fills of deterministic mode
     layers, times = [Layer(dtype) for _ in range(3)], 200
     inputs = draw(times, rows, Layer.hidden, dtype=dtype)
     all_angles = draw(times, rows, 1, 2 * Layer.dim, dtype=dtype) / 2

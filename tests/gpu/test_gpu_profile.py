@@ -30,7 +30,7 @@ PLAN = ProfilePlan(Workload(8, PROMPT, 96), steps=32, repeats=2)
 def test_the_parts_of_a_step(eager: bool) -> None:
     result = measure(replace(CONFIG, eager=eager), PLAN, "a test")
     for row in result.rows:
-        print(row)  # for whoever reads the log
+        print(row)  # shown in the test log
         assert row["accounted"] == pytest.approx(1, abs=TOLERANCE)
         assert row["matmul_ms"] > row["attention_ms"] > 0
         assert row["communication_ms"] == 0

@@ -19,7 +19,10 @@ LAUNCHER_PREFIXES = ("YALIS_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "
 
 
 class Job:
-    """A rank 0 that starts the others, or (`ranks`) processes with torchrun's variables but without its store."""
+    """A job of real processes. Without `ranks`, rank 0 starts the others.
+
+    With `ranks`, these ranks are started with torchrun's environment variables but without its store.
+    """
 
     def __init__(
         self,

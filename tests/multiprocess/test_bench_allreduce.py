@@ -41,7 +41,7 @@ sys.exit(main(ARGUMENTS))
 """
 
 
-# Told how to do each all-reduce, it does it that way; untold it would fail.
+# A backend that fails unless the benchmark passes its options.
 CHOOSY = """
 import sys
 from yalis.cli.main import main

@@ -15,7 +15,7 @@ from yalis.engine.device import CPU_KV_MEMORY
 from yalis.errors import YalisFailure
 from yalis.parallel.memory import spell_bytes
 
-# What the messages of allocators without an exception type of their own contain, and how they state the request.
+# Substrings of out-of-memory messages that are raised as plain RuntimeError, and how they state the request.
 _MESSAGES = ("can't allocate memory", "CUDA error: out of memory")
 _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -36,7 +36,7 @@ class OutOfMemory:
 
     @property
     def needed(self) -> int | None:
-        """A lower bound of what the work needs: it did not run to its end."""
+        """A lower bound of the memory that the work needs: it stopped at the failed allocation."""
         return None if self.requested is None else self.allocated + self.requested
 
     @property

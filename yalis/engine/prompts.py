@@ -165,7 +165,7 @@ def _unwrap(prompt: dict[str, Any]) -> tuple[Any, str | None]:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether the value is an array of numpy or torch; a number of theirs is not."""
+    """Return whether the value is a numpy or torch array with at least one dimension."""
     return getattr(value, "ndim", 0) > 0 and hasattr(value, "tolist")
 
 

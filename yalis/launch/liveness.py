@@ -252,11 +252,11 @@ class WorkerMonitor(LivenessMonitor):
         if self.closing or self.rank0_left.is_set():
             return
         self._send(self._link, {"fail": message})
-        time.sleep(STUCK_S)  # rank 0's answer ends this process
+        time.sleep(STUCK_S)  # rank 0 replies `failed`, which ends this process
         os._exit(1)
 
     def start_serving(self) -> None:
-        """From here on this process only works for rank 0 and ends with it."""
+        """Mark this process as serving rank 0, so that it ends when rank 0 does."""
         self._done_serving.clear()
         self.serving = True
 

@@ -79,7 +79,7 @@ class World:
 
     @property
     def failure(self) -> str | None:
-        """The message of what ended the job; None while it is healthy."""
+        """The failure message of the job, or None while it is healthy."""
         return self._monitor.failure if self._monitor else self._own_failure
 
     @property
