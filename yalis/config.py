@@ -18,7 +18,7 @@ GridShape = tuple[int, int]  # rows and columns of a tensor-parallel group
 
 @dataclass(frozen=True)
 class EngineConfig:
-    model: str = DEFAULT_MODEL  # alias, folder, repo id, or .gguf file
+    model: str = DEFAULT_MODEL  # short name, folder, repo id, or .gguf file
     tokenizer: str | None = None  # a folder or repo id; None: the checkpoint's
     dtype: str = "auto"  # auto: the checkpoint's dtype on a GPU, float32 on a CPU
     device: str = "auto"  # auto, cpu, cuda, cuda:N

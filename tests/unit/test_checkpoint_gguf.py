@@ -153,7 +153,7 @@ def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
     assert scaling == {key: value for key, value in _LLAMA3.items() if key not in ("rope_theta", "factor")}
 
 
-def _dequantisable() -> list[Kind]:
+def _dequantizable() -> list[Kind]:
     kinds = []
     for kind in Kind:
         try:
@@ -165,8 +165,8 @@ def _dequantisable() -> list[Kind]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes give infinite scales
-@pytest.mark.parametrize("kind", _dequantisable(), ids=lambda kind: kind.name)
-def test_every_type_the_gguf_package_can_dequantise(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", _dequantizable(), ids=lambda kind: kind.name)
+def test_every_type_the_gguf_package_can_dequantize(kind: Kind, tmp_path: Path) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     columns = 512
     row_bytes = columns // block * size
@@ -305,11 +305,11 @@ def test_unsupported_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(YalisError, match="is not a GGUF file"):
         GgufCheckpoint(tmp_path / "text.gguf")
 
-    quantised = write_matrix(tmp_path / "q8_0.gguf", np.zeros((8, 34), dtype=np.uint8), Kind.Q8_0, 32)
+    quantized = write_matrix(tmp_path / "q8_0.gguf", np.zeros((8, 34), dtype=np.uint8), Kind.Q8_0, 32)
     plain = write_matrix(tmp_path / "f32.gguf", np.zeros((8, 32), dtype=np.float32), Kind.F32, 32)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(YalisError, match="pip install gguf"):
-        GgufCheckpoint(quantised)
+        GgufCheckpoint(quantized)
     assert read_all(GgufCheckpoint(plain))["model.embed_tokens.weight"].eq(0).all()
 
 

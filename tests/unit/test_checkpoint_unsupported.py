@@ -75,17 +75,17 @@ def test_a_lora_adapter_alone(tmp_path: Path, load: str) -> None:
         ("4 bits", "an unknown method"),
     ],
 )
-def test_quantisation_is_refused_by_its_method(
+def test_quantization_is_refused_by_its_method(
     folder: Path, caplog: pytest.LogCaptureFixture, declared: object, method: str
 ) -> None:
     edit_config(folder, quantization_config=declared)
     assert refusal(folder) == (
-        f"{folder} is quantised with {method}, which is not supported yet; give its float32, bfloat16 or float16 "
+        f"{folder} is quantized with {method}, which is not supported yet; give its float32, bfloat16 or float16 "
         "checkpoint, or a GGUF file"
     )
     if method == "gptq":  # random weights run, with a warning
         LLM(str(folder), load="random", device="cpu", kv_blocks=4).close()
-        assert f"the config of {folder} declares quantisation with gptq" in caplog.text
+        assert f"the config of {folder} declares quantization with gptq" in caplog.text
     edit_config(folder, architectures=["GptOssForCausalLM"])
     assert "architecture 'GptOssForCausalLM', which is not supported" in refusal(folder)
     edit_config(folder, architectures=["LlamaForCausalLM"], quantization_config=None)

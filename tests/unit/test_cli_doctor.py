@@ -75,7 +75,7 @@ def test_doctor_checks_the_cache_folder(tmp_path: Path, monkeypatch: pytest.Monk
         assert "set YALIS_CACHE" in cache().detail
 
 
-def test_models_lists_aliases_and_families(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_lists_short_names_and_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert "smollm2-135m" in out

@@ -48,6 +48,12 @@ def test_page(page: Path) -> None:
             assert len(line) <= MAX_LINE, line
 
 
+def test_words_have_one_spelling() -> None:
+    sources = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "yalis").rglob("*.py")]
+    found = [path.name for path in sources if re.search(r"quantis|\balias(es)? \(see|model alias", path.read_text())]
+    assert found == []
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in index] == ["README.md"]

@@ -69,7 +69,7 @@ def list_models() -> list[ModelInfo]:
 
 
 def fetch_model(name: str) -> Path:
-    """Return the file of an alias; downloads it if it is not in the cache or does not match its checksum."""
+    """Return the file of a short name; downloads it if it is not in the cache or does not match its checksum."""
     if name not in ALIASES:
         raise YalisError(f"unknown model {name!r}; known: {', '.join(ALIASES)}")
     alias = ALIASES[name]

@@ -1,4 +1,4 @@
-"""GGUF checkpoints: one file with metadata, tokenizer and tensors, mostly quantised in blocks.
+"""GGUF checkpoints: one file with metadata, tokenizer and tensors, mostly quantized in blocks.
 
 Changes made by llama.cpp's converter are undone while reading, so that tensors have transformers' layout.
 """
@@ -28,7 +28,7 @@ _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufTensor(LazyTensor):
-    """A tensor of a GGUF file, dequantised and converted to transformers' layout while it is read.
+    """A tensor of a GGUF file, dequantized and converted to transformers' layout while it is read.
 
     `head_dim` is set where llama.cpp interleaved the rows of each head; `offset` is what it added to each element.
     """
@@ -55,7 +55,7 @@ class GgufTensor(LazyTensor):
         self._read_rows(stored, out, *ranges)
 
     def _read_rows(self, stored: Tensor, out: Tensor, rows: range, columns: range) -> None:
-        """Dequantise from `stored` [rows, bytes], reading only the blocks that contain `columns`."""
+        """Dequantize from `stored` [rows, bytes], reading only the blocks that contain `columns`."""
         entry = self._entry
         first, last = columns.start // entry.block, -(-columns.stop // entry.block)
         within = slice(columns.start - first * entry.block, columns.stop - first * entry.block)
@@ -63,7 +63,7 @@ class GgufTensor(LazyTensor):
         for chunk in row_chunks(rows, width * 4):
             data = stored[self._stored_rows(chunk), first * entry.block_bytes : last * entry.block_bytes]
             entry.file.bytes_read += data.numel()
-            values = self._dequantise(data.contiguous()).view(len(chunk), width)[:, within]
+            values = self._dequantize(data.contiguous()).view(len(chunk), width)[:, within]
             if self._offset:
                 values = values.float() - self._offset
             out[chunk.start - rows.start : chunk.stop - rows.start].copy_(values)
@@ -84,7 +84,7 @@ class GgufTensor(LazyTensor):
         step = self._head_dim or 1
         return rows.start // step * step, -(-rows.stop // step) * step
 
-    def _dequantise(self, data: Tensor) -> Tensor:
+    def _dequantize(self, data: Tensor) -> Tensor:
         entry = self._entry
         if entry.kind in FLOATS:
             return data.view(FLOATS[entry.kind])
@@ -169,7 +169,7 @@ def _read_vector(entry: GgufEntry) -> list[float]:
 
 
 def _main_dtype(entries: list[GgufEntry]) -> str:
-    """Return the compute dtype on a GPU: that of most matrices, or bfloat16 if they are quantised."""
+    """Return the compute dtype on a GPU: that of most matrices, or bfloat16 if they are quantized."""
     kinds = Counter(entry.kind for entry in entries if len(entry.shape) > 1)
     common = kinds.most_common(1)[0][0] if kinds else 0
     return {0: "float32", 1: "float16", 28: "float32"}.get(common, "bfloat16")

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and the table of tensors.
 
 It is parsed here because the gguf package takes seconds for a vocabulary and does not report a truncated file clearly.
-The package is used only for the quantised types.
+The package is used only for the quantized types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-#: ggml types that are not quantised
+#: ggml types that are not quantized
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 
 
@@ -32,7 +32,7 @@ class GgufEntry:
     name: str
     shape: tuple[int, ...]
     kind: int  # ggml type
-    block: int  # elements in a quantised block, else 1
+    block: int  # elements in a quantized block, else 1
     block_bytes: int
     offset: int
 
@@ -122,20 +122,20 @@ def _locate(file: MappedFile, start: int, name: str, shape: tuple[int, ...], kin
 
 
 def _block_size(file: MappedFile, name: str, kind: int) -> tuple[int, int]:
-    """Return the elements and bytes of a quantised block; raises if the gguf package cannot dequantise the type."""
+    """Return the elements and bytes of a quantized block; raises if the gguf package cannot dequantize the type."""
     import numpy as np
 
     gguf = import_gguf(file)
     try:
-        quantised = gguf.GGMLQuantizationType(kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[quantised]
-        gguf.dequantize(np.zeros((1, block_bytes), dtype=np.uint8), quantised)
+        quantized = gguf.GGMLQuantizationType(kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[quantized]
+        gguf.dequantize(np.zeros((1, block_bytes), dtype=np.uint8), quantized)
     except (ValueError, KeyError):
         problem = f"ggml type {kind}, which the installed gguf package does not support; try: pip install -U gguf"
         raise YalisError(f"tensor {name!r} in {file.path} is stored as {problem}") from None
     except NotImplementedError:
         problem = (
-            f"{quantised.name}, which the gguf package cannot dequantise; use a file in another type, such as Q8_0"
+            f"{quantized.name}, which the gguf package cannot dequantize; use a file in another type, such as Q8_0"
         )
         raise YalisError(f"tensor {name!r} in {file.path} is stored as {problem}") from None
     return int(block), int(block_bytes)
@@ -145,6 +145,6 @@ def import_gguf(file: MappedFile) -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise YalisError(f"{file.path} is quantised, and reading it needs the gguf package: pip install gguf") from None
+        raise YalisError(f"{file.path} is quantized, and reading it needs the gguf package: pip install gguf") from None
     module: ModuleType = gguf
     return module

@@ -1,4 +1,4 @@
-"""Resolves `--model`: an alias, a folder, a .gguf file, or a repo id of the Hugging Face hub."""
+"""Resolves `--model`: a short name, a folder, a .gguf file, or a repo id of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def open_checkpoint(model: str, load: str = "auto", seed: int = 0) -> Checkpoint
 
 
 def locate(model: str, weights: bool = True) -> Path:
-    """Return the file or folder that `model` names; downloads it if it is an alias or a hub repo."""
+    """Return the file or folder that `model` names; downloads it if it is a short name or a hub repo."""
     if model in ALIASES:
         return fetch_model(model)
     path = Path(model).expanduser()

@@ -69,7 +69,7 @@ class SafetensorsCheckpoint(Checkpoint):
             read_spec(self.config, self.label)  # an unsupported architecture is the better message
         if method is not None:
             raise YalisError(
-                f"{self.label} is quantised with {method}, which is not supported yet; give its float32, bfloat16 or "
+                f"{self.label} is quantized with {method}, which is not supported yet; give its float32, bfloat16 or "
                 "float16 checkpoint, or a GGUF file"
             )
         if not paths:

@@ -39,7 +39,7 @@ def refuse_adapter(folder: Path, label: str) -> None:
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """Return the quantisation method that a config.json declares, such as gptq; None if it declares none."""
+    """Return the quantization method that a config.json declares, such as gptq; None if it declares none."""
     declared = config.get("quantization_config") or config.get("compression_config")
     if not declared:
         return None
@@ -91,7 +91,7 @@ def ignored_parts(checkpoint: Checkpoint, num_layers: int) -> list[str]:
         )
     if (method := quantization_method(checkpoint.config)) is not None:
         warnings.append(
-            f"the config of {checkpoint.label} declares quantisation with {method}, which is not supported yet; its "
-            "random weights are not quantised"
+            f"the config of {checkpoint.label} declares quantization with {method}, which is not supported yet; its "
+            "random weights are not quantized"
         )
     return warnings

@@ -17,7 +17,7 @@ from yalis.types import SamplingParams
 
 HELP = {
     # EngineConfig
-    "model": "alias (see `yalis models`), folder, Hugging Face repo id, or .gguf file",
+    "model": "short name (see `yalis models`), folder, Hugging Face repo id, or .gguf file",
     "tokenizer": "folder or repo id of the tokenizer, if not the checkpoint's own",
     "dtype": f"one of {', '.join(DTYPES)}; auto is the checkpoint's dtype on a GPU and float32 on a CPU",
     "device": "auto, cpu, cuda or cuda:N",

@@ -33,7 +33,7 @@ VERBS = {
     "report": (report, "make an HTML page of plots and tables from benchmark results"),
     "lab": (lab, "run a command as ranks on emulated hosts (network namespaces of this machine)"),
     "plan": (plan, "show the layers, weights and KV cache of each rank without loading the model"),
-    "models": (models, "list model aliases and supported model families"),
+    "models": (models, "list the short names of models and the supported model families"),
     "doctor": (doctor, "check which packages, devices and backends are usable on this machine"),
 }
 
