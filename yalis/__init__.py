@@ -44,7 +44,12 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'yalis' has no attribute {name!r}")
     env.limit_openmp_spinning()  # must run before torch is imported
-    return getattr(import_module(_HOME[name]), name)
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"yalis.{name} needs {error.name}, which is not installed; type `pip install {error.name}`", name=error.name
+        ) from None
 
 
 def __dir__() -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from typing import Any
 
 from yalis.errors import YalisError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPE_NAMES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 LOADS = ("auto", "random")
 GENERATION_CONFIGS = ("auto", "none")
 DEFAULT_MODEL = "smollm2-135m"
@@ -54,6 +54,8 @@ class EngineConfig:
         object.__setattr__(self, "tp", _parse_grid(self.tp))
         if self.tokenizer is not None:
             _check_text("tokenizer", self.tokenizer)
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", _DTYPE_NAMES.get(dtype, dtype))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load", self.load, LOADS)
         _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
@@ -86,42 +88,6 @@ class EngineConfig:
             raise YalisError(f"join_timeout is {self.join_timeout!r}; give a number of seconds above 0")
 
 
-#: vLLM's names of arguments that have another name here.
-_VLLM_NAMES = {
-    "tensor_parallel_size": "tp",
-    "pipeline_parallel_size": "pp",
-    "data_parallel_size": "dp",
-    "gpu_memory_utilization": "memory_fraction",
-    "max_num_batched_tokens": "max_batch_tokens",
-    "enforce_eager": "eager",
-    "enable_prefix_caching": "prefix_reuse",
-    "attention_backend": "attention",
-    "load_format": "load",
-    "num_gpu_blocks_override": "kv_blocks",
-}
-
-
-#: Advice for arguments of vLLM that have no counterpart.
-_VLLM_ADVICE = {
-    "seed": "give SamplingParams(seed=...)",
-    "trust_remote_code": "code of a model's folder is not supported, so leave it out",
-    "quantization": "quantized inference is not supported yet",
-    "enable_lora": "LoRA adapters are not supported",
-}
-
-
-def explain_unknown_field(name: str) -> str:
-    """Return the message for a keyword of LLM that does not exist."""
-    accepted = sorted(field.name for field in fields(EngineConfig))
-    if name in _VLLM_NAMES:
-        return f"LLM has no argument {name!r}; here it is called {_VLLM_NAMES[name]}"
-    if name in _VLLM_ADVICE:
-        return f"LLM has no argument {name!r}; {_VLLM_ADVICE[name]}"
-    close = get_close_matches(name, accepted, 1)
-    meant = f"did you mean {close[0]!r}? " if close else ""
-    return f"LLM has no argument {name!r}; {meant}accepted: {', '.join(accepted)}"
-
-
 def _parse_grid(value: object) -> GridShape:
     """Parse a grid: 4 and "4" are four rows of one column; "2x2" and (2, 2) are two rows of two columns."""
     parts: object = value
@@ -143,7 +109,7 @@ def _check_choice(name: str, value: object, accepted: tuple[object, ...]) -> Non
 
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
-        raise YalisError(f"{name} is {value!r}; give a string")
+        raise YalisError(f"{name} is {value!r}; give a non-empty string")
 
 
 def _is_number(value: object) -> bool:

@@ -22,6 +22,8 @@ class ConfigReader:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.config.get(key)
         value = default if value is None else value
+        if value is None:
+            raise YalisError(f"the config of {self.label} has no {key}; add it, as in the original model's config.json")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise YalisError(f"{key} in {self.label} is {value!r}; it must be a whole number of at least 1")
         return value

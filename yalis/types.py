@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal, Protocol, Union
 
 from yalis.errors import YalisError
+from yalis.keywords import SAMPLING_KEYWORDS, check_init_keywords
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Message = dict[str, Any]
@@ -30,9 +31,28 @@ class TokenArray(Protocol):
 MAX_PROMPT_LOGPROBS = 20
 
 
+@check_init_keywords("SamplingParams", SAMPLING_KEYWORDS)
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are sampled. The default is greedy: temperature 0 selects the most likely token.
+
+    max_tokens: most tokens to generate; 0 with prompt_logprobs scores the prompt alone
+    min_tokens: fewest tokens to generate before an end-of-sequence or stop token may end the output
+    temperature: divides the logits before random sampling; 0 is greedy decoding
+    top_k: sample from the k most likely tokens; 0 or -1 means all
+    top_p: sample from the most likely tokens whose probabilities add up to this, above 0 and at most 1
+    min_p: drop tokens less likely than this fraction of the most likely token, 0 to 1
+    repetition_penalty: above 1 makes tokens of the prompt and the output less likely, below 1 more likely
+    presence_penalty: subtracted from the logits of tokens that are in the output, -2 to 2
+    frequency_penalty: subtracted from the logit of a token for each time it is in the output, -2 to 2
+    stop: a string, or a list of strings, that ends the output; it is not part of the text
+    stop_token_ids: token ids that end the output
+    ignore_eos: continue after the model's end-of-sequence tokens
+    seed: of the random numbers; None draws one
+    n: completions of each prompt, 1 to 1024
+    logprobs: return the log-probability of each output token and of this many most likely tokens; None: neither
+    prompt_logprobs: the same for each prompt token, 0 to 20
+    logit_bias: numbers from -100 to 100 to add to the logits, by token id
 
     The order is logit_bias, penalties, temperature, top_k, top_p, min_p, sampling. The noise is a function of (seed,
     position, token id), so a request with a seed gets the same tokens whatever else is in the batch.
@@ -41,20 +61,20 @@ class SamplingParams:
     max_tokens: int = 128
     min_tokens: int = 0
     temperature: float = 0.0
-    top_k: int = 0  # 0 keeps every token, and so does -1
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = None  # None: a random seed
+    seed: int | None = None
     n: int = 1
-    logprobs: int | None = None  # most likely tokens to return with each sampled token; 0: that token only
-    prompt_logprobs: int | None = None  # the same for each prompt token; with max_tokens 0 nothing is generated
-    logit_bias: dict[int, float] | None = field(default=None, hash=False)  # added to the logits of these token ids
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))

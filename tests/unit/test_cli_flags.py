@@ -51,6 +51,14 @@ def test_underscores_in_flags_are_dashes() -> None:
     assert build_parser().parse_args(["lab", "--ranks_per_host", "3", "--", *command]).command[-5:] == command
 
 
+def test_flags_of_vllm_with_the_same_meaning() -> None:
+    line = "generate x --tensor-parallel-size 2 --pipeline_parallel_size=3 --gpu-memory-utilization 0.5 --enforce-eager"
+    args = build_parser().parse_args([*line.split(), "--no-enable-prefix-caching", "--dtype", "half"])
+    assert engine_config(args) == EngineConfig(
+        tp=(2, 1), pp=3, memory_fraction=0.5, eager=True, prefix_reuse=False, dtype="float16"
+    )
+
+
 def test_the_help_of_chat(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["chat", "--help"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
+import subprocess
 import sys
 
 import numpy
@@ -52,6 +53,9 @@ def test_forms_of_a_prompt(llm):
     assert [token for chunk in llm.stream(torch.tensor(ids), SHORT) for token in chunk.token_ids] == expected
     llm.submit({"prompt": "abc def"}, sampling_params=SHORT)
     assert [event.output.token_ids for event in llm.events() if event.output] == [expected]
+    assert [output.token_ids for output in llm.generate((form for form in forms), SHORT)] == [expected] * len(forms)
+    with pytest.raises(YalisError, match=r"a prompt is a list of strings; give submit.. one string, or the whole list"):
+        llm.submit(["abc", "def"], SHORT)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +140,64 @@ def test_names_and_signature_are_visible():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("arguments", "message"),
     [
-        ("tensor_parallel_size", "here it is called tp"),
-        ("blok_size", "did you mean 'block_size'"),
-        ("seed", r"give SamplingParams\(seed="),
-        ("zzz", "accepted: allreduce, "),
+        ({"blok_size": 2}, r"LLM has no argument 'blok_size' \(did you mean block_size\?\)$"),
+        ({"seed": 2}, r"LLM has no argument 'seed' \(give SamplingParams\(seed="),
+        ({"zzz": 2, "max_num": 3}, r"'zzz' and 'max_num' \(did you mean max_num_seqs\?\); accepted: allreduce, "),
+        ({"trust_remote_code": True}, "'trust_remote_code' .code of a model's folder is not supported.$"),
+        ({"tensor_parallel_size": 2, "tp": 2}, "tp and tensor_parallel_size are the same argument; give one of them"),
+        ({"tensor_parallel_size": 0}, "tp is 0; give a number of ranks"),
+        ({"model": None}, "model is None; give a non-empty string"),
     ],
 )
-def test_an_unknown_argument(name, message):
-    with pytest.raises(YalisError, match=f"LLM has no argument '{name}'; {message}"):
-        LLM(**{name: 2})
+def test_an_invalid_argument_of_llm(arguments, message):
+    with pytest.raises(YalisError, match=message):
+        LLM(**arguments)
+
+
+def test_arguments_of_vllm_without_an_effect(llm, tmp_path):
+    assert SamplingParams(skip_special_tokens=True, detokenize=True, best_of=None, n=2) == SamplingParams(n=2)
+    with pytest.raises(YalisError, match=r"'max_token' .did you mean max_tokens\?., 'foo' and 'skip_special_tokens' "):
+        SamplingParams(max_token=3, foo=4, skip_special_tokens=False)
+    with pytest.raises(YalisError, match=r"'best_of' .not supported: only None or 1 is accepted.$"):
+        llm.default_sampling_params(best_of=4)
+    wanted = llm.chat("abc", SHORT)[0].text
+    assert llm.chat("abc", SHORT, add_generation_prompt=True, lora_request=None, tools=None)[0].text == wanted
+    for call, arguments, message in [
+        (llm.generate, {"lora_request": 1}, r"generate\(\) has no argument 'lora_request' .not supported: only None"),
+        (
+            llm.chat,
+            {"tools": [{}]},
+            r"chat\(\) has no argument 'tools' .give generate\(\) the text of llm.tokenizer.hf",
+        ),
+        (llm.stream, {"samplin": SHORT}, r"stream\(\) has no argument 'samplin' .did you mean sampling or "),
+        (llm.submit, {"max_tokens": 3}, r"submit\(\) has no argument 'max_tokens'; accepted: prompt, "),
+    ]:
+        with pytest.raises(YalisError, match=message):
+            call("abc", **arguments)
+    path = save_tiny_chat(tmp_path)
+    with LLM(
+        path, enforce_eager=True, gpu_memory_utilization=0.5, seed=None, dtype=torch.float32, kv_memory=0.05
+    ) as one:
+        assert (one.config.eager, one.config.memory_fraction, one.config.dtype) == (True, 0.5, "float32")
+
+
+@pytest.mark.parametrize("name", ["bf16", "half", "fp16", "float", "fp32", "torch.bfloat16"])
+def test_short_names_of_dtypes(name):
+    wanted = {"b": "bfloat16", "h": "float16", "f": "float32"}[name.removeprefix("torch.")[0]]
+    assert EngineConfig(dtype=name).dtype == ("float16" if name == "fp16" else wanted)
+
+
+def test_the_help_explains_every_sampling_field():
+    for field in dataclasses.fields(SamplingParams):
+        assert f"\n    {field.name}: " in SamplingParams.__doc__
+
+
+def test_a_missing_torch_is_named():
+    code = "import sys; sys.modules['torch'] = None\ntry: from yalis import LLM\nexcept ImportError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "yalis.LLM needs torch, which is not installed; type `pip install torch`\n"
 
 
 def test_forms_of_a_conversation(llm):
@@ -165,6 +216,7 @@ def test_forms_of_a_conversation(llm):
         (["hello"], "message 1 has no role"),
         ([[message("a")], [message(3)]], "prompt 1: message 1 has no content"),
         ([], "the conversation is empty"),
+        ([{"role": "usr", "content": "a"}], "message 1 has the role 'usr', .*; accepted: user, assistant, system, dev"),
         (3, "the conversation is of type int; give a string, or a list of"),
     ]:
         with pytest.raises(YalisError, match=sentence):

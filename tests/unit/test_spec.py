@@ -61,6 +61,7 @@ def test_missing_keys_have_the_defaults_of_transformers(architecture):
         ({"hidden_size": "64"}, "hidden_size in .* is '64'"),
         ({"num_key_value_heads": 3}, "must be a multiple"),
         ({"num_hidden_layers": 0}, "at least 1"),
+        ({"hidden_size": None}, "has no hidden_size; add it, as in the original"),
         ({"rms_norm_eps": "small"}, "must be a number"),
         ({"head_dim": 17}, "must be even"),
         ({"eos_token_id": "end"}, "eos_token_id"),

@@ -22,6 +22,7 @@ from yalis.errors import YalisError, first_line
 from yalis.types import Message
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_ROLES = ("user", "assistant", "system", "developer", "tool")
 _CACHE_FORMAT = 1  # increment when a tokenizer built from GGUF metadata changes
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -47,12 +48,23 @@ class Tokenizer:
         """Encode the messages with the chat template, including the generation prompt."""
         if not getattr(self.hf, "chat_template", None):
             raise YalisError(f"{self.label} has no chat template; give a plain prompt, or use a model made for chat")
+        self._check_roles(messages)
         try:
             text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise any type
             reason = first_line(error)
             raise YalisError(f"the chat template of {self.label} does not accept these messages ({reason})") from error
         return self._ids(text, add_special_tokens=False)
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        """Raise YalisError for a misspelled role. Templates may have roles of their own, such as ipython."""
+        for index, message in enumerate(messages, 1):
+            role, template = message["role"], str(self.hf.chat_template)
+            if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+                raise YalisError(
+                    f"message {index} has the role {role!r}, which the chat template of {self.label} does not have; "
+                    f"accepted: {', '.join(_ROLES)}"
+                )
 
     def _ids(self, text: str, **options: bool) -> list[int]:
         try:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from yalis.config import DTYPES, GENERATION_CONFIGS, LOADS, EngineConfig
 from yalis.errors import YalisError
+from yalis.keywords import LLM_KEYWORDS, suggest
 from yalis.types import SamplingParams
 
 HELP = {
@@ -66,6 +67,13 @@ HELP = {
 }
 
 
+#: vLLM's names of flags that have the same meaning here.
+VLLM_FLAGS = {
+    f"--{no}{theirs.replace('_', '-')}": f"--{no}{ours.replace('_', '-')}"
+    for theirs, ours in LLM_KEYWORDS.renamed.items()
+    for no in ("", "no-")
+}
+
 #: An argument of LLM in a message, such as `max_model_len=`, `kv_blocks=512` or `device='cpu'`.
 _KEYWORD = re.compile(
     rf"""(?<![\w'"/.-])({"|".join(field.name for field in fields(EngineConfig))})=(?:'([^']*)'|([\w.]*\w))?"""
@@ -86,7 +94,7 @@ def name_flags(message: str) -> str:
 
 class Parser(argparse.ArgumentParser):
     """Reports errors as one line, suggests the accepted word for a misspelled one, and reads --max_tokens as
-    --max-tokens.
+    --max-tokens and --tensor-parallel-size, vLLM's name, as --tp.
 
     Flags cannot be abbreviated: a new flag would make an abbreviation ambiguous. The parsed arguments hold the parser
     of the verb or benchmark as `parser`.
@@ -101,32 +109,28 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_unknown(self, argument: str) -> None:
         """Raise the error for an argument that is left over after parsing."""
-        flags = self._option_string_actions if argument.startswith("-") else ()
-        self.error(f"unknown argument {argument!r}{_suggest(_with_dashes(argument).partition('=')[0], flags)}")
+        name = _with_dashes(argument).partition("=")[0].lstrip("-")
+        flags = [flag.lstrip("-") for flag in self._option_string_actions] if argument.startswith("-") else []
+        self.error(f"unknown argument {argument!r}{suggest(name, flags, prefix='--')}")
 
     def _parse_optional(self, arg_string: str) -> Any:
         flag = _with_dashes(arg_string)
-        known = flag.startswith("--") and flag.partition("=")[0] in self._option_string_actions
-        return super()._parse_optional(flag if known else arg_string)
+        name, equals, value = flag.partition("=")
+        name = VLLM_FLAGS.get(name, name)
+        known = flag.startswith("--") and name in self._option_string_actions
+        return super()._parse_optional(name + equals + value if known else arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            suggestion = _suggest(str(value), action.choices)
-            accepted = "" if suggestion else f"; accepted: {', '.join(map(str, action.choices))}"
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{suggestion}{accepted}")
+            choices = [str(choice) for choice in action.choices]
+            advice = suggest(str(value), choices) or f"; accepted: {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{advice}")
 
 
 def _with_dashes(argument: str) -> str:
     """Return a flag, with or without =VALUE, with dashes for the underscores of its name."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def _suggest(word: str, accepted: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, list(accepted), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import secrets
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +19,7 @@ from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
-from yalis.config import DEFAULT_MODEL, EngineConfig, GridShape, explain_unknown_field
+from yalis.config import DEFAULT_MODEL, EngineConfig, GridShape
 from yalis.engine.engine import Engine, EngineStats
 from yalis.engine.interrupts import Stopped
 from yalis.engine.progress import Progress, progress_callback
@@ -37,6 +38,7 @@ from yalis.engine.requests import PendingRequest, RequestGroup
 from yalis.engine.step_profiler import Profile
 from yalis.engine.worker import WORKER, serve_rank
 from yalis.errors import YalisError, YalisFailure, count_of, first_line
+from yalis.keywords import CHAT_KEYWORDS, GENERATE_KEYWORDS, LLM_KEYWORDS, NO_KEYWORDS, check_keywords
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
@@ -63,9 +65,10 @@ class LLM:
     closed its LLM, and `generate`, `chat` and `stream` return nothing: use results where `llm.rank == 0`.
     """
 
+    @check_keywords("LLM", LLM_KEYWORDS)
     def __init__(
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         tokenizer: str | None = None,
         dtype: str = "auto",
@@ -93,11 +96,8 @@ class LLM:
         ranks_per_node: int | None = None,
         ranks_per_gpu: int = 1,
         join_timeout: float = 300.0,
-        **unknown: NoReturn,
     ) -> None:
-        given = {**locals(), "model": str(model)}
-        if unknown:
-            raise YalisError(explain_unknown_field(next(iter(unknown))))
+        given = {**locals(), "model": os.fspath(model) if isinstance(model, os.PathLike) else model}
         self.config = EngineConfig(**{field.name: given[field.name] for field in dataclasses.fields(EngineConfig)})
         self._submitted = RequestGroup()  # the requests of submit()
         self._next_id = itertools.count()
@@ -158,6 +158,7 @@ class LLM:
 
     # Requests that run to completion
 
+    @check_keywords("generate()", GENERATE_KEYWORDS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -213,6 +214,7 @@ class LLM:
             loop.cancel(ids)
         return [done[id] for id in ids]
 
+    @check_keywords("chat()", CHAT_KEYWORDS)
     def chat(
         self,
         messages: str | Sequence[Message] | Sequence[Sequence[Message]],
@@ -234,6 +236,7 @@ class LLM:
             use_tqdm=use_tqdm,
         )
 
+    @check_keywords("stream()", NO_KEYWORDS)
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, *, sampling_params: Sampling = None
     ) -> Generator[StreamChunk, None, None]:
@@ -258,6 +261,7 @@ class LLM:
 
     # Single requests
 
+    @check_keywords("submit()", NO_KEYWORDS)
     def submit(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, sampling_params: SamplingParams | None = None
     ) -> int:

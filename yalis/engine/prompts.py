@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Union
 
 from yalis.checkpoint.tokenizer import Tokenizer
@@ -33,6 +33,8 @@ def pair_with_sampling(
 
     One SamplingParams applies to all prompts.
     """
+    if isinstance(prompts, Iterator):  # such as a generator
+        prompts = list(prompts)
     prompts = list(prompts) if _is_list_of_prompts(prompts) else [prompts]
     if sampling is None or isinstance(sampling, SamplingParams):
         sampling = [sampling or default] * len(prompts)
@@ -80,6 +82,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, model: str) -> tu
         raise YalisError(f"a prompt is of type {given}; give a string, a list of token ids, or a list of messages")
     if not prompt:
         raise YalisError(EMPTY_PROMPT)
+    if not isinstance(prompt, str) and isinstance(prompt[0], str):
+        raise YalisError("a prompt is a list of strings; give submit() one string, or the whole list to generate()")
     if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
         return text, list(prompt)
     if tokenizer is None:

@@ -1,0 +1,188 @@
+"""Checks the keyword arguments of the public API, and accepts those of vLLM that have the same meaning here."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
+
+from yalis.errors import YalisError
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass(frozen=True)
+class VllmKeywords:
+    """Arguments of a function of vLLM that its counterpart here does not have."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)  # the name here of an argument with the same meaning
+    ignored: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values without an effect; others are refused
+    advice: Mapping[str, str] = field(default_factory=dict)  # what to do instead
+
+
+LLM_KEYWORDS = VllmKeywords(
+    renamed={
+        "tensor_parallel_size": "tp",
+        "pipeline_parallel_size": "pp",
+        "data_parallel_size": "dp",
+        "gpu_memory_utilization": "memory_fraction",
+        "max_num_batched_tokens": "max_batch_tokens",
+        "enforce_eager": "eager",
+        "enable_prefix_caching": "prefix_reuse",
+        "num_gpu_blocks_override": "kv_blocks",
+    },
+    ignored={
+        "cpu_offload_gb": (0,),
+        "disable_custom_all_reduce": (False,),
+        "disable_log_stats": (True, False),
+        "download_dir": (None,),
+        "enable_chunked_prefill": (None, True),
+        "enable_lora": (False,),
+        "hf_overrides": (None, {}),
+        "kv_cache_dtype": ("auto",),
+        "quantization": (None,),
+        "revision": (None,),
+        "runner": ("auto", "generate"),
+        "seed": (None,),
+        "skip_tokenizer_init": (False,),
+        "speculative_config": (None,),
+        "task": ("auto", "generate"),
+        "tokenizer_mode": ("auto",),
+        "tokenizer_revision": (None,),
+        "trust_remote_code": (False,),
+    },
+    advice={
+        "attention_backend": "see attention=",
+        "enable_lora": "LoRA adapters are not supported",
+        "load_format": "see load=",
+        "quantization": "quantized inference is not supported yet",
+        "seed": "give SamplingParams(seed=...)",
+        "trust_remote_code": "code of a model's folder is not supported",
+    },
+)
+
+SAMPLING_KEYWORDS = VllmKeywords(
+    ignored={
+        "allowed_token_ids": (None,),
+        "bad_words": (None, [], ()),
+        "best_of": (None, 1),
+        "detokenize": (True,),
+        "extra_args": (None, {}),
+        "flat_logprobs": (False,),
+        "guided_decoding": (None,),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1.0,),
+        "logits_processors": (None, []),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "structured_outputs": (None,),
+        "truncate_prompt_tokens": (None,),
+        "use_beam_search": (False,),
+    }
+)
+
+GENERATE_KEYWORDS = VllmKeywords(
+    ignored={"lora_request": (None,), "priority": (None, 0), "tokenization_kwargs": (None, {})},
+    advice={"prompt_token_ids": 'give prompts, such as {"prompt_token_ids": ids}'},
+)
+
+CHAT_KEYWORDS = VllmKeywords(
+    ignored={
+        **GENERATE_KEYWORDS.ignored,
+        "add_generation_prompt": (True,),
+        "chat_template": (None,),
+        "chat_template_content_format": ("auto", "string"),
+        "chat_template_kwargs": (None, {}),
+        "continue_final_message": (False,),
+        "mm_processor_kwargs": (None, {}),
+        "tools": (None, []),
+    },
+    advice=dict.fromkeys(
+        ("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "tools"),
+        "give generate() the text of llm.tokenizer.hf.apply_chat_template(...)",
+    ),
+)
+
+#: Of stream() and submit(), which vLLM does not have.
+NO_KEYWORDS = VllmKeywords()
+
+
+def check_keywords(
+    owner: str, vllm: VllmKeywords
+) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """Make a function accept the arguments of vLLM, and raise a YalisError that names all arguments it does not have.
+
+    `owner` is the name of the function in the message.
+    """
+
+    def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        accepted = frozenset(inspect.signature(function).parameters) - {"self"}
+
+        @functools.wraps(function)
+        def call(*args: _Params.args, **given: _Params.kwargs) -> _Result:
+            if not accepted.issuperset(given):
+                given = translate(owner, given, accepted, vllm)  # type: ignore[assignment]
+            return function(*args, **given)
+
+        return call
+
+    return decorate
+
+
+def check_init_keywords(owner: str, vllm: VllmKeywords) -> Callable[[_Class], _Class]:
+    """Apply check_keywords() to the constructor of a class."""
+
+    def decorate(kind: _Class) -> _Class:
+        kind.__init__ = check_keywords(owner, vllm)(kind.__init__)  # type: ignore[misc]
+        return kind
+
+    return decorate
+
+
+def translate(owner: str, given: Mapping[str, Any], accepted: Collection[str], vllm: VllmKeywords) -> dict[str, Any]:
+    """Return the arguments under their names here, without those that have no effect."""
+    kept: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    for name, value in given.items():
+        ours = vllm.renamed.get(name, name)
+        if ours in accepted:
+            if ours in kept or (ours != name and ours in given):
+                raise YalisError(f"{ours} and {name} are the same argument; give one of them")
+            kept[ours] = value
+        elif value not in vllm.ignored.get(name, ()):
+            refused[name] = _explain(name, accepted, vllm)
+    if not refused:
+        return kept
+    shown = join_words((f"{name!r}{explanation}" for name, explanation in refused.items()), "and")
+    rest = "" if all(refused.values()) else f"; accepted: {', '.join(sorted(accepted))}"
+    raise YalisError(f"{owner} has no argument {shown}{rest}")
+
+
+def _explain(name: str, accepted: Iterable[str], vllm: VllmKeywords) -> str:
+    """Return what to do instead of giving this argument, in parentheses; empty if nothing is known about it."""
+    if name in vllm.advice:
+        return f" ({vllm.advice[name]})"
+    if name in vllm.ignored:
+        return f" (not supported: only {join_words(map(repr, vllm.ignored[name]), 'or')} is accepted)"
+    return suggest(name, accepted)
+
+
+def suggest(word: str, accepted: Iterable[str], prefix: str = "") -> str:
+    """Return " (did you mean ...?)" with the words that `word` begins, or else the most similar one; empty if none is.
+
+    `prefix` is printed before each word.
+    """
+    words = list(accepted)
+    near = [one for one in words if one.startswith(word)][:3] or get_close_matches(word, words, n=1)
+    return f" (did you mean {join_words((prefix + one for one in near), 'or')}?)" if near else ""
+
+
+def join_words(words: Iterable[str], conjunction: str) -> str:
+    """Return "a", "a or b" or "a, b or c"."""
+    *first, last = [*words] or [""]
+    return f"{', '.join(first)} {conjunction} {last}" if first else last
