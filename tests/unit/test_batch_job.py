@@ -448,3 +448,53 @@ def test_ctrl_c_prints_how_to_resume(
     assert process.returncode == status
     held = f"{target} holds {len(answers(target))} of 120 results"
     assert message == f"yalis: stopped: {held}; run the same command again to continue\n"
+
+
+@pytest.mark.parametrize("end", ["finished", "Ctrl-C", "rank died"])
+def test_a_job_whose_output_is_removed_saves_its_results(
+    tmp_path: Path, model: str, end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, rescued = save(tmp_path / "in", requests(30)), tmp_path / "out", tmp_path / "out.rescued"
+    poll, removed = LLM.poll, False
+
+    def remove_later(self: LLM) -> Any:
+        nonlocal removed
+        if not removed and target.stat().st_size:
+            target.unlink()
+            removed = True
+        elif removed and end == "Ctrl-C":
+            raise KeyboardInterrupt
+        elif removed and end == "rank died":
+            raise YalisFailure("rank 1 died")
+        return poll(self)
+
+    monkeypatch.setattr(LLM, "poll", remove_later)
+    capsys.readouterr()
+    assert _batch(source, target, model) == {"finished": 1, "Ctrl-C": 130, "rank died": 1}[end]
+    begin = {"finished": "error: ", "Ctrl-C": "stopped: ", "rank died": "error: rank 1 died; "}[end]
+    count = len(answers(rescued))
+    assert count == 30 if end == "finished" else 0 < count < 30
+    continued = f"run the same command with {rescued} instead of {target} to continue"
+    message = f"{target} was removed or renamed while the job ran; its {count} results are saved in {rescued}: "
+    assert capsys.readouterr().err.splitlines()[-1] == f"yalis: {begin}{message}{continued}"
+    assert not target.exists()
+    removed, end = True, "finished"
+    assert _batch(source, rescued, model) == 0
+    assert _batch(source, tmp_path / "whole", model) == 0
+    assert answers(rescued) == answers(tmp_path / "whole")
+
+
+def test_a_failure_before_the_first_result_also_tells_where_results_were_saved(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = save(tmp_path / "in", [{"prompt": 3}, {"prompt": "x"}]), tmp_path / "out"
+
+    def fail(self: LLM, **fields: Any) -> None:
+        target.unlink()
+        raise YalisFailure("no memory")
+
+    monkeypatch.setattr(LLM, "__init__", fail)
+    assert _batch(source, target, model) == 1
+    first, last = capsys.readouterr().err.splitlines()[-2:]
+    assert first.startswith(f"yalis: {target} was removed or renamed while the job ran; its 1 result is saved in")
+    assert last == "yalis: error: no memory"

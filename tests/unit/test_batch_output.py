@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import multiprocessing
 import os
 import resource
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from yalis.batch import output
 from yalis.batch.output import ResultFile, result_fields
+from yalis.batch.rescue import ResultsDisplaced
 from yalis.errors import YalisError, YalisFailure
 from yalis.types import Completion, Metrics, RequestOutput, TokenLogprobs
 
@@ -275,3 +280,122 @@ def test_the_fields_of_a_result() -> None:
     assert (fields["prompt_tokens"], fields["output_tokens"]) == (3, 3)
     assert [c["text"] for c in fields["completions"]] == ["ab", "c"]
     assert "completions" not in result_fields(RequestOutput(None, [1], [two]))
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _rename(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.read_bytes().index(b"\n") + 5)  # one result and a piece of the second are left
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"not a result\n")
+
+
+def _symlink(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.with_name("target"))
+    path.with_name("target").write_bytes(b"of another program")
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _no_folder(path: Path) -> None:
+    path.unlink()
+    path.parent.rmdir()
+
+
+@pytest.mark.parametrize("when", ["close", "sync", "write"])
+@pytest.mark.parametrize(
+    ("change", "what", "left"),
+    [
+        (_remove, "was removed or renamed", 3),
+        (_rename, "was removed or renamed", 3),
+        (_truncate, "was truncated", 1),
+        (_empty, "was truncated", 0),
+        (_append, "was changed by another program", 3),
+        (_symlink, "was replaced by another file", 3),
+        (_folder, "was replaced by another file", 3),
+        (_no_folder, "was removed or renamed", 3),
+    ],
+)
+def test_a_displaced_file_is_reported_and_its_results_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], what: str, left: int, when: str
+) -> None:
+    path = tmp_path / "folder" / "out.jsonl"
+    path.parent.mkdir()
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    file = ResultFile(path)
+    for name in ("a", "b", "c"):
+        file.write(name, "d", FIELDS)
+    change(path)
+    if when == "sync":
+        monkeypatch.setattr(output, "_SYNC_SECONDS", -1.0)
+    # Another size is noticed before the next write, which would leave a hole; the rest at a sync or at the end.
+    early = change in (_truncate, _empty, _append)
+    if when == "write" and not early:
+        file.write("d", "d", FIELDS)
+    noticed = (
+        file.close if when == "close" or (when == "write" and not early) else partial(file.write, "d", "d", FIELDS)
+    )
+    with pytest.raises(ResultsDisplaced, match=rf"out\.jsonl {what} while the job ran") as raised:
+        noticed()
+    assert raised.value.exit_code == 1
+    file.close()  # reports it once
+    saved = tmp_path / ("cwd" if change is _no_folder else "folder") / "out.jsonl.rescued"
+    if not left:
+        assert "its 3 results are lost; run the same command again" in str(raised.value)
+        assert not saved.exists()
+        return
+    names = ["a", "b", "c", "d"][: left + (when != "close" and not early)]
+    assert written(saved) == names
+    kept = "1 of its 3 results is" if left < 3 else f"its {len(names)} results are"
+    assert f"; {kept} saved in {saved}: run the same command with {saved} instead of {path}" in str(raised.value)
+    again = ResultFile(saved)  # the job is resumed with it
+    assert list(again.digests) == names
+    again.close()
+
+
+def test_rescued_results_do_not_overwrite_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    for _ in range(2):
+        file = ResultFile(path)
+        file.write("a", "d", FIELDS)
+        path.unlink()
+        with pytest.raises(ResultsDisplaced):
+            file.close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl.rescued", "out.jsonl.rescued-2"]
+
+
+def test_results_that_cannot_be_read_or_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that another host removes from a network file system cannot be used through its descriptor either."""
+    path = tmp_path / "out.jsonl"
+    file = ResultFile(path)
+    file.write("a", "d", FIELDS)
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", stale)
+        patched.setattr(os, "pwrite", stale)
+        with pytest.raises(
+            ResultsDisplaced, match=r"cannot be reached any more \(Stale file handle\).*could not be saved"
+        ):
+            file.write("b", "d", FIELDS)
+    file.close()

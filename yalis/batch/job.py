@@ -19,11 +19,15 @@ from yalis.batch.formats import FlatFormat, OpenAIFormat, ResultFormat
 from yalis.batch.input import InvalidLine, LineKey, RequestLine, index_lines, is_openai_input, parse, read_raw
 from yalis.batch.output import ResultFile
 from yalis.batch.progress import JobProgress, ProgressEstimator
+from yalis.batch.rescue import ResultsDisplaced
 from yalis.engine.interrupts import interrupts_held
 from yalis.errors import YalisError, YalisFailure
+from yalis.log import get_logger
 
 if TYPE_CHECKING:
     from yalis.engine.llm import LLM
+
+log = get_logger(__name__)
 
 #: Requests in flight for each one that can run at once, so that the engine never waits for the file to be read.
 WINDOW = 4
@@ -168,7 +172,12 @@ class BatchJob:
             if self._lines.get(line.custom_id) == LineKey(line.line_number, line.digest):
                 yield line
 
+    def verify_output(self) -> None:
+        """Raise ResultsDisplaced if the result file was removed, replaced or truncated since it was opened."""
+        self._results.verify()
+
     def close(self) -> None:
+        """Sync and verify the result file, and release its lock. Raises ResultsDisplaced as verify_output() does."""
         self._files.close()
 
     def __enter__(self) -> BatchJob:
@@ -177,9 +186,11 @@ class BatchJob:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
-        except YalisError:
+        except YalisError as failure:
             if error is None:  # otherwise the first error is the one to raise
                 raise
+            if isinstance(failure, ResultsDisplaced):  # says where the results are now
+                log.warning("%s", failure)
 
 
 def _check_digests(results: ResultFile, to_retry: set[str], lines: dict[str, LineKey], source: str) -> None:

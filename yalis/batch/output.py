@@ -28,7 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from yalis.errors import YalisError, YalisFailure
+from yalis.batch.rescue import ResultsDisplaced, find_change, save_beside
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.types import Completion, RequestOutput, TokenLogprobs
 
 _LINE_START = b'{"custom_id": "'  # how write() begins every line
@@ -86,6 +87,7 @@ class ResultFile:
         self.errors: dict[str, str] = {}  # messages of the results that are errors, by id
         self.format: str | None = None  # "flat" or "openai", as the first result; None if the file has none
         self.locked = True
+        self._displaced = False
         self._fd, self._created = _open(path)
         try:
             self.locked = self._lock(self._fd)
@@ -98,24 +100,31 @@ class ResultFile:
         self._synced = time.monotonic()
 
     def write(self, custom_id: str, digest: str, fields: dict[str, Any]) -> None:
-        """Append one result. If it fails, nothing of the line stays in the file."""
+        """Append one result. If it fails, nothing of the line stays in the file.
+
+        Raises ResultsDisplaced if the file is not the one that was written. That costs a call per result for its size,
+        without which a write to a truncated file would leave a hole, and one per sync for its path.
+        """
         if custom_id in self.digests:
             raise AssertionError(f"{custom_id!r} is already in {self.path}")
         # ASCII, because some readers treat U+2028 as the end of a line.
         row = {"custom_id": custom_id, "digest": digest, **fields}
         line = json.dumps(row, allow_nan=False).encode("ascii") + b"\n"
+        sync = time.monotonic() - self._synced > _SYNC_SECONDS
+        self._check_size()
         try:
             written = 0
             while written < len(line):  # usually one call, but a write may be short
                 written += os.pwrite(self._fd, line[written:], self._end + written)
-            if time.monotonic() - self._synced > _SYNC_SECONDS:
+            if sync:
                 os.fsync(self._fd)  # a power failure loses at most these seconds of work
                 self._synced = time.monotonic()
         except OSError as error:
             self._truncate()
+            self.verify()
             raise YalisFailure(
-                f"could not write to {self.path}: {error.strerror}; it holds {len(self.digests)} complete "
-                f"result{'' if len(self.digests) == 1 else 's'}; "
+                f"could not write to {self.path}: {error.strerror}; it holds "
+                f"{count_of(len(self.digests), 'complete result')}; "
                 "free some disk space and run the same command again to continue"
             ) from error
         except BaseException:
@@ -123,6 +132,35 @@ class ResultFile:
             raise
         self._end += len(line)
         self._record(custom_id, digest, fields.get("error"))
+        if sync:
+            self.verify()
+
+    def verify(self) -> None:
+        """Raise ResultsDisplaced if the path does not name the file that was written, or the file has another size.
+
+        Its results are then saved in a file next to it. They are read through the descriptor, because the file may have
+        been removed. The files are compared once: after the exception this does nothing.
+        """
+        if self._displaced or not self._end:
+            return
+        change = find_change(self.path, self._fd, self._end)
+        if change is None:
+            return
+        self._displaced = True
+        problem = f"{self.path} {change} while the job ran"
+        results = f"its {count_of(len(self.digests), 'result')}"
+        try:
+            saved, number = save_beside(self.path, self._intact_lines(), os.fstat(self._fd).st_mode)
+        except OSError as error:
+            lost = f"{results} could not be saved ({error.strerror}); run the same command again to compute them again"
+            raise ResultsDisplaced(f"{problem}, and {lost}") from error
+        if not number:
+            raise ResultsDisplaced(f"{problem}, and {results} are lost; run the same command again")
+        kept = results if number == len(self.digests) else f"{number} of {results}"
+        raise ResultsDisplaced(
+            f"{problem}; {kept} {'is' if number == 1 else 'are'} saved in {saved}: "
+            f"run the same command with {saved} instead of {self.path} to continue"
+        )
 
     def remove(self, ids: set[str]) -> None:
         """Remove these results. The file is replaced atomically by one without them."""
@@ -157,31 +195,39 @@ class ResultFile:
             self.errors.pop(custom_id, None)
 
     def close(self) -> None:
-        """Sync the file to disk and release the lock. A file that this object created and left empty is removed."""
+        """Sync the file to disk, verify() it and release the lock. If it was created here and is empty, remove it."""
         if self._fd < 0:
             return
-        fd, self._fd = self._fd, -1
         try:
             if self._created and not self._end and self.locked:
-                self._remove(fd)
-            os.fsync(fd)
+                self._remove()
+            self.verify()
+            os.fsync(self._fd)
         except OSError as error:
             raise YalisFailure(
                 f"could not write to {self.path}: {error.strerror}; "
                 "free some disk space and run the same command again to continue"
             ) from error
         finally:
-            os.close(fd)
+            os.close(self._fd)
+            self._fd = -1
 
-    def _remove(self, fd: int) -> None:
+    def _check_size(self) -> None:
+        with contextlib.suppress(OSError):
+            if os.fstat(self._fd).st_size == self._end:
+                return
+        self.verify()
+
+    def _remove(self) -> None:
         """Unlink the file while it is locked: a job that opened it in the meantime fails _check_not_replaced()."""
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+            if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
                 os.unlink(self.path)
 
     def _truncate(self) -> None:
         with contextlib.suppress(OSError):  # the next run removes the incomplete line
-            os.ftruncate(self._fd, self._end)
+            if os.fstat(self._fd).st_size > self._end:  # ftruncate would also extend a file, with zeros
+                os.ftruncate(self._fd, self._end)
 
     def _lock(self, fd: int) -> bool:
         try:
@@ -225,6 +271,17 @@ class ResultFile:
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
             yield from file
+
+    def _intact_lines(self) -> Iterator[bytes]:
+        """Yield each line that is still the one that was written: another program may have changed the file."""
+        unseen = dict(self.digests)
+        for raw in self._lines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                row = json.loads(raw)
+                custom_id = row["custom_id"]
+                if raw.endswith(b"\n") and custom_id in unseen and unseen[custom_id] == row.get("digest"):
+                    del unseen[custom_id]
+                    yield raw
 
     def _load_line(self, line_number: int, raw: bytes) -> None:
         try:

@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     model_defaults = find_sampling_defaults(config.model) if config.generation_config == "auto" else {}
     report_model_defaults(model_defaults, given)
 
-    line, stopped = ProgressLine(), False
+    line = ProgressLine()
+    stopped: str | None = None  # how to resume a job that was stopped
     defaults, name = {**model_defaults, **given}, _identify(config)
     with BatchJob(args.input, args.output, name, defaults, args.retry_errors, args.format, config.model) as job:
         _warn(job.unknown_ids, job.locked, args.output)
@@ -88,20 +89,24 @@ def run(args: argparse.Namespace) -> int:
                 describe=lambda error: name_flags(str(error)),
             )
         except KeyboardInterrupt:
-            stopped = True
+            stopped = _how_to_resume(job, args.output)
         except ModelFailed as failure:
             raise YalisFailure(f"{failure}; {_how_to_resume(job, args.output)}") from failure
         finally:
             line.clear()
     now = job.progress
-    if stopped:
-        print_status(f"stopped: {_how_to_resume(job, args.output)}")
+    if stopped is not None:
+        print_status(f"stopped: {stopped}")
         return INTERRUPTED
     _finish(job, args)
     return 1 if now.total and now.errors == now.total else 0
 
 
 def _how_to_resume(job: BatchJob, output: Path) -> str:
+    try:
+        job.verify_output()
+    except YalisFailure as displaced:
+        return str(displaced)
     now = job.progress
     if not job.has_results:
         return "nothing was written"
