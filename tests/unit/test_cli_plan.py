@@ -27,10 +27,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def plan(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
-    assert main(["plan", *map(str, args), "--json"]) == 0
+def plan(capsys: pytest.CaptureFixture[str], *args: object, status: int = 0) -> dict[str, Any]:
+    assert main(["plan", *map(str, args), "--json"]) == status
     out, err = capsys.readouterr()
-    assert err == ""
+    assert err.count("\n") == status
     assert out.count("\n") == 1
     sizes: dict[str, Any] = json.loads(out)
     return sizes
@@ -98,6 +98,7 @@ def test_equal_ranks_share_a_line(folder: Path, capsys: pytest.CaptureFixture[st
     assert lines[2].split()[2:7] == ["3", "2", "2", "25", "63"]
     assert "shared key/value matrices 13.5 KiB" not in lines[0]
     assert "shared key/value matrices 27.0 KiB" in lines[2]
+    assert "replicated: held by several ranks, of which each has these bytes" in lines
     assert "  norms: whole, repeated over 4 rows" in lines
     assert "  shared KV cache: split over 4 rows, heads read by 2 rows" in lines
     assert lines[-1] == ("KV cache of a replica: 10 blocks of 16 tokens, 160 tokens in all: 1 sequence of 128 tokens")
@@ -107,7 +108,20 @@ def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture
     assert main(["plan", "--model", str(folder / "config.json"), "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].endswith("  nothing")
+    assert lines[3].startswith(
+        "even shares, if nothing were replicated: weights 0.000 / (tp 1 x pp 1) = 0.000 GiB, KV "
+    )
     assert len(lines) == 5
+
+
+def test_the_assumed_device_is_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for flags, reported in ([], True), (["--device", "cpu"], False), (["--gpu-memory", "80"], False):
+        assert main(["plan", "--model", str(folder), *flags]) == 0
+        note = capsys.readouterr().out.splitlines()[1]
+        assert note.startswith("this machine has no GPU, so this is the plan for a CPU in float32; for ") is reported
 
 
 LLAMA_405B = {
@@ -139,7 +153,7 @@ def test_what_fits_gpus_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert planned["weights_fit"] is True
     assert planned["sequences"] == planned["kv_blocks"] // 128 == 49
     # Half of the GPU for each of two ranks, as EngineConfig.ranks_per_gpu divides it.
-    shared = plan(capsys, *args, "--tp", 16, "--ranks-per-gpu", 2, "--memory-fraction", 1)
+    shared = plan(capsys, *args, "--tp", 16, "--ranks-per-gpu", 2, "--memory-fraction", 1, status=1)
     assert shared["usable_bytes"] == 40 << 30
     assert shared["weights_fit"] is False
     assert (shared["kv_blocks"], shared["sequences"]) == (0, 0)
@@ -154,11 +168,18 @@ def test_what_fits_gpus_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[
         "counting activations and CUDA graphs"
     )
     assert kv.endswith(" blocks of 64 tokens, 402624 tokens in all: 49 sequences of 8192 tokens")
-    assert printed("--tp", 16, "--max-num-seqs", 32)[-1].endswith("8192 tokens; --max-num-seqs lets 32 run")
-    too_small = printed("--tp", 8)
-    assert too_small[2].split()[8] == "none"
-    assert too_small[-1].startswith("the weights do not fit GPUs of 80 GiB: rank 0 needs 94.564 of the 72.000 GiB")
-    assert too_small[-1].endswith("; give a larger --tp or --pp, or GPUs with more memory")
+    # --max-num-seqs limits the sequences and, with a short --max-model-len, the KV cache.
+    assert printed("--tp", 16, "--max-num-seqs", 32)[-1].endswith(
+        "402624 tokens in all: 32 sequences of 8192 tokens; limited by --max-num-seqs, memory would hold 49"
+    )
+    limited = printed("--tp", 16, "--max-num-seqs", 32, "--max-model-len", 8192)
+    assert limited[2].split()[8] == f"{32 * 8192 * first['kv_bytes_per_token'] / 2**30:.3f}"
+    assert " 262144 tokens in all: 32 sequences of 8192 tokens; limited by " in limited[-1]
+    assert main(["plan", *map(str, args), "--tp", "8"]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[2].split()[8] == "none"
+    assert err.startswith("yalis: error: the weights do not fit GPUs of 80 GiB: rank 0 needs 94.564 of the 72.000 GiB")
+    assert err.endswith("; give a larger --tp or --pp, or GPUs with more memory\n")
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,9 @@ class Parser(argparse.ArgumentParser):
         """Raise the error for an argument that is left over after parsing."""
         name = _with_dashes(argument).partition("=")[0].lstrip("-")
         flags = [flag.lstrip("-") for flag in self._option_string_actions] if argument.startswith("-") else []
-        self.error(f"unknown argument {argument!r}{suggest(name, flags, prefix='--')}")
+        advice = LLM_KEYWORDS.advice.get(name.replace("-", "_"))
+        hint = f" ({advice})" if advice and flags else suggest(name, flags, prefix="--")
+        self.error(f"unknown argument {argument!r}{hint}")
 
     def _parse_optional(self, arg_string: str) -> Any:
         flag = _with_dashes(arg_string)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_float, parse_int
 from yalis.config import EngineConfig
-from yalis.errors import YalisError, count_of
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.launch.launchers import process_rank
 from yalis.log import get_logger
 
@@ -59,6 +59,8 @@ class SplitPlan:
     seq_len: int  # tokens of each sequence that `sequences` counts
     max_num_seqs: int
     gpu: GpuMemory | None  # None: --gpu-memory was not given
+    fitting_blocks: int | None  # KV blocks of a replica that the memory holds without --max-num-seqs; None: unknown
+    assumed_cpu: bool  # no device was given, and this machine has no GPU
 
     @property
     def even_weight_bytes(self) -> float:
@@ -76,8 +78,17 @@ class SplitPlan:
 
     @property
     def sequences(self) -> int | None:
-        """Sequences of `seq_len` tokens that the KV cache of a replica holds at a time."""
-        return None if self.kv_blocks is None else self.kv_blocks // -(-self.seq_len // self.whole.block_size)
+        """Sequences of `seq_len` tokens that a replica runs at a time."""
+        held = self._count_sequences(self.kv_blocks)
+        return None if held is None else min(held, self.max_num_seqs)
+
+    @property
+    def sequences_in_memory(self) -> int | None:
+        """Sequences of `seq_len` tokens that the memory of a replica would hold without --max-num-seqs."""
+        return self._count_sequences(self.kv_blocks if self.fitting_blocks is None else self.fitting_blocks)
+
+    def _count_sequences(self, blocks: int | None) -> int | None:
+        return None if blocks is None else blocks // -(-self.seq_len // self.whole.block_size)
 
     @property
     def fits(self) -> bool | None:
@@ -107,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(plan)))
     else:
         _print_table(plan)
+    if plan.gpu is not None and not plan.fits:
+        raise YalisFailure(_describe_fit(plan, plan.gpu))
     return 0
 
 
@@ -145,17 +158,20 @@ def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: in
     # The rank with the largest blocks limits its replica, and all replicas are equal.
     largest = max(memory.kv_block_bytes for memory in memories)
     blocks = None if unknown_memory else count_blocks(config, device, largest, max_useful_blocks)
+    fitting: int | None = None
     kv_left: list[int | None] = [None] * split.size
     if gpu is not None:
         left = [gpu.usable - memory.weight_bytes - memory.rotary.bytes for memory in memories]
-        fitting = min(rest // memory.kv_block_bytes for rest, memory in zip(left, memories, strict=True))
-        blocks, kv_left = max(0, min(fitting, max_useful_blocks)), [*left]
+        fitting = max(0, min(rest // memory.kv_block_bytes for rest, memory in zip(left, memories, strict=True)))
+        blocks, kv_left = min(fitting, max_useful_blocks), [*left]
     whole = whole_memory(spec, dtype.itemsize, block_size, max_len)
     groups = [RankGroup([rank], memories[rank], blocks, kv_left[rank]) for rank in ranks]
     name = str(dtype).removeprefix("torch.")
+    assumed_cpu = config.device == "auto" and device.type == "cpu"
     return SplitPlan(
-        checkpoint.label, device.type, name, max_len, split, whole, groups, seq_len, config.max_num_seqs, gpu
-    )
+        checkpoint.label, device.type, name, max_len, split, whole, groups, seq_len, config.max_num_seqs, gpu, fitting,
+        assumed_cpu,
+    )  # fmt: skip
 
 
 def _gpu_memory(gib: float, config: EngineConfig) -> GpuMemory:
@@ -192,6 +208,7 @@ def _as_json(plan: SplitPlan) -> dict[str, Any]:
         "kv_blocks": plan.kv_blocks,
         "seq_len": plan.seq_len,
         "sequences": plan.sequences,
+        "sequences_in_memory": plan.sequences_in_memory,
         "gpu_memory_bytes": None if plan.gpu is None else plan.gpu.total,
         "usable_bytes": None if plan.gpu is None else plan.gpu.usable,
         "weights_fit": plan.fits,
@@ -228,14 +245,19 @@ def _part_json(part: Part) -> dict[str, Any]:
 def _print_table(plan: SplitPlan) -> None:
     ranks = "1 rank" if plan.split.size == 1 else f"{plan.split.size} ranks"
     print(f"{plan.model} · {plan.split} · {ranks} · {plan.dtype} · {plan.device}")
+    if plan.assumed_cpu:
+        print(
+            f"this machine has no GPU, so this is the plan for a CPU in {plan.dtype}; for GPUs add --gpu-memory 80 "
+            "(GiB of one GPU), for another dtype --dtype bfloat16"
+        )
     heads = ["ranks", "layers", "heads", "kv heads", "MLP width", "vocabulary", "weights GiB", "KV B/token", "KV GiB"]
     lines: list[list[str]] = []
     notes: dict[tuple[str, str], None] = {}  # ordered, without duplicates
     for group in group_equal(plan.ranks):
         memory = group.memory
         counts = (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)
-        kv_bytes = group.kv_bytes if group.kv_left is None else group.kv_left
-        kv = "rest of GPU" if kv_bytes is None else "none" if kv_bytes < 0 else f"{kv_bytes / _GIB:.3f}"
+        kv_bytes = group.kv_bytes
+        kv = "rest of GPU" if kv_bytes is None else f"{kv_bytes / _GIB:.3f}" if kv_bytes else "none"
         cells = [spell_ranks(group.ranks), *(str(len(part)) for part in counts), f"{memory.weight_bytes / _GIB:.3f}"]
         repeated = [part for part in memory.parts() if part.copies > 1]
         notes.update({(part.name, part.held): None for part in repeated})
@@ -245,31 +267,34 @@ def _print_table(plan: SplitPlan) -> None:
     for line in ([*heads, "replicated"], *lines):
         right = [cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True)]
         print("  ".join([line[0].ljust(widths[0]), *right, line[-1]]))
+    if notes:
+        print("replicated: held by several ranks, of which each has these bytes")
     for name, held in notes:
         print(f"  {name}: {held}")
     split, whole = plan.split, plan.whole
     weights, even = whole.weight_bytes / _GIB, plan.even_weight_bytes / _GIB
     print(
-        f"even shares: weights {weights:.3f} / (tp {split.per_stage} x pp {split.stages}) = {even:.3f} GiB, "
+        "even shares, if nothing were replicated: "
+        f"weights {weights:.3f} / (tp {split.per_stage} x pp {split.stages}) = {even:.3f} GiB, "
         f"KV {whole.kv_token_bytes} / (rows {split.rows} x pp {split.stages}) = {plan.even_kv_token_bytes:.0f} B/token"
     )
-    if plan.gpu is not None:
-        _print_fit(plan, plan.gpu)
+    if plan.gpu is not None and plan.fits:
+        print(_describe_fit(plan, plan.gpu))
     if plan.kv_blocks:
-        size, sequences = whole.block_size, plan.sequences or 0
-        most = f"; --max-num-seqs lets {plan.max_num_seqs} run" if sequences > plan.max_num_seqs else ""
+        size, sequences, in_memory = whole.block_size, plan.sequences or 0, plan.sequences_in_memory or 0
+        limit = f"; limited by --max-num-seqs, memory would hold {in_memory}" if in_memory > sequences else ""
         print(
             f"KV cache of a replica: {plan.kv_blocks} blocks of {size} tokens, {plan.kv_blocks * size} tokens in all: "
-            f"{count_of(sequences, 'sequence')} of {plan.seq_len} tokens{most}"
+            f"{count_of(sequences, 'sequence')} of {plan.seq_len} tokens{limit}"
         )
 
 
-def _print_fit(plan: SplitPlan, gpu: GpuMemory) -> None:
+def _describe_fit(plan: SplitPlan, gpu: GpuMemory) -> str:
     needed = [one.memory.weight_bytes + one.memory.rotary.bytes for one in plan.ranks]
     rank = max(range(len(needed)), key=needed.__getitem__)
     answer = "fit" if plan.fits else "do not fit"
     more = "" if plan.fits else "; give a larger --tp or --pp, or GPUs with more memory"
-    print(
+    return (
         f"the weights {answer} GPUs of {gpu.total / _GIB:g} GiB: rank {rank} needs {needed[rank] / _GIB:.3f} of the "
         f"{gpu.usable / _GIB:.3f} GiB that --memory-fraction allows, not counting activations and CUDA graphs{more}"
     )
