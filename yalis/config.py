@@ -45,6 +45,7 @@ class EngineConfig:
     ranks_per_node: int | None = None  # simulate nodes of this many ranks; None: detected
     ranks_per_gpu: int = 1  # ranks that may share a GPU
     join_timeout: float = 300.0  # seconds to wait for all ranks to join
+    step_timeout: float = 600.0  # seconds that a step of several ranks may take; 0: no limit
 
     def __post_init__(self) -> None:
         _check_text("model", self.model)
@@ -86,6 +87,8 @@ class EngineConfig:
             raise YalisError(f"memory_fraction is {self.memory_fraction!r}; give a number above 0 and at most 1")
         if not (_is_number(self.join_timeout) and 0 < self.join_timeout < math.inf):
             raise YalisError(f"join_timeout is {self.join_timeout!r}; give a number of seconds above 0")
+        if not (_is_number(self.step_timeout) and (self.step_timeout == 0 or 1 <= self.step_timeout < math.inf)):
+            raise YalisError(f"step_timeout is {self.step_timeout!r}; give 0 for no limit, or at least 1 second")
 
 
 def _parse_grid(value: object) -> GridShape:

@@ -25,6 +25,14 @@ class YalisFailure(YalisError):
     done: Any = None
 
 
+class PeerLost(YalisFailure):
+    """Another rank cannot be reached: usually a consequence of its own error, which is then the one to report."""
+
+
+class RankTraceback(Exception):
+    """The traceback of an error on another rank, as text. It is the cause of the YalisFailure that reports it."""
+
+
 class Rank0Unreachable(YalisFailure):
     """This rank could not reach rank 0. It prints the error itself; all others are printed by rank 0."""
 
@@ -34,6 +42,15 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def first_line(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
+    """Return "RuntimeError: MESSAGE" with the first line of the message; without the type if it is for the user."""
+    name = type(error).__name__
+    if isinstance(error, MemoryError):
+        return f"{name}: out of memory"
+    message = first_line(error)
+    return message if isinstance(error, YalisError) or message == name else f"{name}: {message}"
+
+
+def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, for use inside another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -64,7 +64,11 @@ def die() -> None:
 
 
 def fail() -> None:
-    raise ValueError("a bug")
+    raise RuntimeError("a bug")  # the type that the collectives of torch raise when a peer has died
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def sleep() -> None:
@@ -91,4 +95,12 @@ def age() -> None:
     rendezvous.__version__ = "0.0.0.other"
 
 
-ACTIONS = {"kill": die, "raise": fail, "sleep": sleep, "slow": slow_down, "age": age, "note": lambda: None}
+ACTIONS = {
+    "kill": die,
+    "raise": fail,
+    "stop": stop,
+    "sleep": sleep,
+    "slow": slow_down,
+    "age": age,
+    "note": lambda: None,
+}

@@ -77,18 +77,51 @@ def test_a_killed_rank_under_torchrun(model: str, tmp_path: Path) -> None:
     )  # the tokens generated before, if there was time to print them
 
 
-@pytest.mark.parametrize(
-    ("rank", "moment", "split"), [(3, "loading", "--pp"), (3, "decode", "--pp"), (2, "decode", "--dp")]
-)
-def test_an_exception_on_one_rank_ends_the_job_and_names_the_rank(
-    fork_server: ForkServer, model: str, rank: int, moment: str, split: str
-) -> None:
-    argv = generate(model, "--prompt-ids", "7,8", "--tp", "2", split, "2")
-    ended = fork_server.run(argv, 4, fault=f"{rank} raise {moment}")
-    assert all(ended.statuses)
-    assert f"rank {rank} on {HOST}: a bug" in ended.errors
-    assert ended.errors.count("Traceback") == 1  # on the rank that raised
-    assert "died" not in ended.errors
+@pytest.mark.parametrize("split", ["--tp", "--pp", "--dp"])
+@pytest.mark.parametrize("moment", PHASES)
+def test_the_error_of_a_rank_is_reported(fork_server: ForkServer, model: str, split: str, moment: str) -> None:
+    """And not the connections that break because of it."""
+    ended = fork_server.run(generate(model, "--prompt-ids", "7,8", split, "2"), fault=f"1 raise {moment}")
+    assert ended.statuses == [1]
+    (line,) = ended.errors.splitlines()
+    assert f"error: rank 1 on {HOST}: RuntimeError: a bug" in line
+
+
+def test_the_error_of_a_rank_under_a_launcher(fork_server: ForkServer, model: str) -> None:
+    argv = generate(model, "--prompt-ids", "7,8", "--tp", "2", "--dp", "2")
+    for flags, tracebacks in (((), 0), (("--debug",), 1)):
+        ended = fork_server.run([*argv, *flags], 4, fault="3 raise decode")
+        assert ended.statuses == [1] * 4
+        assert f"error: rank 3 on {HOST}: RuntimeError: a bug" in ended.errors
+        assert ended.errors.count('raise RuntimeError("a bug")') == tracebacks
+        assert "died while" not in ended.errors
+
+
+# Stopped and hung ranks
+
+STOPPED = "has not answered for"
+
+
+@pytest.mark.parametrize("split", ["--tp", "--pp", "--dp"])
+def test_a_stopped_rank_is_named(fork_server: ForkServer, model: str, tmp_path: Path, split: str) -> None:
+    note = tmp_path / "note"
+    argv = generate(model, "--prompt-ids", "7,8", split, "2", "--step-timeout", "3")
+    ended = fork_server.run(argv, fault=f"1 stop decode {note}")
+    assert ended.within(8, note)
+    assert ended.statuses == [1]
+    (line,) = ended.errors.splitlines()
+    assert re.search(rf"rank 1 on {HOST} \(pid \d+\) {STOPPED} [345] s while running: it is stopped", line)
+
+
+def test_a_rank_that_hangs_in_a_step_is_named(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    ended = fork_server.run(generate(model, "--tp", "2", "--step-timeout", "3"), fault=f"1 sleep decode {note}")
+    assert ended.within(9, note)
+    assert ended.statuses == [1]
+    (line,) = ended.errors.splitlines()
+    assert f"rank 1 on {HOST} (pid " in line
+    assert "has not finished its step" in line
+    assert "within 3 s; give a larger --step-timeout" in line
 
 
 def test_a_rank_that_never_arrives_is_named(fork_server: ForkServer, model: str, tmp_path: Path) -> None:

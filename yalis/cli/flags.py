@@ -46,6 +46,7 @@ HELP = {
     "ranks_per_node": "treat every N consecutive ranks as one node for communication, instead of detecting nodes",
     "ranks_per_gpu": "number of ranks that may share a GPU",
     "join_timeout": "seconds to wait for all ranks to start",
+    "step_timeout": "seconds that a step of several ranks may take until the job ends; 0: no limit",
     # SamplingParams
     "max_tokens": "maximum tokens to generate",
     "min_tokens": "minimum tokens to generate before the output may end",
@@ -207,6 +208,7 @@ def _add_flag(
 _METAVARS = {
     "stop": "TEXT", "stop_token_ids": "ID", "logit_bias": "ID:BIAS", "tp": "N", "kv_memory": "GIB",
     "join_timeout": "SECONDS",
+    "step_timeout": "SECONDS",
 }  # fmt: skip
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
+from yalis.errors import PeerLost, first_line
+from yalis.launch.heartbeat import Progress
 from yalis.launch.world import World
 from yalis.registry import Registry
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Communicator(ABC):
@@ -23,6 +28,8 @@ class Communicator(ABC):
 
     rank: int
     size: int
+    #: of the rank: counts the collectives entered and left
+    progress: Progress
     #: whether `all_reduce` can be part of a recorded step (a CUDA graph or a CPU recording); if not, steps run eagerly
     capturable: bool
 
@@ -57,6 +64,27 @@ class Communicator(ABC):
     def workspace(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer that this backend reduces without a copy, for example as the output of a matmul."""
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def counted(method: _Method) -> _Method:
+    """Count calls of a communicator's method as collectives entered and left, and raise PeerLost where it fails.
+
+    Backends raise RuntimeError if a connection breaks, which is usually a consequence of an error on another rank.
+    """
+
+    @functools.wraps(method)
+    def call(self: Communicator, *args: Any, **kwargs: Any) -> Any:
+        self.progress.entered += 1
+        try:
+            result = method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise
+            raise PeerLost(f"a collective failed ({type(error).__name__}: {first_line(error)})") from error
+        self.progress.left += 1
+        return result
+
+    return call  # type: ignore[return-value]
 
 
 class SingleRank(Communicator):

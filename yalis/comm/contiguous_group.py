@@ -10,7 +10,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from yalis.comm.base import Communicator
+from yalis.comm.base import Communicator, counted
+from yalis.launch.heartbeat import Progress
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -18,9 +19,10 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 class ContiguousGroup(Communicator):
     """The primitives that a backend implements get contiguous, non-empty tensors that `_can_access` accepts."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, progress: Progress) -> None:
+        self.rank, self.size, self.progress = rank, size, progress
 
+    @counted
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         target = x if out is None else out
         if not x.numel():
@@ -33,6 +35,7 @@ class ContiguousGroup(Communicator):
         self._all_reduce(buffer)
         return target if buffer is target else target.copy_(buffer, non_blocking=True)
 
+    @counted
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         dim %= x.dim()
         gathered = self._buffer((self.size, *x.shape), x.dtype, x)
@@ -40,6 +43,7 @@ class ContiguousGroup(Communicator):
             self._all_gather(self._contiguous(x), gathered)
         return gathered.to(x.device, non_blocking=True).movedim(0, dim).flatten(dim, dim + 1)
 
+    @counted
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         if not x.numel():
             return x
@@ -47,10 +51,12 @@ class ContiguousGroup(Communicator):
         self._broadcast(buffer, source)
         return x if buffer is x else x.copy_(buffer, non_blocking=True)
 
+    @counted
     def send(self, x: Tensor, to: int) -> None:
         if x.numel():
             self._send(self._contiguous(x), to)
 
+    @counted
     def recv(self, out: Tensor, source: int) -> Tensor:
         if not out.numel():
             return out

@@ -21,6 +21,7 @@ class CustomAllReduceGroup(Communicator):
     def __init__(self, torch_group: TorchGroup) -> None:
         self.torch_group = torch_group
         self.rank, self.size, self.capturable = torch_group.rank, torch_group.size, torch_group.capturable
+        self.progress = torch_group.progress
 
     @property
     def gather_capturable(self) -> bool:

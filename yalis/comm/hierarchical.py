@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from yalis.comm.base import Communicator
+from yalis.comm.base import Communicator, counted
 from yalis.comm.contiguous_group import LOW_PRECISION
 from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
 from yalis.comm.schedule import INTER_NODE, Nodes, Schedule, Span, Step, make_schedule
@@ -243,6 +243,7 @@ class HierarchicalGroup(CustomAllReduceGroup):
             )
         )
 
+    @counted
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._impl.all_reduce(x, out, *self._options(x.nbytes))
 

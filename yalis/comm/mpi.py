@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from yalis import env
-from yalis.comm.base import CommBackend, Communicator, SingleRank
+from yalis.comm.base import CommBackend, Communicator, SingleRank, counted
 from yalis.comm.contiguous_group import ContiguousGroup
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
 from yalis.errors import first_line
+from yalis.launch.heartbeat import Progress
 from yalis.launch.launchers import OPEN_MPI, launch_command
 from yalis.launch.world import World
 
@@ -76,8 +77,8 @@ class MpiGroup(ContiguousGroup):
 
     capturable = False
 
-    def __init__(self, mpi: Any, comm: Any, pending_sends: PendingSends) -> None:
-        super().__init__(comm.Get_rank(), comm.Get_size())
+    def __init__(self, mpi: Any, comm: Any, pending_sends: PendingSends, progress: Progress) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size(), progress)
         self._mpi, self._comm, self._pending_sends = mpi, comm, pending_sends
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -101,6 +102,7 @@ class MpiGroup(ContiguousGroup):
     def _recv(self, x: Tensor, source: int) -> None:
         self._comm.Recv(_as_numpy(x), source=source)
 
+    @counted
     def barrier(self) -> None:
         self._comm.Barrier()
 
@@ -149,7 +151,7 @@ class MpiBackend(CommBackend):
 
         members = MPI.COMM_WORLD.group.Incl(list(ranks))
         comm = MPI.COMM_WORLD.Create_group(members, tag=zlib.crc32(name.encode()) % NUM_TAGS)
-        return MpiGroup(MPI, comm, self._pending_sends)
+        return MpiGroup(MPI, comm, self._pending_sends, self.world.progress)
 
 
 def _as_numpy(x: Tensor) -> Any:

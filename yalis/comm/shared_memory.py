@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from yalis.comm.torch_dist import TorchGroup
+from yalis.errors import PeerLost
 from yalis.log import get_logger
 
 log = get_logger(__name__)
@@ -53,16 +54,16 @@ class SharedWindows:
         try:
             self._sockets[peer].sendall(_NOTIFICATION)
         except OSError as error:  # elsewhere, an OSError means a file or this process's output
-            raise RuntimeError(f"the connection to rank {peer} of this node is lost: {error.strerror}") from error
+            raise PeerLost(f"the connection to rank {peer} of this node is lost: {error.strerror}") from error
 
     def wait_for(self, peer: int) -> None:
-        """Wait until `peer` has written its next data. Raises RuntimeError if the peer is gone."""
+        """Wait until `peer` has written its next data. Raises PeerLost if the peer is gone."""
         try:
             received = self._sockets[peer].recv(1)
         except OSError as error:
-            raise RuntimeError(f"the connection to rank {peer} of this node is lost: {error.strerror}") from error
+            raise PeerLost(f"the connection to rank {peer} of this node is lost: {error.strerror}") from error
         if not received:
-            raise RuntimeError(f"the connection to rank {peer} of this node is closed")
+            raise PeerLost(f"the connection to rank {peer} of this node is closed")
 
     def close(self) -> None:
         for connection in self._sockets.values():
@@ -152,6 +153,6 @@ def _connect(rank: int, others: Sequence[int], listener: socket.socket, prefix: 
         connection, _ = listener.accept()
         sender = connection.recv(4, socket.MSG_WAITALL)
         if len(sender) < 4:
-            raise RuntimeError("a rank of this node disconnected during connection setup")
+            raise PeerLost("a rank of this node disconnected during connection setup")
         sockets[int.from_bytes(sender, "little")] = connection
     return sockets

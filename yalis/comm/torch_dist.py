@@ -20,10 +20,11 @@ import torch.distributed
 from torch import Tensor
 
 from yalis import env
-from yalis.comm.base import CommBackend, Communicator, SingleRank
+from yalis.comm.base import CommBackend, Communicator, SingleRank, counted
 from yalis.comm.contiguous_group import ContiguousGroup
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
+from yalis.launch.heartbeat import Progress
 from yalis.launch.world import World
 
 dist: Any = torch.distributed  # its type stubs lack the process group classes
@@ -43,8 +44,8 @@ class TorchGroup(ContiguousGroup):
     #: whether a receive can be posted long before its send without blocking later operations
     early_receives: bool
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+    def __init__(self, group: Any, rank: int, size: int, progress: Progress) -> None:
+        super().__init__(rank, size, progress)
         self._group = group
         self._pending_sends: deque[tuple[Any, Tensor]] = deque()
         self._tags = itertools.count(FIRST_FREE_TAG)
@@ -126,6 +127,7 @@ class GlooGroup(TorchGroup):
     def _recv(self, x: Tensor, source: int) -> None:
         self._group.recv([x], source, MESSAGE_TAG).wait()
 
+    @counted
     def barrier(self) -> None:
         self._group.barrier().wait()
 
@@ -141,8 +143,10 @@ class NcclGroup(TorchGroup):
 
     early_receives = False  # a receive occupies the stream until its message arrives
 
-    def __init__(self, store: Any, device: torch.device, rank: int, size: int, gpu_shared: bool) -> None:
-        super().__init__(_create_nccl(dist.PrefixStore("all", store), rank, size), rank, size)
+    def __init__(
+        self, store: Any, device: torch.device, rank: int, size: int, progress: Progress, gpu_shared: bool
+    ) -> None:
+        super().__init__(_create_nccl(dist.PrefixStore("all", store), rank, size), rank, size, progress)
         self._store, self._device, self.capturable = store, device, not gpu_shared
         self._channels: dict[tuple[int, int], Any] = {}
         # NCCL connects in the first collective. Do that here, not inside a graph capture.
@@ -256,11 +260,12 @@ class TorchBackend(CommBackend):
         store = dist.PrefixStore(name, self._store)
         group: TorchGroup
         if self.device.type == "cuda":
-            group = NcclGroup(store, self.device, rank, len(ranks), self._share_gpu)
+            group = NcclGroup(store, self.device, rank, len(ranks), self.world.progress, self._share_gpu)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._timeout = [self._gloo_device], TIMEOUT
-            group = GlooGroup(dist.ProcessGroupGloo(store, rank, len(ranks), options), rank, len(ranks))
+            gloo = dist.ProcessGroupGloo(store, rank, len(ranks), options)
+            group = GlooGroup(gloo, rank, len(ranks), self.world.progress)
         self._groups.append(group)
         return group
 

@@ -14,7 +14,7 @@ from yalis.config import EngineConfig
 from yalis.engine.replica_ranks import RankReport, RemoteStep, ReplicaRanks
 from yalis.engine.runner import PendingStep
 from yalis.engine.step_profiler import RankProfile, StepInfo
-from yalis.errors import YalisFailure
+from yalis.errors import YalisFailure, describe_error
 from yalis.log import get_logger
 from yalis.scheduling.plan import Emitted
 from yalis.scheduling.request import Request
@@ -115,15 +115,16 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            # A rank that died shows up here as a failed collective or link; explain() finds which one it was.
-            if isinstance(error, Exception) and (failure := world.explain(error)) is not None:
-                self._broken = str(failure)
-                log.debug("%s", error)
-                raise failure from None
-            self._broken = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if world.rank == 0:  # the serve loop of other ranks reports the error with its traceback
-                world.fail(self._broken)
-            raise
+            if world.rank:  # its serve loop reports the error
+                self._broken = describe_error(error)
+                raise
+            # The failure of another rank shows up here as a failed collective or link; abort() finds its reason.
+            reason = world.abort(error)
+            self._broken = describe_error(reason)
+            if reason is error:
+                raise
+            log.debug("%s", error)
+            raise reason from reason.__cause__
 
     def _step(self) -> list[Emitted]:
         if self._early:

@@ -37,7 +37,7 @@ from yalis.engine.request_loop import RequestLoop
 from yalis.engine.requests import PendingRequest, RequestGroup
 from yalis.engine.step_profiler import Profile
 from yalis.engine.worker import WORKER, serve_rank
-from yalis.errors import YalisError, YalisFailure, count_of, first_line
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.keywords import CHAT_KEYWORDS, GENERATE_KEYWORDS, LLM_KEYWORDS, NO_KEYWORDS, check_keywords
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
@@ -96,6 +96,7 @@ class LLM:
         ranks_per_node: int | None = None,
         ranks_per_gpu: int = 1,
         join_timeout: float = 300.0,
+        step_timeout: float = 600.0,
     ) -> None:
         given = {**locals(), "model": os.fspath(model) if isinstance(model, os.PathLike) else model}
         self.config = EngineConfig(**{field.name: given[field.name] for field in dataclasses.fields(EngineConfig)})
@@ -112,18 +113,23 @@ class LLM:
         self._world = None if detect_launcher().size == 1 else join(split.size, WORKER, self.config.join_timeout)
         #: 0 on the process that submits requests and receives results
         self.rank = 0 if self._world is None else self._world.rank
+        if self._world is not None:
+            self._world.set_step_timeout(self.config.step_timeout)
         if self._world is not None and self.rank > 0:
             serve_rank(self._world, self.config)
             return
         try:
             self._open(split)
         except BaseException as error:
+            reason = error
             if self._world is not None:
-                self._world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
+                reason = self._world.abort(error)
                 if self._ranks is not None:
                     self._ranks.close()
                 self._leave()
-            raise
+            if reason is error:
+                raise
+            raise reason from reason.__cause__
 
     def _open(self, split: Split) -> None:
         config = self.config
@@ -142,6 +148,7 @@ class LLM:
             )
             if self._world is None:
                 self._world = join(split.size, WORKER, config.join_timeout)
+                self._world.set_step_timeout(config.step_timeout)
             world = self._world
             agree(world, config)
             agree_on_model(world, checkpoint, eos)

@@ -19,8 +19,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
 from yalis.engine.runner import PendingStep, Runner
 from yalis.engine.step_profiler import RankProfile, StepInfo
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import PeerLost, YalisError, YalisFailure, describe_error
 from yalis.launch.link import Link
 from yalis.launch.world import World
 from yalis.log import get_logger
@@ -97,11 +98,11 @@ class RankReport:
 class RemoteStep:
     """A launched step whose tokens are sampled on another rank; `result()` waits for them."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, receive: Callable[[], Any]) -> None:
+        self._receive = receive
 
     def result(self) -> StepOutput:
-        return decode_output(self._link.receive())
+        return decode_output(self._receive())
 
 
 class ReplicaRanks:
@@ -120,10 +121,13 @@ class ReplicaRanks:
         if world.size > 1:
             world.phase = "connecting"
             topology = Topology.of(world, config.ranks_per_node)
-            self._comm = open_backend(config.allreduce, world, device, topology)
-            log.info("%s over %s, joined by %s", self.split, topology, self._comm.name)
-            grid = Grid.open(self.split, world.rank, self._comm)
-            stage = Stage.open(self.split, world.rank, self._comm)
+            try:
+                self._comm = open_backend(config.allreduce, world, device, topology)
+                log.info("%s over %s, joined by %s", self.split, topology, self._comm.name)
+                grid = Grid.open(self.split, world.rank, self._comm)
+                stage = Stage.open(self.split, world.rank, self._comm)
+            except RuntimeError as error:  # of torch or MPI: usually another rank died
+                raise PeerLost(f"the ranks could not be connected ({describe_error(error)})") from error
         world.phase = "loading the model"
         driver = self.split.driver(coords.replica)
         ranks = range(driver, driver + self.split.per_replica)
@@ -153,25 +157,28 @@ class ReplicaRanks:
         """Launch the step on every rank. On a GPU this returns before the step has run."""
         self._send_all(["plan", self._encoder.encode(plan)] if self._links else None)
         pending = self.runner.launch(plan)
-        return RemoteStep(self._links[self._reporter]) if pending is None else pending
+        return RemoteStep(partial(self._receive, self._links[self._reporter])) if pending is None else pending
 
     def reports(self) -> list[RankReport]:
         """Return a report of each rank of this replica. No step may be in flight."""
         self._send_all(["report"])
-        return [self._report(), *(RankReport(**link.receive()) for link in self._links.values())]
+        return [self._report(), *(RankReport(**self._receive(link)) for link in self._links.values())]
 
     def start_profiling(self) -> Sequence[StepInfo]:
         """Start the profiler of every rank; returns the growing list of steps. No step may be in flight."""
         self._send_all(["start_profiling"])
         steps = self.runner.profiler.start()
         for link in self._links.values():
-            link.receive()
+            self._receive(link)
         return steps
 
     def stop_profiling(self) -> list[RankProfile]:
         """Stop the profiler of every rank; returns what each recorded, driver first. No step may be in flight."""
         self._send_all(["stop_profiling"])
-        return [self.runner.profiler.stop(), *(RankProfile.from_json(link.receive()) for link in self._links.values())]
+        return [
+            self.runner.profiler.stop(),
+            *(RankProfile.from_json(self._receive(link)) for link in self._links.values()),
+        ]
 
     def close(self) -> None:
         """Close this rank's links and communicators; on the driver, end serve() on the other ranks first."""
@@ -185,6 +192,13 @@ class ReplicaRanks:
                 self.runner.executor.release_graphs()  # CUDA graphs keep communicators alive, so they go first
             self._comm.close()
 
+    def _receive(self, link: Link) -> Any:
+        """Wait for the answer of another rank."""
+        self.world.progress.entered += 1
+        message = link.receive()
+        self.world.progress.left += 1
+        return message
+
     def _send_all(self, message: Any) -> None:
         for link in self._links.values():
             link.send(message)
@@ -194,6 +208,7 @@ class ReplicaRanks:
     def serve(self) -> None:
         """Launch the driver's steps, in order, until it sends "end"."""
         (driver,) = self._links.values()
+        progress = self.world.progress
         on_gpu = self.runner.device.type == "cuda"
         unreported: deque[PendingStep] = deque()
         while True:
@@ -202,6 +217,7 @@ class ReplicaRanks:
             while unreported and not (on_gpu and driver.poll(0)):
                 driver.send(encode_output(unreported.popleft().result()))
             message, *arguments = driver.receive()
+            progress.begun += 1
             if message == "plan":
                 pending = self.runner.launch(self._decoder.decode(arguments[0]))
                 if pending is not None and self.world.rank == self._reporter:
@@ -215,6 +231,7 @@ class ReplicaRanks:
                 driver.send(asdict(self.runner.profiler.stop()))
             else:
                 return
+            progress.done += 1
 
     def _report(self) -> RankReport:
         runner = self.runner

@@ -91,7 +91,7 @@ class RemoteReplica:
 
 def serve_replica(engine: Engine, link: Link) -> None:
     """Run on the driver of another replica: receive requests from rank 0, step, send reports, until rank 0 ends it."""
-    replica = LocalReplica(engine)
+    replica, progress = LocalReplica(engine), engine.ranks.world.progress
     link.send(engine.max_model_len)
     while True:
         while not engine.has_work or link.poll(0):
@@ -105,7 +105,10 @@ def serve_replica(engine: Engine, link: Link) -> None:
                 replica.add(assignment_id, prompt, decode_params(params))
             else:
                 replica.finish(*arguments)
-        link.send(_encode(replica.step()))
+        progress.begun += 1
+        report = replica.step()
+        progress.done += 1
+        link.send(_encode(report))
 
 
 def _encode(report: ReplicaReport) -> Any:
@@ -193,7 +196,10 @@ class ReplicaRouter:
         emitted = self._apply(LOCAL, self._local_replica.step()) if self.local.has_work else []
         emitted += self._apply_received()
         if not emitted and not self.local.has_work and any(self._num_assigned[rank] for rank in self._remote):
+            progress = self.local.ranks.world.progress
+            progress.entered += 1
             wait_any(self._links)
+            progress.left += 1
             emitted = self._apply_received()
         return emitted
 

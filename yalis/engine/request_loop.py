@@ -26,6 +26,7 @@ from yalis.engine.interrupts import interrupts_held
 from yalis.engine.replicas import ReplicaRouter
 from yalis.engine.requests import PendingCompletion, PendingRequest
 from yalis.errors import YalisError
+from yalis.launch.heartbeat import CLOSING, IDLE
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.world import World
 from yalis.scheduling.plan import Emitted
@@ -130,7 +131,11 @@ class RequestLoop:
         if self._pid != os.getpid() or (engine := self.call(self._detach)) is None:
             return
         device = engine.device
-        engine.close()
+        self.world.phase = CLOSING
+        try:
+            engine.close()
+        finally:
+            self.world.phase = IDLE
         if detect_launcher().size == 1:
             self.world.close()
         del engine
@@ -141,10 +146,12 @@ class RequestLoop:
         """Mark this process as running. If a rank dies now, a call that cannot return is ended from another thread;
         if it dies while this process is idle, the next call reports it."""
         self.world.phase = "running"
+        self.world.progress.begun += 1
         try:
             yield
         finally:
-            self.world.phase = "idle"
+            self.world.progress.done += 1
+            self.world.phase = IDLE
 
     # The thread that has the engine
 

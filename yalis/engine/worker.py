@@ -15,10 +15,10 @@ from yalis.config import EngineConfig
 from yalis.engine.engine import Engine
 from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import serve_replica
-from yalis.errors import YalisError, YalisFailure, first_line
+from yalis.errors import YalisError, YalisFailure
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
-from yalis.launch.serving import serving
+from yalis.launch.serving import report_error, serving
 from yalis.launch.world import World
 from yalis.spec import read_spec
 
@@ -53,6 +53,9 @@ def _serve(world: World, config: EngineConfig | None) -> bool:
             serve_replica(Engine(agreed, spec, ranks, eos), to_router[0])
         else:
             ranks.serve()
+    except Exception as error:
+        report_error(world, error)  # before the connections are closed, which other ranks would report instead
+        raise
     finally:
         ranks.close()
         for link in to_router.values():
@@ -70,6 +73,7 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
         yield True
         return
     world = join(split_of(config).size, WORKER, config.join_timeout)
+    world.set_step_timeout(config.step_timeout)
     if world.rank > 0:
         with serving(world):
             agree(world, config)
@@ -87,7 +91,7 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
                 if world.failure is not None:
                     raise  # otherwise a SIGTERM ended the other ranks first
     except BaseException as error:
-        world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
+        world.fail(error)
         raise
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from yalis.errors import YalisFailure
+from yalis.errors import PeerLost, YalisFailure
 
 MAX_FRAME = 256 << 20
 SILENCE_S = 60  # a host that has answered no TCP keepalive for so long counts as down
@@ -25,7 +25,7 @@ _CHUNK = 1 << 18
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
-class LinkLost(YalisFailure):
+class LinkLost(PeerLost):
     """The peer of a link has disconnected, or sent data that is not a message."""
 
     def __init__(self, message: str, peer: str, *, silent: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Liveness monitoring: a connection from every rank to rank 0 that breaks when either process dies.
+"""Liveness monitoring: a connection between every rank and rank 0 that breaks when either process dies.
 
-A process that dies closes its connections at once. A host or network that goes silent is detected by TCP keepalive
-(`link.keep_alive`). Rank 0 then reports the failure and tells all other ranks to exit.
+A process that dies closes its connections at once. A process that is stopped, a host that hangs and a step that never
+ends are found by heartbeats (`heartbeat.py`). Rank 0 then reports the failure and tells all other ranks to exit.
 """
 
 from __future__ import annotations
@@ -16,14 +16,27 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any
 
-from yalis.launch.link import SILENCE_S, Link, LinkLost
+from yalis.launch.heartbeat import (
+    BEAT_S,
+    CLOSING,
+    IDLE,
+    SILENCE_S,
+    STEP_TIMEOUT_S,
+    Progress,
+    RankState,
+    describe_silence,
+    find_culprit,
+    silence_limit,
+    while_in,
+)
+from yalis.launch.link import Link, LinkLost
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo
 
 INTERRUPTED = 128 + signal.SIGINT
 STUCK_S = 5.0  # for rank 0 to return from its current operation after a rank has died, before it is killed
 LEAVE_S = 10.0  # for a serving rank to return after rank 0 has left
-IDLE = "idle"  # the phase in which rank 0 is in no collective, so it sees a failure at its next call
+STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, until the job counts as stuck
 
 
 def print_error(message: str) -> None:
@@ -37,7 +50,10 @@ class LivenessMonitor(ABC):
 
     def __init__(self, members: tuple[RankInfo, ...], rank: int) -> None:
         self.members, self.rank = members, rank
+        self.progress = Progress()
+        self.step_timeout = STEP_TIMEOUT_S  # seconds; 0: no limit
         self.failure: str | None = None
+        self.failure_traceback: str | None = None  # of the error on another rank
         self.departed: set[int] = set()  # ranks that left the job without an error
         self.phase = ""
         self.noticed = threading.Event()  # the failure was raised in the thread that runs the job
@@ -61,7 +77,7 @@ class LivenessMonitor(ABC):
         self.phase = phase
 
     @abstractmethod
-    def fail(self, message: str, background: bool = False) -> None:
+    def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
         """End the job with this message. `background`: the caller is not the thread that runs the job."""
 
     @abstractmethod
@@ -77,12 +93,12 @@ class LivenessMonitor(ABC):
             self.departed.add(rank)
             self._changed.notify_all()
 
-    def _set_failure(self, message: str) -> bool:
+    def _set_failure(self, message: str, traceback: str | None = None) -> bool:
         """Record the failure. Returns whether it is the first one."""
         with self._changed:
             if self.failure or self.closing:
                 return False
-            self.failure = message
+            self.failure, self.failure_traceback = message, traceback
             self._changed.notify_all()
             return True
 
@@ -90,14 +106,13 @@ class LivenessMonitor(ABC):
         with self._sending, contextlib.suppress(LinkLost):  # the reading side handles it
             link.send(message)
 
-    def _describe_death(self, rank: int, lost: LinkLost, phase: str, status: str | None = None) -> str:
+    def _describe_death(self, rank: int, phase: str, status: str | None = None) -> str:
         member = self.members[rank]
-        during = f" while {phase}" if phase and phase != IDLE else ""
-        if lost.silent:
-            return (
-                f"{member} (pid {member.pid}) has not answered for {SILENCE_S} s{during}: its host or network is down"
-            )
-        return f"{member} (pid {member.pid}{f', {status}' if status else ''}) died{during}"
+        return f"{member} (pid {member.pid}{f', {status}' if status else ''}) died{while_in(phase)}"
+
+    def _describe_silence(self, rank: int, seconds: float, phase: str) -> str:
+        same_host = self.members[rank].node == self.members[self.rank].node
+        return describe_silence(self.members[rank], seconds, phase, same_host)
 
 
 class Rank0Monitor(LivenessMonitor):
@@ -110,6 +125,9 @@ class Rank0Monitor(LivenessMonitor):
         super().__init__(members, 0)
         self._links, self._local, self._launched = links, local, launched
         self._phases: dict[int, str] = {}
+        self._states = [RankState() for _ in members]
+        self._stopped_s = 0.0  # how long this process was stopped itself, if that was long
+        self._stop_signal: signal.Signals | None = None  # Ctrl-C or SIGTERM that has not taken effect yet
         self._wakeup_pipe = os.pipe()
         os.set_blocking(self._wakeup_pipe[1], False)
         self._receives_signals = False
@@ -127,8 +145,10 @@ class Rank0Monitor(LivenessMonitor):
     def set_phase(self, phase: str) -> None:
         self._phase_count += 1
         self.phase = phase
+        if self._stop_signal and phase not in (IDLE, CLOSING):
+            self._stop_signal = None  # the program goes on
 
-    def fail(self, message: str, background: bool = False) -> None:
+    def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
         if background:
             self._end_job(f"{self.members[0]}: {message}")
             return
@@ -160,18 +180,75 @@ class Rank0Monitor(LivenessMonitor):
             selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
+            ticked = time.monotonic()
             while not self.closing:
-                for key, _ in selector.select():
+                for key, _ in selector.select(max(0.0, ticked + BEAT_S - time.monotonic())):
                     if not isinstance(key.fileobj, Link):
                         self._handle_signals(os.read(self._wakeup_pipe[0], 64))
                     elif not self._read(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
+                elapsed = time.monotonic() - ticked
+                if elapsed >= BEAT_S:
+                    ticked += elapsed
+                    self._tick(elapsed)
+
+    def _tick(self, elapsed: float) -> None:
+        """Send heartbeats, and end the job if a rank is silent or holds up a step."""
+        limit = silence_limit(self.step_timeout)
+        for rank, link in self._links.items():
+            if rank not in self.departed:
+                self._send(link, {"beat": limit})
+        if elapsed > limit:
+            self._stopped_s = elapsed
+        for rank, state in enumerate(self._states):
+            # While this process was stopped it read no heartbeats, so it counts two seconds at most.
+            state.advance(min(elapsed, 2 * BEAT_S))
+            if rank in self.departed or rank == 0:
+                state.silent_s = 0.0
+        self._states[0].update(self.progress.counters())
+        if self.failure or self.closing:
+            return
+        silent = max(range(len(self._states)), key=lambda rank: self._states[rank].silent_s)
+        if self._states[silent].silent_s > limit:
+            self._end_job(self._describe_silent(silent), kill=silent)
+        elif self.step_timeout and any(state.step_s > self.step_timeout for state in self._states):
+            self._end_stuck_job(f"within {self.step_timeout:g} s; give a larger step_timeout= if steps take that long")
+        elif self._stop_signal and self.phase != IDLE and self._is_stuck(STOP_S):
+            reason = "Ctrl-C" if self._stop_signal == signal.SIGINT else self._stop_signal.name
+            self._end_stuck_job(f"within {STOP_S:g} s after {reason}", 128 + self._stop_signal)
+        elif self.phase == CLOSING and self._is_stuck(limit):
+            self._end_stuck_job(f"within {limit:g} s")
+
+    def _is_stuck(self, seconds: float) -> bool:
+        """Return whether no rank has made progress for so long."""
+        return all(state.unchanged_s > seconds for state in self._states)
+
+    def _end_stuck_job(self, limit: str, status: int = 1) -> None:
+        """End the job because a step has not ended. `limit` says in which time."""
+        culprit = find_culprit(self._states)
+        if culprit is None:
+            self._end_job(f"no rank has finished its step {limit}: a device or a connection hangs", status=status)
+        elif self._states[culprit].silent_s > 2 * BEAT_S:
+            self._end_job(self._describe_silent(culprit), kill=culprit, status=status)
+        else:
+            member = self.members[culprit]
+            message = f"{member} (pid {member.pid}) has not finished its step, and the other ranks wait, {limit}"
+            self._end_job(message, kill=culprit, status=status)
+
+    def _describe_silent(self, rank: int) -> str:
+        return self._describe_silence(rank, self._states[rank].silent_s, self._phase_of(rank))
+
+    def _phase_of(self, rank: int) -> str:
+        return self.phase if self.phase in (IDLE, CLOSING) else self._phases.get(rank) or self.phase
 
     def _handle_signals(self, signals: bytes) -> None:
-        """End rank 0 at a second Ctrl-C in one phase.
+        """Note a Ctrl-C or SIGTERM, and end rank 0 at a second Ctrl-C in one phase.
 
         A collective that another rank holds up never returns to the interpreter, so Python's own handler cannot run.
         """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if number in signals:
+                self._stop_signal = number
         self._interrupts.extend([self._phase_count] * signals.count(signal.SIGINT))
         if self.phase == IDLE or list(self._interrupts) != [self._phase_count] * 2:
             return
@@ -191,40 +268,49 @@ class Rank0Monitor(LivenessMonitor):
         while link.poll(0):
             try:
                 message = link.receive()
-            except LinkLost as lost:
+            except LinkLost:
                 if rank not in self.departed:
-                    self._handle_death(rank, lost)
+                    self._handle_death(rank)
                 return False
-            if "phase" in message:
+            if "beat" in message:
+                self._states[rank].update(message["beat"])
+            elif "phase" in message:
                 self._phases[rank] = message["phase"]
             elif "fail" in message:
-                self._end_job(f"{self.members[rank]}: {message['fail']}")
+                self._end_job(f"{self.members[rank]}: {message['fail']}", message.get("traceback"))
             elif "bye" in message:
                 self._mark_departed(rank)
         return True
 
-    def _handle_death(self, rank: int, lost: LinkLost) -> None:
-        if not self.failure and not self.closing:
-            status = self._local.exit_status(rank, 0.3) if self._local else None
-            phase = self.phase if self.phase == IDLE else self._phases.get(rank) or self.phase
-            self._end_job(self._describe_death(rank, lost, phase, status))
+    def _handle_death(self, rank: int) -> None:
+        if self.failure or self.closing:
+            return
+        if self._stopped_s:
+            message = f"{self.members[0]} (pid {os.getpid()}) was stopped for {self._stopped_s:.0f} s"
+            self._end_job(f"{message}, and the other ranks have ended")
+            return
+        status = self._local.exit_status(rank, 0.3) if self._local else None
+        self._end_job(self._describe_death(rank, self._phase_of(rank), status))
 
-    def _end_job(self, message: str) -> None:
+    def _end_job(self, message: str, traceback: str | None = None, kill: int | None = None, status: int = 1) -> None:
+        """Report the failure and make all ranks exit. `kill`: a rank that does not react."""
         # Print at once under a launcher: it notices the death too, and may kill this process before anything else.
-        if not self._broadcast_failure(message, print_it=self._launched):
+        if not self._broadcast_failure(message, print_it=self._launched, traceback=traceback):
             return
         deadline = time.monotonic() + STUCK_S
         if self._local:
+            if kill:
+                self._local.kill(kill)
             self._local.stop(STUCK_S / 2)
         # receive(), all_gather_object() or explain() raises the failure, unless rank 0 is stuck in a collective.
         if self.phase != IDLE and not self.noticed.wait(max(0.0, deadline - time.monotonic())):
             if not self._launched:
                 print_error(message)
-            os._exit(1)
+            os._exit(status)
 
-    def _broadcast_failure(self, message: str, print_it: bool) -> bool:
+    def _broadcast_failure(self, message: str, print_it: bool, traceback: str | None = None) -> bool:
         """Tell all ranks to exit. Returns False if the job has failed or is closing already."""
-        if not self._set_failure(message):
+        if not self._set_failure(message, traceback):
             return False
         if print_it:
             print_error(message)
@@ -248,10 +334,10 @@ class WorkerMonitor(LivenessMonitor):
             self.phase = phase
             self._send(self._link, {"phase": phase})
 
-    def fail(self, message: str, background: bool = False) -> None:
+    def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
         if self.closing or self.rank0_left.is_set():
             return
-        self._send(self._link, {"fail": message})
+        self._send(self._link, {"fail": message, "traceback": traceback})
         time.sleep(STUCK_S)  # rank 0 replies `failed`, which ends this process
         os._exit(1)
 
@@ -275,18 +361,32 @@ class WorkerMonitor(LivenessMonitor):
         self._thread.join()
 
     def _run(self) -> None:
+        silent_s, limit, ticked = 0.0, SILENCE_S, time.monotonic()
         while True:
-            try:
-                message = self._link.receive()
-            except LinkLost as lost:
-                if not self.rank0_left.is_set() and not self.closing:
-                    print_error(self._describe_death(0, lost, self.phase))
+            if self._link.poll(max(0.0, ticked + BEAT_S - time.monotonic())):
+                try:
+                    message = self._link.receive()
+                except LinkLost:
+                    if not self.rank0_left.is_set() and not self.closing:
+                        print_error(self._describe_death(0, self.phase))
+                        os._exit(1)
+                    return
+                silent_s, limit = 0.0, message.get("beat", limit)
+                self._handle(message)
+            elapsed = time.monotonic() - ticked
+            if elapsed >= BEAT_S:
+                ticked += elapsed
+                silent_s += min(elapsed, 2 * BEAT_S)  # while this process was stopped it read no heartbeats
+                self._send(self._link, {"beat": self.progress.counters()})
+                if silent_s > limit and not self.rank0_left.is_set() and not self.closing:
+                    print_error(self._describe_silence(0, silent_s, self.phase))
                     os._exit(1)
-                return
-            if "failed" in message:
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            os._exit(1)
+        if "bye" in message:
+            self._mark_departed(0)
+            self.rank0_left.set()
+            if self.serving and not self._done_serving.wait(LEAVE_S):  # stuck in a collective that rank 0 has left
                 os._exit(1)
-            if "bye" in message:
-                self._mark_departed(0)
-                self.rank0_left.set()
-                if self.serving and not self._done_serving.wait(LEAVE_S):  # stuck in a collective that rank 0 has left
-                    os._exit(1)

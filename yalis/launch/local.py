@@ -51,6 +51,10 @@ class LocalRanks:
         except ValueError:
             return f"killed by signal {-status}"
 
+    def kill(self, rank: int) -> None:
+        """End a rank that does not react; SIGKILL ends a stopped process too."""
+        self.processes[rank].kill()
+
     def stop(self, grace: float) -> None:
         """Wait `grace` seconds for all processes to exit, then kill those that have not."""
         try:

@@ -8,12 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from yalis.errors import YalisError, YalisFailure, first_line
+from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import LEAVE_S
 from yalis.launch.world import World
-from yalis.log import get_logger
-
-_log = get_logger(__name__)
 
 TERMINATED = 128 + signal.SIGTERM
 _SAME_ERROR_S = 2.0  # for rank 0 to find the same error in its input
@@ -33,17 +30,24 @@ def serving(world: World) -> Iterator[None]:
         try:
             yield
         except Exception as error:
+            report_error(world, error)
             if not world.rank0_left:
-                world.explain(error)  # does not return if the death of another rank caused this error
-            if not world.rank0_left:
-                if not isinstance(error, YalisError):
-                    _log.exception("%s failed", world.name(world.rank))
-                elif not isinstance(error, YalisFailure):
-                    world.wait_rank0_left(_SAME_ERROR_S)  # if rank 0 rejects the same input, it reports it for all
-                world.fail(first_line(error))
                 raise
     if terminated.is_set():
         raise SystemExit(TERMINATED)
+
+
+def report_error(world: World, error: Exception) -> None:
+    """End the job with an error of this rank. Call before any connection is closed; returns only if rank 0 has left.
+
+    An error that says that another rank is lost is reported only if that rank does not report its own.
+    """
+    if world.rank0_left:
+        return
+    world.explain(error)  # does not return if another rank has failed: rank 0 then ends this process
+    if isinstance(error, YalisError) and not isinstance(error, YalisFailure):
+        world.wait_rank0_left(_SAME_ERROR_S)  # if rank 0 rejects the same input, it reports it for all
+    world.fail(error)
 
 
 @contextmanager

@@ -11,17 +11,19 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from traceback import format_exception
 from typing import Any
 
-from yalis.errors import YalisFailure, first_line
+from yalis.errors import PeerLost, RankTraceback, YalisError, YalisFailure, describe_error
+from yalis.launch.heartbeat import Progress
 from yalis.launch.link import MAX_FRAME, Link, LinkLost, listen
 from yalis.launch.liveness import LivenessMonitor, Rank0Monitor, WorkerMonitor
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo
 
-_EXPLAIN_S = 3.0  # the monitor normally detects a death within milliseconds
-# Raised by links and by the collectives of torch and MPI after a peer has died.
-_PEER_ERRORS = (YalisFailure, RuntimeError, OSError)
+_EXPLAIN_S = 3.0  # for the failed rank to report its error, which normally takes milliseconds
+_RANK0_EXPLAIN_S = 5.0  # longer: a rank that waits for an explanation in vain reports its own error
+_MAX_TRACEBACK = 16 << 10  # characters, its end
 _CONNECT_S = 60.0
 _GRACE_S = 8.0  # for ranks that rank 0 started to exit on their own
 
@@ -46,6 +48,8 @@ class World:
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._monitor, self._local, self._persistent = monitor, local, persistent
         self._own_failure: str | None = None
+        #: counters that the engine and the communicators increment
+        self.progress = monitor.progress if monitor else Progress()
         self._pid = os.getpid()
         self._closed = False
         for peer, link in self._controls.items():
@@ -76,6 +80,11 @@ class World:
     def phase(self, phase: str) -> None:
         if self._monitor:
             self._monitor.set_phase(phase)
+
+    def set_step_timeout(self, seconds: float) -> None:
+        """End the job if a step takes longer; 0: no limit. Only the value of rank 0 counts."""
+        if self._monitor:
+            self._monitor.step_timeout = seconds
 
     @property
     def failure(self) -> str | None:
@@ -136,29 +145,54 @@ class World:
                 server.close()
         return {} if leader is None or leader == self.rank else {leader: self._connect(leader, *endpoints[leader])}
 
-    def fail(self, message: str, background: bool = False) -> None:
+    def fail(self, error: BaseException | str, background: bool = False) -> None:
         """End the job because this rank cannot continue. Returns on rank 0 only; other ranks exit.
 
         `background`: the caller is not the thread that runs the job, which may be stuck.
         """
+        message = error if isinstance(error, str) else describe_error(error)
         if self._monitor:
-            self._monitor.fail(message, background)
+            self._monitor.fail(message, background, None if isinstance(error, str) else _format_traceback(error))
         else:
             self._own_failure = message
 
     def explain(self, error: BaseException) -> YalisFailure | None:
         """Return the failure that ended the job if it caused `error`, else None.
 
-        Waits a few seconds for the failure to be detected.
+        Waits a few seconds for it if `error` says that another rank is lost.
         """
-        if not self._monitor or self._closed or not isinstance(error, _PEER_ERRORS):
+        if not self._monitor or self._closed:
             return None
-        peer = error.peer if isinstance(error, LinkLost) else None
-        self._monitor.wait(peer, _EXPLAIN_S)
-        if self._monitor.failure:
-            self._monitor.noticed.set()
-            return YalisFailure(self._monitor.failure)
-        return YalisFailure(f"{peer} has already ended") if self._monitor.has_left(peer) else None
+        if isinstance(error, PeerLost):
+            peer = error.peer if isinstance(error, LinkLost) else None
+            self._monitor.wait(peer, _EXPLAIN_S if self.rank else _RANK0_EXPLAIN_S)
+            if not self._monitor.failure and self._monitor.has_left(peer):
+                return YalisFailure(f"{peer} has already ended")
+        return self._job_failure()
+
+    def abort(self, error: BaseException) -> BaseException:
+        """End the job after an error on rank 0. Returns the exception to raise.
+
+        That is the failure of another rank if it caused `error`. In a job of several ranks, an error that was not
+        written for the user becomes a YalisFailure that names rank 0.
+        """
+        if isinstance(error, Exception) and (failure := self.explain(error)) is not None:
+            return failure
+        self.fail(error)
+        if self.size == 1 or isinstance(error, YalisError) or not isinstance(error, Exception):
+            return error
+        failure = YalisFailure(f"{self.name(0)}: {describe_error(error)}")
+        failure.__cause__ = error
+        return failure
+
+    def _job_failure(self) -> YalisFailure | None:
+        """Return the failure that ended the job as an exception to raise, or None while the job is healthy."""
+        if not self._monitor or not self._monitor.failure:
+            return YalisFailure(self._own_failure) if self._own_failure else None
+        self._monitor.noticed.set()
+        failure, traceback = YalisFailure(self._monitor.failure), self._monitor.failure_traceback
+        failure.__cause__ = RankTraceback(f"\n{traceback}") if traceback else None
+        return failure
 
     def close(self) -> None:
         """Leave the job. A persistent world stays until the process exits, for the next engine to use."""
@@ -184,16 +218,14 @@ class World:
         if self.rank and self._pid == os.getpid():
             uncaught = getattr(sys, "last_value", None)
             if uncaught is not None and not self.rank0_left:
-                self.fail(first_line(uncaught))
+                self.fail(uncaught)
         self._leave()
 
     def _check(self) -> None:
         if self._closed:
             raise YalisFailure("this rank has left its job")
-        if self.failure:
-            if self._monitor:
-                self._monitor.noticed.set()
-            raise YalisFailure(self.failure)
+        if failure := self._job_failure():
+            raise failure
 
     def _accept_followers(self, server: socket.socket, secret: str, followers: list[int]) -> dict[int, Link]:
         links: dict[int, Link] = {}
@@ -228,7 +260,7 @@ class World:
         try:
             sock = socket.create_connection((address, port), timeout=_CONNECT_S)
         except OSError as error:
-            failure = YalisFailure(
+            failure = PeerLost(
                 f"{self.name(self.rank)} cannot reach {self.name(leader)} at {address}, port {port} "
                 f"({error.strerror or error}); hosts of one job must reach each other's ports"
             )
@@ -237,6 +269,10 @@ class World:
         self._links.add(link)
         link.send([secret, self.rank])
         return link
+
+
+def _format_traceback(error: BaseException) -> str:
+    return "".join(format_exception(error))[-_MAX_TRACEBACK:]
 
 
 def make_world(

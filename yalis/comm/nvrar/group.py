@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from yalis import env
-from yalis.comm.base import Communicator
+from yalis.comm.base import Communicator, counted
 from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
 from yalis.comm.nvrar.build import build, missing
 from yalis.comm.nvrar.library import PHASES, Library, Status, int32s, uint64s
@@ -201,6 +201,7 @@ class NvrarGroup(CustomAllReduceGroup):
         )
         self.barrier()  # every rank's memory is set up before the first message arrives
 
+    @counted
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         target = x if out is None else out
         leave_to_nccl = x.nbytes > MAX_MESSAGE_BYTES and self.torch_group.capturable

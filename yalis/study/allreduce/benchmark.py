@@ -17,7 +17,7 @@ import torch
 from yalis.comm import tuning
 from yalis.comm.base import BACKENDS
 from yalis.comm.tuning import Choice, ShapeTimings, Timing
-from yalis.errors import YalisError, YalisFailure, count_of, first_line
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.serving import serving
@@ -119,11 +119,10 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
         measured = run_rank(world, plan, report)
         topology = topology_of(world)
     except BaseException as error:
-        explained = world.explain(error)
-        world.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)
-        if explained:
-            raise explained from error
-        raise
+        reason = world.abort(error)
+        if reason is error:
+            raise
+        raise reason from reason.__cause__
     finally:
         world.close()
     rows = add_speedups(measured["rows"], plan.baseline)

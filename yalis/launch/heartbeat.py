@@ -1,0 +1,104 @@
+"""Heartbeats: what they carry, and how rank 0 finds the rank that holds up the job.
+
+An open connection does not show that a process is stopped, that its host hangs or that a step never ends. So once a
+second every rank sends its progress to rank 0, and rank 0 sends a sign of life to every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from yalis.launch.rank_info import RankInfo
+
+BEAT_S = 1.0
+SILENCE_S = 30.0  # without a heartbeat, at most, until a rank counts as stopped
+STEP_TIMEOUT_S = 600.0
+_LATE_S = 3.0  # without a heartbeat, until a rank is suspected of holding up a step
+IDLE, CLOSING = "idle", "closing"
+
+
+class Progress:
+    """How far a rank has come. The threads that work increment these plain integers; the monitor thread reads them."""
+
+    __slots__ = ("begun", "done", "entered", "left")
+
+    def __init__(self) -> None:
+        self.begun = 0  # steps, and other operations of all ranks
+        self.done = 0
+        self.entered = 0  # collectives, and other waits for another rank
+        self.left = 0
+
+    def counters(self) -> tuple[int, int, int, int]:
+        return self.begun, self.done, self.entered, self.left
+
+
+class RankState:
+    """What rank 0 knows of a rank from its heartbeats. Times are in seconds while rank 0 itself was running."""
+
+    def __init__(self) -> None:
+        self.counters = (0, 0, 0, 0)
+        self.silent_s = 0.0  # since the last heartbeat
+        self.unchanged_s = 0.0  # since the counters changed
+        self.step_s = 0.0  # since the current step began; 0 outside of a step
+
+    @property
+    def in_step(self) -> bool:
+        return self.counters[0] > self.counters[1]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the rank waits for another one."""
+        return self.counters[2] > self.counters[3]
+
+    def update(self, counters: Sequence[int]) -> None:
+        """Record a heartbeat."""
+        begun, done, entered, left = counters
+        if begun != self.counters[0]:
+            self.step_s = 0.0
+        if (begun, done, entered, left) != self.counters:
+            self.unchanged_s = 0.0
+            self.counters = (begun, done, entered, left)
+        self.silent_s = 0.0
+
+    def advance(self, seconds: float) -> None:
+        self.silent_s += seconds
+        self.unchanged_s += seconds
+        self.step_s = self.step_s + seconds if self.in_step else 0.0
+
+
+def silence_limit(step_timeout: float) -> float:
+    """Return the seconds without a heartbeat after which a rank counts as stopped."""
+    return max(3 * BEAT_S, min(SILENCE_S, step_timeout)) if step_timeout else SILENCE_S
+
+
+def find_culprit(states: Sequence[RankState]) -> int | None:
+    """Return the rank that the others wait for, or None if the heartbeats do not show it.
+
+    That is a rank without heartbeats, or one in a step that computes while others wait in a collective.
+    """
+    late = max(range(len(states)), key=lambda rank: states[rank].silent_s)
+    if states[late].silent_s > _LATE_S:
+        return late
+    stuck = [rank for rank, state in enumerate(states) if state.in_step and state.unchanged_s > _LATE_S]
+    computing = [rank for rank in stuck if not states[rank].waiting]
+    return min(computing, key=lambda rank: states[rank].counters) if 0 < len(computing) < len(states) else None
+
+
+def describe_silence(member: RankInfo, seconds: float, phase: str, same_host: bool) -> str:
+    """Return the sentence about a rank that sends no heartbeats. `same_host`: its process can be looked up here."""
+    stopped = same_host and process_state(member.pid) in ("T", "t")
+    reason = "it is stopped (SIGSTOP)" if stopped else "its process is stopped, or its host or network is down"
+    return f"{member} (pid {member.pid}) has not answered for {seconds:.0f} s{while_in(phase)}: {reason}"
+
+
+def while_in(phase: str) -> str:
+    return f" while {phase}" if phase and phase != IDLE else ""
+
+
+def process_state(pid: int) -> str | None:
+    """Return the state of a process of this host as one letter, T if it is stopped; None if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
