@@ -2,6 +2,7 @@
 # make test    lint, types, import direction and CPU tests; what CI runs
 # make test-full   make test plus all combinations of options
 # make lint    ruff, mypy and the import direction only
+# make faults  every fault in every phase of every split, and how the job ends; JOBS=N at a time, CASES="kill-*-tp2-*"
 # make gpu-test   the GPU tests, with the python3 that has torch installed
 # make gpu-bench   benchmarks of one GPU against its lower bounds; OUT=FOLDER, STEPS="table profile"
 # make peers   install the engines that benchmarks compare with into their own environment (large, once)
@@ -18,10 +19,10 @@ PYTEST := $(BIN)/python -m pytest
 # Installs system packages for tests with real launchers and several hosts (root on Debian). `make test SYSTEM=` skips it.
 SYSTEM ?= tests/system/install.sh
 # Each of these tests starts several processes, so they run one at a time; the unit tests run in parallel.
-JOBS := tests/multiprocess tests/launchers tests/multihost
+JOB_TESTS := tests/multiprocess tests/launchers tests/multihost tests/faults
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: demo test test-full lint fetch system gpu-test gpu-bench peers clean help
+.PHONY: demo test test-full lint faults fetch system gpu-test gpu-bench peers clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -55,11 +56,16 @@ system:
 
 test: lint fetch system
 	$(SHARED) -m 'not full'
-	$(PYTEST) -rs -m 'not full' $(JOBS)
+	$(PYTEST) -rs -m 'not full' $(JOB_TESTS)
 
 test-full: lint fetch system
 	$(SHARED)
-	$(PYTEST) -rs $(JOBS)
+	$(PYTEST) -rs $(JOB_TESTS)
+
+# As root, so that hosts can be network namespaces. The whole matrix takes about 20 minutes on two cores.
+FAULT_RESULTS := benchmarks/results/faults
+faults: $(VENV)/.installed-test
+	$(BIN)/python -m tests.faults $(if $(CASES),--cases '$(CASES)',--out $(FAULT_RESULTS)) $(if $(JOBS),--jobs $(JOBS))
 
 # Runs on a machine with a GPU, with a Python that has torch; installs nothing. One process per attention backend, one for
 # kernels and one for the rest run in parallel with few threads each, because reference models run on the CPU.

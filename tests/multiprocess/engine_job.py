@@ -104,10 +104,11 @@ class Job:
 class ForkServer:
     """A process that jobs are forked from; see fork_server.py."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: Sequence[str] = ()) -> None:
+        """`prefix`: a command that runs the server in another place, such as a network namespace."""
         self._folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.multiprocess.fork_server"],
+            [*prefix, sys.executable, "-m", "tests.multiprocess.fork_server"],
             env=environment(),
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -119,6 +120,10 @@ class ForkServer:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self._receive(60)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -136,6 +141,21 @@ class ForkServer:
             return self._messages.get(timeout=seconds)
         except queue.Empty:
             raise AssertionError("the job did not end in time") from None
+
+    def fork(self, jobs: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Fork a process for each of `jobs`, which are arguments of fork_server.run(), and return their pids.
+
+        The next ones can be forked after wait_for_exit() has returned for each of these.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(jobs) + "\n")
+        pids: list[int] = self._receive(10)["pids"]
+        return pids
+
+    def wait_for_exit(self, seconds: float) -> tuple[int, int, float]:
+        """Return the position in `jobs`, exit status and time of the next process that ends."""
+        message = self._receive(seconds)
+        return message["number"], message["status"], message["at"]
 
     def start(
         self,
@@ -157,22 +177,20 @@ class ForkServer:
             env |= {"YALIS_TEST_MARK": mark, "YALIS_TEST_FAULT": fault or "- - -"}
             own = (each or {}).get(rank, {})
             jobs.append({"argv": list(argv), "env": env, "cwd": str(self._folder), "shown": str(path), **own})
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(jobs) + "\n")
-        pids: list[int] = self._receive(10)["pids"]
+        pids = self.fork(jobs)
 
         def wait(seconds: float) -> tuple[list[int], list[float]]:
             deadline = time.time() + seconds
             statuses, times = [0] * len(jobs), [0.0] * len(jobs)
             try:
                 for _ in jobs:
-                    message = self._receive(max(0.1, deadline - time.time()))
-                    statuses[message["number"]], times[message["number"]] = message["status"], message["at"]
+                    number, status, at = self.wait_for_exit(max(0.1, deadline - time.time()))
+                    statuses[number], times[number] = status, at
             except AssertionError:
                 for pid in processes_of(pids, mark):
                     os.kill(pid, signal.SIGKILL)
                 for _ in range(times.count(0.0)):
-                    self._receive(10)
+                    self.wait_for_exit(10)
                 raise
             return statuses, times
 

@@ -1,12 +1,14 @@
 """Inject a fault into one rank of a test job: $YALIS_TEST_FAULT is "RANK ACTION MOMENT [NOTE]".
 
 `shim/sitecustomize.py` calls `install` in ranks started by rank 0 or torchrun, `fork_server.py` in its own ranks. The
-time is written into the file NOTE right before the action.
+time is written into the file NOTE right before the action. The action "pause" then waits for the file NOTE.go, so that
+the test can inject a fault from outside.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -30,10 +32,15 @@ def install() -> None:
     def act() -> None:
         for path in note:
             Path(path).write_text(str(time.time()))
-        ACTIONS[action]()
+        if action == "pause":
+            wait_for(Path(f"{note[0]}.go"))
+        else:
+            ACTIONS[action]()
 
     if moment == "arriving":
         act()
+    elif moment == "join":
+        _before_joining(rank, act)
     elif moment in READS:
         from yalis.checkpoint.safetensors import SafetensorsTensor
 
@@ -42,19 +49,35 @@ def install() -> None:
         from yalis.engine.runner import Runner
 
         _before(Runner, "launch", STEPS[moment], act)
+    elif moment == "shutdown":
+        from yalis.engine.replica_ranks import ReplicaRanks
+
+        _before(ReplicaRanks, "close", 1, act)
 
 
-def _before(owner: type, name: str, number: int, act: Callable[[], None]) -> None:
-    """Call `act` before the `number`th call of a method."""
+def _before_joining(rank: str, act: Callable[[], None]) -> None:
+    """Call `act` when rank 0 accepts the first connection, or before another rank opens its first one."""
+    if rank == "0":
+        from yalis.launch.rendezvous import RendezvousServer
+
+        _before(RendezvousServer, "_accept", 1, act)
+        return
+    from yalis.launch import join
+
+    _before(join, "connect_to_rank0", 1, act)
+
+
+def _before(owner: Any, name: str, number: int, act: Callable[[], None]) -> None:
+    """Call `act` before the `number`th call of a method or function."""
     calls = 0
     method = getattr(owner, name)
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == number:
             act()
-        return method(*args)
+        return method(*args, **options)
 
     setattr(owner, name, counted)
 
@@ -69,6 +92,24 @@ def fail() -> None:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def exhaust_memory() -> None:
+    """Raise MemoryError, with no memory left for the code that handles it."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    bytearray(1 << 34)
+
+
+def terminate() -> None:
+    """Send SIGTERM to this rank while the job has much work left."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    slow_down()
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def sleep() -> None:
@@ -98,6 +139,8 @@ def age() -> None:
 ACTIONS = {
     "kill": die,
     "raise": fail,
+    "memory": exhaust_memory,
+    "term": terminate,
     "stop": stop,
     "sleep": sleep,
     "slow": slow_down,

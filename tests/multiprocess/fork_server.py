@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -47,6 +48,7 @@ def run(argv: list[str], env: dict[str, str], cwd: str, shown: str) -> None:
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.chdir(cwd)
     os.environ.update(env)
+    tempfile.tempdir = None  # $TMPDIR may have changed
     install()
     if argv[0].endswith(".py"):
         runpy.run_path(argv[0], run_name="__main__")

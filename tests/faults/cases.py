@@ -1,0 +1,179 @@
+"""The fault matrix: which fault hits which rank in which phase of which split, and what must be printed then."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PHASES = ("join", "load", "prefill", "decode", "shutdown")
+MOMENTS = {"load": "loading"}  # names of fault.py that differ from the phase
+_NOT_JOINED = "did not (arrive|reach|report|answer)|ended before"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`action` is what fault.py does in the rank; `reason` is a pattern for the reason that must be printed."""
+
+    action: str
+    reason: str
+
+
+FAULTS = {
+    "kill": Fault("kill", f"died|killed|{_NOT_JOINED}"),
+    "exception": Fault("raise", "RuntimeError: a bug"),
+    "sigterm": Fault("term", "SIGTERM|exit status 143"),
+    "memory": Fault("memory", "memory|MemoryError"),
+    "sigstop": Fault("stop", f"stopped|has not (answered|responded)|{_NOT_JOINED}"),
+    "hang": Fault("sleep", f"took longer|longer than|no progress|made the least|{_NOT_JOINED}"),
+    "link-down": Fault("pause", f"network|has not (answered|responded)|{_NOT_JOINED}"),
+    "silent-host": Fault("pause", f"network|has not (answered|responded)|{_NOT_JOINED}"),
+}
+NETWORK_FAULTS = ("link-down", "silent-host")
+
+SELF_STARTED, LAUNCHED, HOSTS = "self-started", "launched", "two hosts"
+
+
+@dataclass(frozen=True)
+class Split:
+    """`start`: rank 0 starts rank 1, a launcher starts both, or one is launched on each of two hosts."""
+
+    name: str
+    flags: tuple[str, str]
+    start: str = SELF_STARTED
+
+
+SPLITS = {
+    split.name: split
+    for split in (
+        Split("tp2", ("--tp", "2")),
+        Split("pp2", ("--pp", "2")),
+        Split("dp2", ("--dp", "2")),
+        Split("tp2-hosts", ("--tp", "2"), HOSTS),
+        Split("tp2-launched", ("--tp", "2"), LAUNCHED),
+        Split("pp2-launched", ("--pp", "2"), LAUNCHED),
+        Split("dp2-launched", ("--dp", "2"), LAUNCHED),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job with one fault."""
+
+    fault: str
+    phase: str
+    split: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.fault}-{self.phase}-{self.split}-rank{self.rank}"
+
+    @property
+    def start(self) -> str:
+        return SPLITS[self.split].start
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens per prompt: many, so that the job is still running at the end of every timeout."""
+        return 8 if self.phase == "shutdown" else 200
+
+    @property
+    def by_network(self) -> bool:
+        return self.fault in NETWORK_FAULTS
+
+    @property
+    def freeing_signal(self) -> str | None:
+        """The signal that ends the faulty rank after the others have gone, if it can neither end nor be ended.
+
+        A stopped rank runs no code: rank 0 kills those it started, and only the user can continue the rest. A rank that
+        hangs before it has joined is not connected to a rank that could notice.
+        """
+        if self.rank and self.start == SELF_STARTED:
+            return None
+        if self.fault == "sigstop":
+            return "SIGCONT"
+        return "SIGTERM" if (self.fault, self.phase) == ("hang", "join") else None
+
+
+def matrix() -> list[Case]:
+    """Return all cases."""
+    return [
+        Case(fault, phase, split, rank)
+        for fault, phase, split, rank in itertools.product(FAULTS, PHASES, SPLITS, (0, 1))
+        if fault not in NETWORK_FAULTS or SPLITS[split].start == HOSTS
+    ]
+
+
+def cover() -> list[Case]:
+    """Return a few cases that contain every pair of fault, phase, split and rank; without the slow self-started ranks.
+
+    Greedy: always the case with the most new pairs, of the rank that has fewer cases.
+    """
+    left = [case for case in matrix() if case.start != SELF_STARTED and not case.by_network]
+    missing = {pair for case in left for pair in _pairs(case)}
+    chosen: list[Case] = []
+    while missing:
+        ranks = [case.rank for case in chosen]
+        best = max(left, key=lambda case: (len(missing & _pairs(case)), -ranks.count(case.rank)))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(case: Case) -> set[tuple[object, object]]:
+    values = enumerate((case.fault, case.phase, case.split, case.rank))
+    return set(itertools.combinations(values, 2))
+
+
+def wrong_sentences(case: Case, completed: bool, errors: str) -> Iterator[str]:
+    """Yield what is wrong with the error output of all ranks, in the order in which it was printed.
+
+    `completed`: rank 0 ended with status 0 and all results.
+    """
+    if "Traceback" in errors:
+        yield "a traceback was printed"
+    sentences = error_sentences(errors)
+    last = sentences[-1] if sentences else ""
+    if case.by_network:  # each side reports the other one
+        if not completed and not _has(sentences, 1, FAULTS[case.fault].reason):
+            yield "rank 0 does not say that the network to rank 1 is down"
+        if case.phase != "shutdown" and not _has(sentences, 0, FAULTS[case.fault].reason):
+            yield "rank 1 does not say that the network to rank 0 is down"
+        return
+    if any(f"rank {1 - case.rank}" in sentence and f"rank {case.rank}" not in sentence for sentence in sentences):
+        yield "another rank is blamed"
+    if case.fault == "sigterm" and not case.rank:
+        if not completed and not last.startswith("yalis: stopped"):
+            yield "the last sentence does not say that the job was stopped"
+        return
+    if completed and not last:
+        return
+    if f"rank {case.rank}" not in last and (case.rank or "rank 1" in last):
+        yield f"the last sentence does not name rank {case.rank}"
+    # A rank that fails before it has joined prints the reason itself.
+    if not re.search(FAULTS[case.fault].reason, "\n".join(sentences) if case.phase == "join" else last):
+        yield "the reason is not given"
+
+
+def _has(sentences: list[str], rank: int, reason: str) -> bool:
+    return any(f"rank {rank}" in sentence and re.search(reason, sentence) for sentence in sentences)
+
+
+def error_sentences(errors: str) -> list[str]:
+    """Return the lines of yalis that report an error or a stop."""
+    return [line for line in errors.splitlines() if line.startswith("yalis") and not line.endswith("tokens/s")]
+
+
+def wrong_statuses(case: Case, completed: bool, statuses: dict[int, int]) -> Iterator[str]:
+    """Yield which exit status is wrong. `statuses` has rank 0, and rank 1 unless rank 0 started it."""
+    own = {"kill": {-9}, "sigterm": {143, -15}}.get(case.fault, {1})
+    if case.freeing_signal == "SIGTERM":
+        own = {1, 143, -15}
+    for rank, status in statuses.items():
+        accepted = own if rank == case.rank else {1, 143} if case.fault == "sigterm" else {1}
+        if completed or (case.phase == "shutdown" and rank):  # the work was done
+            accepted = accepted | {0, 1}
+        if status not in accepted:
+            yield f"rank {rank} ended with status {status}"
