@@ -46,6 +46,7 @@ class EngineConfig:
     ranks_per_gpu: int = 1  # ranks that may share a GPU
     join_timeout: float = 300.0  # seconds to wait for all ranks to join
     step_timeout: float = 600.0  # seconds that a step of several ranks may take; 0: no limit
+    insecure_rendezvous: bool = False  # start although the ranks cannot authenticate each other
 
     def __post_init__(self) -> None:
         _check_text("model", self.model)
@@ -63,6 +64,7 @@ class EngineConfig:
         _check_choice("prefix_reuse", self.prefix_reuse, (True, False))
         _check_choice("eager", self.eager, (True, False))
         _check_choice("compile", self.compile, (True, False))
+        _check_choice("insecure_rendezvous", self.insecure_rendezvous, (True, False))
         if self.eager and self.compile:
             raise YalisError("eager and compile exclude each other; give eager=True or compile=True")
         _check_int("load_seed", self.load_seed, 0, 2**63 - 1)

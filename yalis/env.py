@@ -33,6 +33,28 @@ def variables() -> dict[str, str]:
     return dict(os.environ)
 
 
+def job_secret() -> str | None:
+    """$YALIS_SECRET: the secret that the ranks of a job share. None if not set."""
+    return os.environ.get("YALIS_SECRET")
+
+
+def job_secret_file() -> Path | None:
+    """$YALIS_SECRET_FILE: a file with that secret. None if not set."""
+    path = os.environ.get("YALIS_SECRET_FILE")
+    return Path(path).expanduser() if path else None
+
+
+def munge_socket() -> str | None:
+    """$YALIS_MUNGE_SOCKET: the socket of munged, if it is not the default one of libmunge."""
+    return os.environ.get("YALIS_MUNGE_SOCKET") or None
+
+
+def runtime_dir() -> Path | None:
+    """$XDG_RUNTIME_DIR: a directory of this user on this host."""
+    path = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(path) if path else None
+
+
 def limit_openmp_spinning() -> None:
     """Make waiting OpenMP threads yield their core after about 10 us, unless the user has configured it.
 

@@ -62,7 +62,9 @@ class Slurm:
             needs.program(client)
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short, because a socket path has at most 107 characters
         self.folder.chmod(0o755)
-        self._environment = environment({"SLURM_CONF": str(self.folder / "slurm.conf")})
+        self._environment = environment(
+            {"SLURM_CONF": f"{self.folder}/slurm.conf", "YALIS_MUNGE_SOCKET": f"{self.folder}/munge.socket"}
+        )
         self._hosts = hosts
         self.nodes = hosts.names if hosts else [socket.gethostname().split(".")[0]]
         self._daemons: list[subprocess.Popen[bytes]] = []

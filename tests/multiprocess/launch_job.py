@@ -33,11 +33,14 @@ class Job:
         port: int | None = None,
         restart: int = 0,
         world: int | None = None,
+        secret: str | None = None,
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.port = port or free_port()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
         environment |= {"YALIS_TEST_MARK": self.mark, "PYTHONPATH": str(ROOT)}
+        if secret is not None:
+            environment["YALIS_SECRET"] = secret
         command = [sys.executable, "-m", "tests.multiprocess.launch_rank", scenario, str(size), str(timeout)]
         self.processes = []
         for rank in [0] if ranks is None else ranks:

@@ -59,7 +59,7 @@ OWN = {
     "YALIS_ADDRESS": "127.0.0.1",
     "YALIS_PORT": "4711",
     "YALIS_JOB": "yalis pid 9",
-    "YALIS_SECRET": "abc",
+    "YALIS_SECRET": "0123456789abcdef",
     "YALIS_PARENT": "9",
 }
 
@@ -79,15 +79,17 @@ def test_torchrun() -> None:
 def test_torchrun_variables_set_by_hand() -> None:
     info = detect_launcher({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"})
     assert (info.launcher, info.has_store, info.address, info.port) == ("torchrun", False, "10.0.0.1", 5000)
-    endpoint = find_endpoint(info, 1)
+    endpoint, _ = find_endpoint(info, 1)
     assert (endpoint.host, endpoint.ports) == ("10.0.0.1", (5000,))
+    assert not info.single_host  # with 2 ranks and no LOCAL_WORLD_SIZE, ranks 0 and 1 must come to the same result
+    assert detect_launcher({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}).single_host
     with pytest.raises(YalisError, match="set MASTER_ADDR"):
         find_endpoint(detect_launcher({"RANK": "1", "WORLD_SIZE": "2"}), 1)
 
 
 def test_srun() -> None:
     info = detect_launcher(SRUN)
-    assert info == LaunchInfo("srun", 6, 8, 2, 4, "node01", None, job="srun 77.3")
+    assert info == LaunchInfo("srun", 6, 8, 2, 4, "node01", None, job="srun 77.3", peer="node02")
     all_ranks = [detect_launcher({**SRUN, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 4)}) for r in range(8)]
     assert {derive_endpoint(info).ports for info in all_ranks} == {derive_ports("srun 77.3")}
     given = detect_launcher({**SRUN, "MASTER_ADDR": "ib-node01", "MASTER_PORT": "1234"})
@@ -110,12 +112,12 @@ def test_open_mpi() -> None:
     info = detect_launcher(OPEN_MPI)
     assert info == LaunchInfo("mpirun", 3, 4, 1, 2, job="mpirun prterun-node01-99@1")
     given = detect_launcher({**OPEN_MPI, "MASTER_ADDR": "node01", "MASTER_PORT": "5000"})
-    assert find_endpoint(given, 1).ports == (5000,)
+    assert find_endpoint(given, 1)[0].ports == (5000,)
 
 
 def test_open_mpi_on_one_host() -> None:
     info = detect_launcher({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    endpoint = find_endpoint(info, 1)
+    endpoint, _ = find_endpoint(info, 1)
     assert (endpoint.host, endpoint.ports) == ("127.0.0.1", derive_ports("mpirun prterun-node01-99@1"))
 
 
@@ -134,9 +136,9 @@ def test_srun_with_pmi_variables_is_srun() -> None:
 
 
 def test_ranks_started_by_rank_0() -> None:
-    assert detect_launcher(OWN) == LaunchInfo(
-        "yalis", 1, 3, 1, 3, "127.0.0.1", 4711, "yalis pid 9", "abc", parent_pid=9
-    )
+    info = detect_launcher(OWN)
+    assert info == LaunchInfo("yalis", 1, 3, 1, 3, "127.0.0.1", 4711, "yalis pid 9", parent_pid=9)
+    assert OWN["YALIS_SECRET"] not in repr(info)
 
 
 def test_the_innermost_launcher_is_detected() -> None:

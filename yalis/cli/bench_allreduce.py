@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli.flags import add_common_flags, parse_float, parse_int
+from yalis.cli.flags import HELP, add_common_flags, parse_float, parse_int
 from yalis.cli.terminal import print_status
 from yalis.errors import YalisError
 from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
@@ -57,6 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--ranks-per-node", type=parse_int, metavar="N", help="treat this many consecutive ranks as a node")
     add("--ranks-per-gpu", type=parse_int, metavar="N", help="ranks that may share a GPU (default: 1)")
     add("--join-timeout", type=parse_float, metavar="SECONDS", help="time limit for all ranks to join (default: 300)")
+    add("--insecure-rendezvous", action="store_true", help=HELP["insecure_rendezvous"])
     add("--plot", type=Path, metavar="FILE", help="plot latency and speed-up against size, as FILE.png and FILE.svg")
     add("--out", type=Path, metavar="DIR", help="write the result as JSON to this folder")
     add_common_flags(parser, json="print the result as one JSON object")
@@ -84,7 +85,7 @@ def measure(args: argparse.Namespace, command: str, report: Callable[[str], None
         for flag in ("ranks_per_host", "delay", "rate"):
             if getattr(args, flag) is not None:
                 raise YalisError(f"--{flag.replace('_', '-')} needs --hosts; give it as well")
-        return benchmark.measure(plan, args.ranks, command, report)
+        return benchmark.measure(plan, args.ranks, command, report, args.insecure_rendezvous)
     if args.ranks is not None or detect_launcher().size > 1:
         raise YalisError(f"--hosts starts its own ranks; run it without --ranks and without {EXTERNAL_LAUNCHERS}")
     return measure_in_lab(plan, _lab_plan(args), command, report)

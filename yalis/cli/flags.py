@@ -47,6 +47,7 @@ HELP = {
     "ranks_per_gpu": "number of ranks that may share a GPU",
     "join_timeout": "seconds to wait for all ranks to start",
     "step_timeout": "seconds that a step of several ranks may take until the job ends; 0: no limit",
+    "insecure_rendezvous": "start on several hosts although the ranks cannot authenticate each other",
     # SamplingParams
     "max_tokens": "maximum tokens to generate",
     "min_tokens": "minimum tokens to generate before the output may end",

@@ -36,10 +36,9 @@ from yalis.engine.replicas import ReplicaRouter
 from yalis.engine.request_loop import RequestLoop
 from yalis.engine.requests import PendingRequest, RequestGroup
 from yalis.engine.step_profiler import Profile
-from yalis.engine.worker import WORKER, serve_rank
+from yalis.engine.worker import join_engine, serve_rank
 from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.keywords import CHAT_KEYWORDS, GENERATE_KEYWORDS, LLM_KEYWORDS, NO_KEYWORDS, check_keywords
-from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
 from yalis.parallel.plan import Split
@@ -97,6 +96,7 @@ class LLM:
         ranks_per_gpu: int = 1,
         join_timeout: float = 300.0,
         step_timeout: float = 600.0,
+        insecure_rendezvous: bool = False,
     ) -> None:
         given = {**locals(), "model": os.fspath(model) if isinstance(model, os.PathLike) else model}
         self.config = EngineConfig(**{field.name: given[field.name] for field in dataclasses.fields(EngineConfig)})
@@ -110,11 +110,9 @@ class LLM:
         self._ranks: ReplicaRanks | None = None
         split = split_of(self.config)
         # Ranks of a launcher join before the model is opened, so that an error there reaches all of them.
-        self._world = None if detect_launcher().size == 1 else join(split.size, WORKER, self.config.join_timeout)
+        self._world = None if detect_launcher().size == 1 else join_engine(self.config)
         #: 0 on the process that submits requests and receives results
         self.rank = 0 if self._world is None else self._world.rank
-        if self._world is not None:
-            self._world.set_step_timeout(self.config.step_timeout)
         if self._world is not None and self.rank > 0:
             serve_rank(self._world, self.config)
             return
@@ -147,8 +145,7 @@ class LLM:
                 (*eos_token_ids(checkpoint), *(self.tokenizer.eos_ids if self.tokenizer is not None else ()))
             )
             if self._world is None:
-                self._world = join(split.size, WORKER, config.join_timeout)
-                self._world.set_step_timeout(config.step_timeout)
+                self._world = join_engine(config)
             world = self._world
             agree(world, config)
             agree_on_model(world, checkpoint, eos)

@@ -26,6 +26,13 @@ from yalis.spec import read_spec
 WORKER = ("yalis.engine.worker",)
 
 
+def join_engine(config: EngineConfig) -> World:
+    """Return the world of the ranks that this configuration needs, starting them if no launcher did."""
+    world = join(split_of(config).size, WORKER, config.join_timeout, config.insecure_rendezvous)
+    world.set_step_timeout(config.step_timeout)
+    return world
+
+
 def serve_rank(world: World, config: EngineConfig | None) -> bool:
     """Serve the next engine that rank 0 creates; False if it creates no more.
 
@@ -72,8 +79,7 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
     if detect_launcher().size == 1:
         yield True
         return
-    world = join(split_of(config).size, WORKER, config.join_timeout)
-    world.set_step_timeout(config.step_timeout)
+    world = join_engine(config)
     if world.rank > 0:
         with serving(world):
             agree(world, config)

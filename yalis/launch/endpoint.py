@@ -1,26 +1,30 @@
-"""How the other ranks find the endpoint (host, port and secret) that rank 0 listens on.
+"""How the other ranks find the endpoint (host and port) that rank 0 listens on.
 
 - torchrun: rank 0 writes it to the TCPStore of torchrun's agent.
-- mpirun on several hosts: rank 0 broadcasts it over MPI.
+- mpirun on several hosts: rank 0 broadcasts it over MPI, together with the job's secret.
 - Otherwise every rank derives it from the launcher's variables: MASTER_ADDR and MASTER_PORT where they are set, else
   the first node of the job and ports computed from the job's name.
+
+An endpoint is not secret and not trusted: the handshake (`auth.py`) shows whether rank 0 of this job is there.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import secrets
 import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from yalis.errors import YalisError, YalisFailure, first_line
-from yalis.launch.launchers import OPEN_MPI, TORCHRUN, LaunchInfo
-from yalis.launch.link import listen, plain_address
+from yalis.launch.launchers import TORCHRUN, LaunchInfo
+from yalis.launch.link import is_loopback, listen, plain_address
+from yalis.launch.secret import uses_mpi_broadcast
 
 _NUM_PORTS = 8
 _PORTS = range(20000, 32000)  # below the ephemeral ports of Linux
+_ANY_ADDRESS = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: no host has them
 
 
 @dataclass(frozen=True)
@@ -30,49 +34,44 @@ class Endpoint:
     host: str
     ports: tuple[int, ...]  # rank 0 listens on one of these
     job: str
-    secret: str  # a rank must present it to be accepted
 
 
-def open_endpoint(info: LaunchInfo, timeout: float) -> tuple[socket.socket, Endpoint]:
+def open_endpoint(info: LaunchInfo, secret: bytes, timeout: float) -> tuple[socket.socket, Endpoint]:
     """Listen on rank 0 and publish the endpoint. Returns the listening socket and the endpoint."""
-    if info.has_store or _uses_mpi_broadcast(info):
-        server = listen("127.0.0.1" if info.single_host else "", 0)
-        host = "127.0.0.1" if info.single_host else _own_address(info)
-        endpoint = Endpoint(host, (server.getsockname()[1],), info.job, secrets.token_hex(16))
-        try:
-            if info.has_store:
-                _connect_store(info, timeout).set(_store_key(info), json.dumps(asdict(endpoint)))
-            else:
-                _broadcast(endpoint)
-        except BaseException:
-            server.close()
-            raise
-        return server, endpoint
-    endpoint = derive_endpoint(info)
-    for port in endpoint.ports:
-        try:
-            return listen("127.0.0.1" if endpoint.host in ("127.0.0.1", "localhost") else "", port), endpoint
-        except OSError as error:
-            reason = error.strerror or str(error)
-    ports = ", ".join(map(str, endpoint.ports))
-    raise YalisFailure(
-        f"rank 0 cannot listen on port {ports} of this host ({reason}); choose another port with MASTER_PORT"
-    )
+    if not info.has_store and not uses_mpi_broadcast(info):
+        endpoint = derive_endpoint(info)
+        return _listen(info, endpoint.ports), endpoint
+    server = _listen(info, (0,))
+    address, port = server.getsockname()[:2]
+    endpoint = Endpoint(address if _is_specific(address) else socket.gethostname(), (port,), info.job)
+    try:
+        if info.has_store:
+            _connect_store(info, timeout).set(_store_key(info), json.dumps(asdict(endpoint)))
+        else:
+            _broadcast(info, {**asdict(endpoint), "secret": secret.decode()})
+    except BaseException:
+        server.close()
+        raise
+    return server, endpoint
 
 
-def find_endpoint(info: LaunchInfo, timeout: float) -> Endpoint:
-    """Return the endpoint of rank 0, on any other rank. Waits until rank 0 has published it."""
+def find_endpoint(info: LaunchInfo, timeout: float) -> tuple[Endpoint, bytes | None]:
+    """Return the endpoint of rank 0, on any other rank, and the job's secret if it came with it (MPI only).
+
+    Waits until rank 0 has published it.
+    """
     if info.has_store:
         try:
-            return _parse(_connect_store(info, timeout).get(_store_key(info)))
+            return _parse(_connect_store(info, timeout).get(_store_key(info))), None
         except RuntimeError as error:
             raise YalisFailure(
                 f"rank 0 did not publish its address in torchrun's store at {info.address}:{info.port} within "
                 f"{timeout:g} s ({first_line(error)})"
             ) from error
-    if _uses_mpi_broadcast(info):
-        return _broadcast(None)
-    return derive_endpoint(info)
+    if uses_mpi_broadcast(info):
+        published = _broadcast(info, None)
+        return Endpoint(published["host"], tuple(published["ports"]), published["job"]), published["secret"].encode()
+    return derive_endpoint(info), None
 
 
 def derive_endpoint(info: LaunchInfo) -> Endpoint:
@@ -83,8 +82,7 @@ def derive_endpoint(info: LaunchInfo) -> Endpoint:
             f"the environment of {info.launcher} does not contain the address of rank 0; set MASTER_ADDR to its host "
             "and MASTER_PORT to a free port, for every rank"
         )
-    ports = (info.port,) if info.port is not None else derive_ports(info.job)
-    return Endpoint(host, ports, info.job, info.secret or info.job)
+    return Endpoint(host, (info.port,) if info.port is not None else derive_ports(info.job), info.job)
 
 
 def derive_ports(job: str) -> tuple[int, ...]:
@@ -93,13 +91,85 @@ def derive_ports(job: str) -> tuple[int, ...]:
     return tuple(_PORTS[int.from_bytes(digest[2 * i : 2 * i + 2], "big") % len(_PORTS)] for i in range(_NUM_PORTS))
 
 
-def _uses_mpi_broadcast(info: LaunchInfo) -> bool:
-    return info.launcher == OPEN_MPI.name and info.address is None and not info.single_host
+def resolve(host: str) -> list[str]:
+    """Return the IP addresses of a host name, in the order in which to try them."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _listen(info: LaunchInfo, ports: tuple[int, ...]) -> socket.socket:
+    """Listen on the address at which the other ranks reach rank 0, on the first of `ports` that is free."""
+    addresses = _own_addresses(info)
+    problems = {}
+    for address in addresses:
+        for port in ports:
+            try:
+                return listen(address, port)
+            except OSError as error:
+                problems[error.errno] = error.strerror or str(error)
+                if error.errno == errno.EADDRNOTAVAIL:
+                    break
+    if set(problems) == {errno.EADDRNOTAVAIL}:
+        raise YalisFailure(
+            f"rank 0 runs on {socket.gethostname()}, which does not have the address {' or '.join(addresses)} of "
+            f"{info.address}; set MASTER_ADDR to the address of the host of rank 0, for every rank"
+        )
+    raise YalisFailure(
+        f"rank 0 cannot listen on port {', '.join(map(str, ports))} of this host ({', '.join(problems.values())}); "
+        "choose another port with MASTER_PORT"
+    )
+
+
+def _own_addresses(info: LaunchInfo) -> list[str]:
+    """Return the addresses of this host, rank 0's, on the network of the other ranks; [""] if they are unknown."""
+    if info.has_store and info.address is not None:  # rank 0 may be on another host than torchrun's store
+        route = _route_to(info.address)
+        if route is not None and not is_loopback(route):
+            return [route]
+    name = info.address or ("127.0.0.1" if info.single_host else socket.gethostname())
+    try:
+        addresses = resolve(name)
+    except OSError:
+        addresses = []
+    if not info.single_host:
+        # Some hosts map their own name to a loopback address, where other hosts cannot reach them.
+        addresses = [address for address in addresses if not is_loopback(address)]
+    if addresses:
+        return addresses
+    routes = (_route_to(host) for host in (info.peer, *_ANY_ADDRESS) if host is not None)
+    return [next((route for route in routes if route is not None and not is_loopback(route)), "")]
+
+
+def _route_to(host: str) -> str | None:
+    """Return this host's address on the route to another host, or None if there is no route."""
+    try:
+        resolved = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, socket_type, protocol, _, target in resolved:
+        with socket.socket(family, socket_type, protocol) as probe:
+            try:
+                probe.connect(target)  # a datagram socket only chooses a route here; nothing is sent
+                return plain_address(str(probe.getsockname()[0]))
+            except OSError:
+                continue
+    return None
+
+
+def _is_specific(address: str) -> bool:
+    return address not in ("", "0.0.0.0", "::")
 
 
 def _parse(text: str | bytes) -> Endpoint:
-    value = json.loads(text)
-    return Endpoint(value["host"], tuple(value["ports"]), value["job"], value["secret"])
+    """Parse the endpoint in torchrun's store, which any process can write."""
+    try:
+        value = json.loads(text[:4096])
+        host, ports, job = str(value["host"]), tuple(map(int, value["ports"])), str(value["job"])
+        if not host or not ports or not all(0 < port < 65536 for port in ports):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise YalisFailure("torchrun's store contains no valid address of rank 0; another process wrote it") from None
+    return Endpoint(host, ports, job)
 
 
 def _connect_store(info: LaunchInfo, timeout: float) -> Any:
@@ -124,28 +194,8 @@ def _store_key(info: LaunchInfo) -> str:
     return f"yalis/{info.job}/rank0"
 
 
-def _own_address(info: LaunchInfo) -> str:
-    """Return the address of this host on the network of the other ranks."""
-    if info.address is None:
-        return socket.gethostname()
-    try:
-        resolved = socket.getaddrinfo(info.address, info.port or 1, type=socket.SOCK_DGRAM)
-    except OSError:
-        return socket.gethostname()
-    for family, socket_type, protocol, _, target in resolved:
-        with socket.socket(family, socket_type, protocol) as probe:
-            try:
-                probe.connect(target)  # a datagram socket only chooses a route here; nothing is sent
-            except OSError:
-                continue
-            address = plain_address(str(probe.getsockname()[0]))
-            # A loopback route means that MASTER_ADDR is this host. The other hosts can resolve its name.
-            return info.address if address.startswith("127.") or address == "::1" else address
-    return socket.gethostname()
-
-
-def _broadcast(endpoint: Endpoint | None) -> Endpoint:
-    """Broadcast rank 0's endpoint to all ranks over MPI; the other ranks pass None."""
+def _broadcast(info: LaunchInfo, value: dict[str, Any] | None) -> dict[str, Any]:
+    """Broadcast rank 0's value to all ranks over MPI; the other ranks pass None."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -153,4 +203,9 @@ def _broadcast(endpoint: Endpoint | None) -> Endpoint:
             "mpirun does not set the address of rank 0; add -x MASTER_ADDR=HOST -x MASTER_PORT=PORT with the host of "
             "rank 0 and a free port there, or pip install mpi4py"
         ) from None
-    return _parse(MPI.COMM_WORLD.bcast(None if endpoint is None else json.dumps(asdict(endpoint)), root=0))
+    if info.size != MPI.COMM_WORLD.size:
+        raise YalisFailure(
+            f"mpirun started {info.size} ranks, but mpi4py has {MPI.COMM_WORLD.size}: it was built for another MPI; "
+            "reinstall it with `pip install --no-binary mpi4py mpi4py`"
+        )
+    return dict(MPI.COMM_WORLD.bcast(value, root=0))

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 
 from yalis.errors import YalisError, YalisFailure
-from yalis.launch.endpoint import Endpoint, find_endpoint, open_endpoint
+from yalis.launch.auth import JobKey, Method
+from yalis.launch.endpoint import find_endpoint, open_endpoint
 from yalis.launch.launchers import YALIS, LaunchInfo, detect_launcher, launch_command, yalis_variables
 from yalis.launch.link import listen
 from yalis.launch.local import LocalRanks
-from yalis.launch.rendezvous import CONTROL, LIVENESS, RendezvousServer, connect_to_rank0
+from yalis.launch.rendezvous import CONTROL, LIVENESS, RankClient, RendezvousServer
+from yalis.launch.secret import choose_method, find_secret, new_secret, published_secret
 from yalis.launch.world import World, make_world
 
 _persistent: World | None = None  # the ranks of an external launcher meet once; later engines use the same world
 
 
-def join(size: int, worker: Sequence[str], timeout: float = 300) -> World:
+def join(size: int, worker: Sequence[str], timeout: float = 300, insecure: bool = False) -> World:
     """Return the world of `size` ranks that this process belongs to.
 
     Without a launcher, this process is rank 0 and starts the other ranks as `python -m WORKER`; WORKER calls `join`
     too. Under torchrun, srun or mpirun every rank calls it. Fails after `timeout` seconds, naming the missing ranks.
+    `insecure` allows ranks that cannot authenticate each other.
     """
     global _persistent
     info = detect_launcher()
@@ -38,7 +40,8 @@ def join(size: int, worker: Sequence[str], timeout: float = 300) -> World:
     if not info.launcher:
         return World.single_process() if size == 1 else _start_ranks(size, worker, timeout)
     persistent = info.launcher != YALIS.name
-    world = _join_rank0(info, timeout, persistent) if info.rank else _accept_ranks(info, timeout)
+    method = choose_method(info, insecure)
+    world = _join_rank0(info, method, timeout, persistent) if info.rank else _accept_ranks(info, method, timeout)
     if persistent:
         _persistent = world
     return world
@@ -47,32 +50,44 @@ def join(size: int, worker: Sequence[str], timeout: float = 300) -> World:
 def _start_ranks(size: int, worker: Sequence[str], timeout: float) -> World:
     """Start the other ranks on this host and return the world as rank 0."""
     server = listen("127.0.0.1", 0)
-    endpoint = Endpoint("127.0.0.1", (server.getsockname()[1],), f"yalis pid {os.getpid()}", secrets.token_hex(16))
-    variables = yalis_variables(size, endpoint.host, endpoint.ports[0], endpoint.job, endpoint.secret)
+    key = JobKey(Method.GIVEN, f"yalis pid {os.getpid()}", new_secret().encode())
+    variables = yalis_variables(size, "127.0.0.1", server.getsockname()[1], key.job, key.secret.decode())
     try:
         local = LocalRanks(worker, range(1, size), variables)
     except BaseException:
         server.close()
         raise
     try:
-        rendezvous = RendezvousServer(server, endpoint, size, local)
+        rendezvous = RendezvousServer(server, key, size, local)
         members = rendezvous.wait_for_ranks(timeout)
-        return make_world(0, members, rendezvous.links[CONTROL], rendezvous.links[LIVENESS], local)
+        return make_world(0, members, rendezvous.links[CONTROL], rendezvous.links[LIVENESS], key, local)
     except BaseException:
         local.stop(0.5)
         raise
 
 
-def _accept_ranks(info: LaunchInfo, timeout: float) -> World:
+def _accept_ranks(info: LaunchInfo, method: Method, timeout: float) -> World:
     """Wait for the other ranks of an external launcher and return the world as rank 0."""
-    server, endpoint = open_endpoint(info, timeout)
-    rendezvous = RendezvousServer(server, endpoint, info.size, None)
-    members = rendezvous.wait_for_ranks(timeout)
-    return make_world(0, members, rendezvous.links[CONTROL], rendezvous.links[LIVENESS], persistent=True)
+    with published_secret(info, method) as secret:
+        server, endpoint = open_endpoint(info, secret, timeout)
+        key = JobKey(method, endpoint.job, secret)
+        rendezvous = RendezvousServer(server, key, info.size, None)
+        members = rendezvous.wait_for_ranks(timeout)
+    return make_world(0, members, rendezvous.links[CONTROL], rendezvous.links[LIVENESS], key, persistent=True)
 
 
-def _join_rank0(info: LaunchInfo, timeout: float, persistent: bool) -> World:
+def _join_rank0(info: LaunchInfo, method: Method, timeout: float, persistent: bool) -> World:
     """Connect to rank 0 and return the world as any other rank."""
-    endpoint = find_endpoint(info, timeout)
-    members, links = connect_to_rank0(endpoint, info.rank, info.size, timeout, info.parent_pid)
-    return make_world(info.rank, members, {0: links[CONTROL]}, {0: links[LIVENESS]}, persistent=persistent)
+    endpoint, secret = find_endpoint(info, timeout)
+    client = RankClient(
+        endpoint,
+        method,
+        lambda: find_secret(info, method) if secret is None else secret,
+        info.rank,
+        info.size,
+        timeout,
+        info.parent_pid,
+    )
+    members, key = client.join()
+    links = client.links
+    return make_world(info.rank, members, {0: links[CONTROL]}, {0: links[LIVENESS]}, key, persistent=persistent)

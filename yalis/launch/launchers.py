@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from yalis import env
 from yalis.errors import YalisError
+from yalis.launch.link import is_loopback
 from yalis.launch.nodelist import expand_counts, expand_nodes
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm's step ids from here on are batch scripts and interactive shells, not srun
@@ -25,17 +26,18 @@ class LaunchInfo:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    local_size: int = 1
+    local_size: int | None = 1  # ranks on this host; None if unknown
     address: str | None = None  # host of rank 0, if the launcher provides it
     port: int | None = None
     job: str = ""  # unique name of this job
-    secret: str = ""  # shared by the ranks of this job only; set by the "yalis" launcher
+    peer: str | None = None  # the second host of the job, if it is known
     has_store: bool = False  # address and port belong to the TCPStore of torchrun's agent
     parent_pid: int | None = None  # of rank 0, if it started this process
 
     @property
     def single_host(self) -> bool:
-        return self.local_size == self.size
+        """Whether all ranks are on this host; the same on every rank."""
+        return self.local_size == self.size or (self.address is not None and is_loopback(self.address))
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,11 @@ def detect_launcher(variables: Mapping[str, str] | None = None) -> LaunchInfo:
     variables = env.variables() if variables is None else variables
     for launcher in LAUNCHERS:
         if info := launcher.detect(variables):
-            if not (0 <= info.rank < info.size and 0 <= info.local_rank < info.local_size <= info.size):
+            local_size = info.local_rank + 1 if info.local_size is None else info.local_size
+            if not (0 <= info.rank < info.size and 0 <= info.local_rank < local_size <= info.size):
                 raise YalisError(
                     f"the environment of {info.launcher} has rank {info.rank} of {info.size} and local rank "
-                    f"{info.local_rank} of {info.local_size}, which is impossible; unset the variables that another "
+                    f"{info.local_rank} of {local_size}, which is impossible; unset the variables that another "
                     "launcher left there"
                 )
             return info if info.size > 1 else LaunchInfo()
@@ -125,13 +128,14 @@ def _describe_yalis(variables: Mapping[str, str], rank: int, size: int) -> Launc
         address=variables.get("YALIS_ADDRESS"),
         port=_read_int(variables, "YALIS_PORT"),
         job=variables.get("YALIS_JOB", ""),
-        secret=variables.get("YALIS_SECRET", ""),
         parent_pid=_read_int(variables, "YALIS_PARENT"),
     )
 
 
-def torchrun_variables(rank: int, ranks_per_host: int, hosts: int, address: str, port: int) -> dict[str, str]:
-    """Return what torchrun sets for a rank, for ranks started without it (there is no store then)."""
+def torchrun_variables(
+    rank: int, ranks_per_host: int, hosts: int, address: str, port: int, secret: str
+) -> dict[str, str]:
+    """Return what torchrun sets for a rank, for ranks started without it (there is no store then), and YALIS_SECRET."""
     values = {
         "RANK": rank,
         "WORLD_SIZE": ranks_per_host * hosts,
@@ -139,19 +143,19 @@ def torchrun_variables(rank: int, ranks_per_host: int, hosts: int, address: str,
         "LOCAL_WORLD_SIZE": ranks_per_host,
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
+        "YALIS_SECRET": secret,
     }
     return {name: str(value) for name, value in values.items()}
 
 
 def _describe_torchrun(variables: Mapping[str, str], rank: int, size: int) -> LaunchInfo:
-    local_rank = _read_int(variables, "LOCAL_RANK") or 0
     run = variables.get("TORCHELASTIC_RUN_ID")
     return LaunchInfo(
         "torchrun",
         rank,
         size,
-        local_rank,
-        _read_int(variables, "LOCAL_WORLD_SIZE") or local_rank + 1,
+        _read_int(variables, "LOCAL_RANK") or 0,
+        _read_int(variables, "LOCAL_WORLD_SIZE"),
         address=variables.get("MASTER_ADDR"),
         port=_read_int(variables, "MASTER_PORT"),
         job=f"torchrun {run or '-'} restart {variables.get('TORCHELASTIC_RESTART_COUNT', '0')}",
@@ -173,7 +177,7 @@ def _describe_open_mpi(variables: Mapping[str, str], rank: int, size: int) -> La
         rank,
         size,
         _read_int(variables, "OMPI_COMM_WORLD_LOCAL_RANK") or 0,
-        _read_int(variables, "OMPI_COMM_WORLD_LOCAL_SIZE") or 1,
+        _read_int(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         address=variables.get("MASTER_ADDR"),
         port=_read_int(variables, "MASTER_PORT"),
         job=f"mpirun {job}",
@@ -193,7 +197,7 @@ def _describe_mpich(variables: Mapping[str, str], rank: int, size: int) -> Launc
         rank,
         size,
         _read_int(variables, "MPI_LOCALRANKID", "PMI_LOCAL_RANK") or 0,
-        _read_int(variables, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE") or 1,
+        _read_int(variables, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         address=variables.get("MASTER_ADDR"),
         port=_read_int(variables, "MASTER_PORT"),
         job=f"mpirun {variables.get('PMI_JOBID') or variables.get('PMI_KVSNAME') or os.getppid()}",
@@ -207,20 +211,20 @@ def _describe_srun(variables: Mapping[str, str], rank: int, size: int) -> Launch
     nodes = expand_nodes(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST") or "")
     tasks = expand_counts(variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE") or "")
     node = _read_int(variables, "SLURM_NODEID") or 0
-    local_rank = _read_int(variables, "SLURM_LOCALID") or 0
     if node < len(tasks):
-        local_size = tasks[node]
+        local_size: int | None = tasks[node]
     else:
-        local_size = size if len(nodes) == 1 else local_rank + 1
+        local_size = size if len(nodes) == 1 else None
     first_node = "127.0.0.1" if local_size == size else nodes[0] if nodes else None
     return LaunchInfo(
         "srun",
         rank,
         size,
-        local_rank,
+        _read_int(variables, "SLURM_LOCALID") or 0,
         local_size,
         address=variables.get("MASTER_ADDR") or first_node,
         port=_read_int(variables, "MASTER_PORT"),
+        peer=nodes[1] if len(nodes) > 1 else None,
         job=f"srun {variables.get('SLURM_JOB_ID') or variables.get('SLURM_JOBID') or '-'}.{step}",
     )
 

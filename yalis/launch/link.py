@@ -97,7 +97,7 @@ class Link:
             del self._buffer[:end]
         try:
             return json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):  # RecursionError: too deeply nested
             self._lost = LinkLost(f"{self.peer} sent data that is not a message", self.peer)
             raise self._lost from None
 
@@ -222,6 +222,10 @@ def keep_alive(sock: socket.socket) -> None:
 def plain_address(address: str) -> str:
     """Return the address without the IPv6 prefix of a dual-stack socket and without an interface name."""
     return address.removeprefix("::ffff:").partition("%")[0]
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def listen(address: str, port: int, backlog: int = 512) -> socket.socket:

@@ -1,36 +1,41 @@
 """The rendezvous: every rank connects to rank 0 and learns which ranks there are, on which hosts and addresses.
 
-A rank opens one connection per channel and sends a hello on each. Rank 0 answers {"here": rank}, or why it does not
-accept the rank: {"refused": ...} ends that rank, {"stranger": ...} means that another job listens there. When all ranks
-have connected, rank 0 sends the table of ranks.
+A rank opens one connection per channel. After the handshake (`auth.py`) it sends a hello as JSON. Rank 0 answers
+{"here": rank}, or {"refused": reason}, which ends that rank. When all ranks have connected, rank 0 sends the table of
+ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
+import ipaddress
 import os
-import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from yalis.errors import Rank0Unreachable, YalisFailure
-from yalis.launch.endpoint import Endpoint
-from yalis.launch.link import MAX_FRAME, Link, LinkLost, plain_address
+from yalis.launch.acceptor import Acceptor
+from yalis.launch.auth import HandshakeError, JobKey, Method, OtherMethod, authenticate
+from yalis.launch.endpoint import Endpoint, resolve
+from yalis.launch.link import MAX_FRAME, Link, LinkLost, is_loopback
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo, list_ranks
+from yalis.launch.secret import SecretMissing
+from yalis.log import get_logger
 from yalis.version import __version__
 
-_MAX_HELLO = 64 << 10  # bytes accepted from a peer that has not been authenticated
+_log = get_logger(__name__)
+
+_MAX_HELLO = 64 << 10  # bytes of a message before all ranks have joined
 _ANSWER_S = 10  # for rank 0 to answer a hello
 _LINGER_S = 5  # after a fatal error, for late ranks to connect and receive the reason
+_PURPOSE = b"rendezvous"
 CONTROL, LIVENESS = "control", "watch"  # as sent in a hello
 CHANNELS = (CONTROL, LIVENESS)
-_HELLO_FIELDS = {"secret", "job", "version", "rank", "size", "channel", "host", "pid", "machine", "address"}
 
 
 def machine_id() -> str:
@@ -44,26 +49,19 @@ def machine_id() -> str:
     return " ".join(parts)
 
 
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
 class RendezvousServer:
     """Rank 0's side of the rendezvous."""
 
-    def __init__(self, server: socket.socket, endpoint: Endpoint, size: int, local: LocalRanks | None) -> None:
+    def __init__(self, server: socket.socket, key: JobKey, size: int, local: LocalRanks | None) -> None:
         """`local`: the ranks that this process started, whose early exit ends the wait."""
-        self.endpoint, self.size, self.local = endpoint, size, local
+        self.size, self.local = size, local
         self.links: dict[str, dict[int, Link]] = {channel: {} for channel in CHANNELS}
         self._hellos: dict[int, dict[str, Any]] = {}
-        self._unauthenticated: set[Link] = set()
         self._error: str | None = None  # why the job cannot start
         self._given_up: set[int] = set()  # ranks that are no longer waited for
         self._deadline = 0.0
-        self._server = server
-        self._selector = selectors.DefaultSelector()
-        server.setblocking(False)
-        self._selector.register(server, selectors.EVENT_READ)
+        self._acceptor = Acceptor(server, key, _PURPOSE, self._accept)
+        self._silent: set[Link] = set()  # authenticated, but without a hello so far
 
     def wait_for_ranks(self, timeout: float) -> tuple[RankInfo, ...]:
         """Wait for every rank, send all of them the table of ranks and return it.
@@ -75,11 +73,7 @@ class RendezvousServer:
             while self._missing():
                 if time.monotonic() > self._deadline:
                     raise YalisFailure(self._error or self._describe_missing(timeout))
-                for key, _ in self._selector.select(min(0.1, timeout)):
-                    if isinstance(key.fileobj, Link):
-                        self._read(key.fileobj)
-                    else:
-                        self._accept()
+                self._acceptor.run_once(min(0.1, timeout))
                 self._check_local_ranks()
             if self._error:
                 raise YalisFailure(self._error)
@@ -95,10 +89,9 @@ class RendezvousServer:
                 _close(self.links[channel])
             raise
         finally:
-            for link in self._unauthenticated:
+            for link in self._silent:
                 link.close()
-            self._selector.close()
-            self._server.close()
+            self._acceptor.close()
 
     def _missing(self) -> list[int]:
         expected = (rank for rank in range(1, self.size) if rank not in self._given_up)
@@ -111,9 +104,11 @@ class RendezvousServer:
         self._deadline = min(self._deadline, time.monotonic() + _LINGER_S)
 
     def _describe_missing(self, timeout: float) -> str:
+        address, port = self._acceptor.server.getsockname()[:2]
+        refusal = f" ({self._acceptor.refusal})" if self._acceptor.refusal else ""
         return (
-            f"{list_ranks(self._missing())} of {self.size} did not arrive at rank 0 ({socket.gethostname()}, port "
-            f"{self._server.getsockname()[1]}) within {timeout:g} s; look for their error messages, and check that "
+            f"{list_ranks(self._missing())} of {self.size} did not arrive at rank 0 ({socket.gethostname()}, address "
+            f"{address}, port {port}) within {timeout:g} s{refusal}; look for their error messages, and check that "
             "other hosts can reach this port"
         )
 
@@ -122,49 +117,45 @@ class RendezvousServer:
             if self.local and (status := self.local.exit_status(rank)):
                 raise YalisFailure(f"rank {rank} on {socket.gethostname()} ended before it joined ({status})")
 
-    def _accept(self) -> None:
-        try:
-            sock, address = self._server.accept()
-        except OSError:
-            return  # the peer has disconnected already
-        link = Link(sock, plain_address(address[0]), limit=_MAX_HELLO)
-        self._unauthenticated.add(link)
-        self._selector.register(link, selectors.EVENT_READ)
+    def _accept(self, link: Link) -> None:
+        link.limit = _MAX_HELLO
+        self._silent.add(link)
+        self._acceptor.watch(link, self._read)
 
     def _read(self, link: Link) -> None:
         if not link.poll(0):
             return
-        if link not in self._unauthenticated:  # a joined rank sends nothing more here, so its connection has ended
+        if link not in self._silent:  # a joined rank sends nothing more here, so its connection has ended
             rank = next(r for channel in self.links.values() for r, known in channel.items() if known is link)
             hello = self._hellos[rank]
             status = (self.local.exit_status(rank, 0.3) if self.local else None) or f"pid {hello['pid']}"
             self._give_up(rank, f"rank {rank} on {hello['host']} ({status}) died before all ranks had joined")
             self._disconnect(link)
             return
-        self._unauthenticated.remove(link)
-        hello = {}
-        with contextlib.suppress(LinkLost):
+        self._silent.remove(link)
+        try:
             hello = link.receive()
-        if refusal := self._check_hello(hello, link):
-            _try_send(link, refusal)
+        except LinkLost:
             self._disconnect(link)
             return
-        rank, channel = int(hello["rank"]), str(hello["channel"])
+        if refusal := self._check_hello(hello):
+            _try_send(link, {"refused": refusal})
+            self._disconnect(link)
+            return
+        rank, channel = hello["rank"], hello["channel"]
         link.peer, link.limit = f"rank {rank} on {hello['host']}", MAX_FRAME
         self._hellos.setdefault(rank, hello)
         self.links[channel][rank] = link
         _try_send(link, {"here": rank})
 
     def _disconnect(self, link: Link) -> None:
-        self._selector.unregister(link)
+        self._acceptor.unwatch(link)
         link.close()
 
-    def _check_hello(self, hello: Any, link: Link) -> dict[str, str] | None:
-        """Return the refusal to send, or None if the hello is accepted."""
-        if not isinstance(hello, dict) or not hello.keys() >= _HELLO_FIELDS:
-            return {"stranger": f"rank 0 of {self.endpoint.job} received an unknown message from {link.peer}"}
-        if not hmac.compare_digest(str(hello["secret"]).encode(), self.endpoint.secret.encode()):
-            return {"stranger": f"this is rank 0 of {self.endpoint.job}, not of {hello['job']}"}
+    def _check_hello(self, hello: Any) -> str | None:
+        """Return why the hello is refused, or None if it is accepted. Different versions or sizes end the job."""
+        if not _is_hello(hello):
+            return f"rank 0 on {socket.gethostname()} received a malformed hello"
         rank, sender = hello["rank"], f"rank {hello['rank']} on {hello['host']} (pid {hello['pid']})"
         if hello["version"] != __version__:
             return self._refuse(
@@ -172,21 +163,23 @@ class RendezvousServer:
                 f"{sender} runs yalis {hello['version']} and rank 0 on {socket.gethostname()} runs {__version__}; "
                 "install the same version on every host",
             )
-        if hello["size"] != self.size or rank not in range(1, self.size) or hello["channel"] not in CHANNELS:
+        if hello["size"] != self.size:
             return self._refuse(
                 rank, f"{sender} was started as one of {hello['size']} ranks, and rank 0 as one of {self.size}"
             )
+        if rank not in range(1, self.size):
+            return f"{sender} is not one of the ranks 1 to {self.size - 1}"
         known = self._hellos.get(rank)
         if rank in self.links[hello["channel"]] or (
             known and (known["pid"], known["machine"]) != (hello["pid"], hello["machine"])
         ):
             assert known is not None
-            return {"refused": f"{sender} is a duplicate: pid {known['pid']} on {known['host']} is rank {rank} already"}
+            return f"{sender} is a duplicate: pid {known['pid']} on {known['host']} is rank {rank} already"
         return None
 
-    def _refuse(self, rank: int, message: str) -> dict[str, str]:
+    def _refuse(self, rank: int, message: str) -> str:
         self._give_up(rank, message)
-        return {"refused": message}
+        return message
 
     def _send(self, rank: int, link: Link, message: Any) -> None:
         try:
@@ -225,87 +218,143 @@ class RendezvousServer:
         )
 
 
+def _is_hello(hello: Any) -> bool:
+    """Return whether a received value has the fields of a hello, with values that can be used in messages."""
+    if not isinstance(hello, dict):
+        return False
+    numbers = [hello.get(name) for name in ("rank", "size", "pid")]
+    texts = [hello.get(name) for name in ("version", "host", "machine", "address")]
+    if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
+        return False
+    if not all(isinstance(text, str) and len(text) <= 512 and text.isprintable() for text in texts):
+        return False
+    try:
+        ipaddress.ip_address(hello["address"])
+    except ValueError:
+        return False
+    return hello.get("channel") in CHANNELS
+
+
 def _try_send(link: Link, message: Any) -> None:
     with contextlib.suppress(LinkLost):  # a peer that has disconnected needs no answer
         link.send(message)
 
 
-def connect_to_rank0(
-    endpoint: Endpoint, rank: int, size: int, timeout: float, parent_pid: int | None = None
-) -> tuple[tuple[RankInfo, ...], dict[str, Link]]:
-    """Connect to rank 0 and wait until all ranks have joined. Returns the table of ranks and a link per channel."""
-    links: dict[str, Link] = {}
-    deadline = time.monotonic() + timeout
-    hello = {"secret": endpoint.secret, "job": endpoint.job, "version": __version__, "rank": rank, "size": size}
-    hello |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine_id()}
-    try:
-        ports: Sequence[int] = endpoint.ports
-        for channel in CHANNELS:
-            links[channel], port = _connect(
-                endpoint, ports, {**hello, "channel": channel}, deadline, timeout, parent_pid
-            )
-            ports = (port,)
-        # Rank 0 started to wait before this rank reached it, so its own timeout ends first.
-        if not links[CONTROL].poll(timeout + _ANSWER_S):
-            raise YalisFailure(
-                f"rank 0 on {endpoint.host} did not report within {timeout:g} s that all ranks had joined"
-            )
-        answer = links[CONTROL].receive()
+class RankClient:
+    """The side of any other rank: connects to rank 0 and waits until all ranks have joined."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        method: Method,
+        find_secret: Callable[[], bytes | None],
+        rank: int,
+        size: int,
+        timeout: float,
+        parent_pid: int | None = None,
+    ) -> None:
+        """`find_secret` returns the job's secret, or None if rank 0 sends it; it may raise SecretMissing."""
+        self.endpoint, self.method, self.rank, self.timeout = endpoint, method, rank, timeout
+        self.links: dict[str, Link] = {}
+        self._find_secret, self._parent_pid = find_secret, parent_pid
+        self._key: JobKey | None = None  # known from the first handshake on
+        self._targets: Sequence[tuple[str, int]] = ()  # address and port of rank 0 from then on
+        self._hello = {"version": __version__, "rank": rank, "size": size}
+        self._hello |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine_id()}
+        self._warned = False
+
+    def join(self) -> tuple[tuple[RankInfo, ...], JobKey]:
+        """Return the table of ranks and the job's key. `links` then has a link per channel."""
+        deadline = time.monotonic() + self.timeout
+        try:
+            for channel in CHANNELS:
+                self.links[channel] = self._connect(channel, deadline)
+            # Rank 0 started to wait before this rank reached it, so its own timeout ends first.
+            if not self.links[CONTROL].poll(self.timeout + _ANSWER_S):
+                raise YalisFailure(
+                    f"rank 0 on {self.endpoint.host} did not report within {self.timeout:g} s that all ranks had joined"
+                )
+            members = self._receive_table()
+        except LinkLost as error:
+            _close(self.links)
+            raise YalisFailure(f"rank 0 on {self.endpoint.host} ended before all ranks had joined") from error
+        except BaseException:
+            _close(self.links)
+            raise
+        assert self._key is not None
+        return members, self._key
+
+    def _receive_table(self) -> tuple[RankInfo, ...]:
+        answer = self.links[CONTROL].receive()
         if "members" not in answer:
             raise YalisFailure(answer["refused"])
-    except LinkLost as error:
-        _close(links)
-        raise YalisFailure(f"rank 0 on {endpoint.host} ended before all ranks had joined") from error
-    except BaseException:
-        _close(links)
-        raise
-    return tuple(RankInfo(**member) for member in answer["members"]), links
+        return tuple(RankInfo(**member) for member in answer["members"])
+
+    def _connect(self, channel: str, deadline: float) -> Link:
+        """Try rank 0's addresses and ports until one accepts the hello.
+
+        Rank 0 may start later, or another program may use a port.
+        """
+        problem = "no answer"
+        pause = 0.02
+        while True:
+            try:
+                secret = self._key.secret if self._key else self._find_secret()
+                for target in self._targets or [
+                    (address, port) for port in self.endpoint.ports for address in resolve(self.endpoint.host)
+                ]:
+                    try:
+                        return self._try_target(target, secret, channel)
+                    except HandshakeError as error:
+                        problem = f"the process at {target[0]}, port {target[1]} {error}"
+                        self._warn_once(error, problem)
+                    except OSError as error:
+                        problem = error.strerror or str(error)
+                    except LinkLost as error:
+                        problem = str(error)
+            except SecretMissing as error:
+                problem = str(error)
+            except OSError as error:  # of resolve()
+                problem = error.strerror or str(error)
+            if CONTROL in self.links and self.links[CONTROL].poll(0):
+                self._receive_table()  # raises: rank 0 has ended, or refuses to start
+            if self._parent_pid is not None and os.getppid() != self._parent_pid:
+                raise YalisFailure(f"rank 0 (pid {self._parent_pid}) ended before rank {self.rank} reached it")
+            if time.monotonic() > deadline:
+                raise Rank0Unreachable(
+                    f"rank {self.rank} on {socket.gethostname()} did not reach rank 0 at {self.endpoint.host}, port "
+                    f"{', '.join(map(str, self.endpoint.ports))}, within {self.timeout:g} s ({problem}); start all "
+                    "ranks, or give a larger join_timeout="
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1.0)
+
+    def _try_target(self, target: tuple[str, int], secret: bytes | None, channel: str) -> Link:
+        sock = socket.create_connection(target, timeout=5)
+        try:
+            key = authenticate(sock, self.method, self.endpoint.job, secret, _PURPOSE)
+            link = Link(sock, f"rank 0 on {self.endpoint.host}", limit=_MAX_HELLO)
+            link.send({**self._hello, "channel": channel, "address": link.addresses()[0]})
+            answer = link.receive() if link.poll(_ANSWER_S) else {}
+        except BaseException:
+            sock.close()
+            raise
+        if "here" in answer:
+            link.limit = MAX_FRAME
+            self._key, self._targets = key, (target,)
+            return link
+        link.close()
+        if "refused" in answer:
+            raise YalisFailure(str(answer["refused"]))
+        raise LinkLost(f"rank 0 did not answer within {_ANSWER_S} s", link.peer)
+
+    def _warn_once(self, error: HandshakeError, problem: str) -> None:
+        """Report at once what waiting does not mend, though an impostor may have sent it."""
+        if isinstance(error, OtherMethod) and not self._warned:
+            self._warned = True
+            _log.warning("%s", problem)
 
 
 def _close(links: dict[Any, Link]) -> None:
     for link in links.values():
         link.close()
-
-
-def _connect(
-    endpoint: Endpoint,
-    ports: Sequence[int],
-    hello: dict[str, Any],
-    deadline: float,
-    timeout: float,
-    parent_pid: int | None,
-) -> tuple[Link, int]:
-    """Try rank 0's ports until one accepts the hello; rank 0 may start later, or another program may use a port."""
-    problem = "no answer"
-    pause = 0.02
-    while True:
-        for port in ports:
-            answer: Any = {}
-            try:
-                sock = socket.create_connection((endpoint.host, port), timeout=5)
-                link = Link(sock, f"rank 0 on {endpoint.host}", limit=_MAX_HELLO)
-                link.send({**hello, "address": link.addresses()[0]})
-                answer = link.receive() if link.poll(_ANSWER_S) else {}
-                answer = answer if isinstance(answer, dict) else {}
-            except OSError as error:
-                problem = error.strerror or str(error)
-                continue
-            except LinkLost as error:
-                problem = str(error)
-            if "here" in answer:
-                link.limit = MAX_FRAME
-                return link, port
-            link.close()
-            if "refused" in answer:
-                raise YalisFailure(str(answer["refused"]))
-            problem = str(answer.get("stranger", problem))
-        if parent_pid is not None and os.getppid() != parent_pid:
-            raise YalisFailure(f"rank 0 (pid {parent_pid}) ended before rank {hello['rank']} reached it")
-        if time.monotonic() > deadline:
-            raise Rank0Unreachable(
-                f"rank {hello['rank']} on {hello['host']} did not reach rank 0 at {endpoint.host}, port "
-                f"{', '.join(map(str, ports))}, within {timeout:g} s ({problem}); start all ranks, or give a larger "
-                "join_timeout="
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, 1.0)

@@ -5,26 +5,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
 import socket
 import sys
-import time
 import weakref
 from collections.abc import Iterator
 from traceback import format_exception
 from typing import Any
 
 from yalis.errors import PeerLost, RankTraceback, YalisError, YalisFailure, describe_error
+from yalis.launch.auth import JobKey
 from yalis.launch.heartbeat import Progress
-from yalis.launch.link import MAX_FRAME, Link, LinkLost, listen
+from yalis.launch.link import Link, LinkLost, listen
 from yalis.launch.liveness import LivenessMonitor, Rank0Monitor, WorkerMonitor
 from yalis.launch.local import LocalRanks
+from yalis.launch.peer_links import CONNECT_S, accept_followers, connect_to_leader
 from yalis.launch.rank_info import RankInfo
 
 _EXPLAIN_S = 3.0  # for the failed rank to report its error, which normally takes milliseconds
 _RANK0_EXPLAIN_S = 5.0  # longer: a rank that waits for an explanation in vain reports its own error
 _MAX_TRACEBACK = 16 << 10  # characters, its end
-_CONNECT_S = 60.0
 _GRACE_S = 8.0  # for ranks that rank 0 started to exit on their own
 
 __all__ = ["RankInfo", "World"]
@@ -39,6 +38,7 @@ class World:
         members: tuple[RankInfo, ...],
         controls: dict[int, Link] | None = None,
         monitor: LivenessMonitor | None = None,
+        key: JobKey | None = None,
         local: LocalRanks | None = None,
         persistent: bool = False,
     ) -> None:
@@ -46,6 +46,8 @@ class World:
         self.rank, self.members = rank, members
         self._controls = controls or {}
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._key = key  # authenticates the connections of open_links()
+        self._openings = 0  # how often open_links() was called, the same on every rank
         self._monitor, self._local, self._persistent = monitor, local, persistent
         self._own_failure: str | None = None
         #: counters that the engine and the communicators increment
@@ -134,16 +136,16 @@ class World:
             if chosen is not None and leaders[chosen] != chosen:
                 raise ValueError(f"rank {rank} follows rank {chosen}, which is not a leader")
         followers = [rank for rank, chosen in enumerate(leaders) if chosen == self.rank != rank]
+        self._openings += 1
         server = listen(self.members[self.rank].address, 0) if followers else None
         try:
-            endpoint = [server.getsockname()[1], secrets.token_hex(16)] if server else None  # port and secret
-            endpoints = self.all_gather_object(endpoint)
-            if server and endpoint:
-                return self._accept_followers(server, endpoint[1], followers)
+            ports = self.all_gather_object(server.getsockname()[1] if server else None)
+            if server:
+                return self._accept_followers(server, followers)
         finally:
             if server:
                 server.close()
-        return {} if leader is None or leader == self.rank else {leader: self._connect(leader, *endpoints[leader])}
+        return {} if leader is None or leader == self.rank else {leader: self._connect(leader, ports[leader])}
 
     def fail(self, error: BaseException | str, background: bool = False) -> None:
         """End the job because this rank cannot continue. Returns on rank 0 only; other ranks exit.
@@ -227,48 +229,33 @@ class World:
         if failure := self._job_failure():
             raise failure
 
-    def _accept_followers(self, server: socket.socket, secret: str, followers: list[int]) -> dict[int, Link]:
-        links: dict[int, Link] = {}
-        deadline = time.monotonic() + _CONNECT_S
-        server.settimeout(0.5)
-        while len(links) < len(followers):
-            try:
-                sock, _ = server.accept()
-            except TimeoutError:
-                self._check()
-                if time.monotonic() > deadline:
-                    missing = ", ".join(self.name(rank) for rank in followers if rank not in links)
-                    raise YalisFailure(
-                        f"{missing} did not reach {self.name(self.rank)} at {self.members[self.rank].address} within "
-                        f"{_CONNECT_S:g} s; hosts of one job must reach each other's ports"
-                    ) from None
-                continue
-            link = Link(sock, "an unknown process", limit=1 << 10)
-            hello = None
-            with contextlib.suppress(LinkLost):  # not a follower
-                hello = link.receive() if link.poll(5) else None
-            if not isinstance(hello, list) or len(hello) != 2 or hello[0] != secret or hello[1] not in followers:
-                link.close()
-                continue
-            link.peer, link.failure_source, link.limit = self.name(hello[1]), self, MAX_FRAME
-            links[hello[1]] = link
+    def _accept_followers(self, server: socket.socket, followers: list[int]) -> dict[int, Link]:
+        assert self._key is not None
+        links = accept_followers(server, self._key, self._links_purpose(), followers, self._check)
+        if missing := [self.name(rank) for rank in followers if rank not in links]:
+            leader = self.members[self.rank]
+            raise YalisFailure(
+                f"{', '.join(missing)} did not reach {leader} at {leader.address} within {CONNECT_S:g} s; hosts of one "
+                "job must reach each other's ports"
+            )
+        for rank, link in links.items():
+            link.peer, link.failure_source = self.name(rank), self
             self._links.add(link)
         return {rank: links[rank] for rank in followers}
 
-    def _connect(self, leader: int, port: int, secret: str) -> Link:
-        address = self.members[leader].address
+    def _connect(self, leader: int, port: int) -> Link:
+        assert self._key is not None
         try:
-            sock = socket.create_connection((address, port), timeout=_CONNECT_S)
-        except OSError as error:
-            failure = PeerLost(
-                f"{self.name(self.rank)} cannot reach {self.name(leader)} at {address}, port {port} "
-                f"({error.strerror or error}); hosts of one job must reach each other's ports"
-            )
+            link = connect_to_leader(self.members[leader], port, self._key, self._links_purpose(), self.rank)
+        except YalisFailure as error:
+            failure = PeerLost(f"{self.name(self.rank)} {error}; hosts of one job must reach each other's ports")
             raise self.explain(failure) or failure from error
-        link = Link(sock, self.name(leader), self)
+        link.failure_source = self
         self._links.add(link)
-        link.send([secret, self.rank])
         return link
+
+    def _links_purpose(self) -> bytes:
+        return f"links {self._openings}".encode()
 
 
 def _format_traceback(error: BaseException) -> str:
@@ -280,6 +267,7 @@ def make_world(
     members: tuple[RankInfo, ...],
     controls: dict[int, Link],
     liveness_links: dict[int, Link],
+    key: JobKey,
     local: LocalRanks | None = None,
     persistent: bool = False,
 ) -> World:
@@ -289,4 +277,4 @@ def make_world(
         monitor = WorkerMonitor(members, rank, liveness_links[0])
     else:
         monitor = Rank0Monitor(members, liveness_links, local, launched=persistent)
-    return World(rank, members, controls, monitor, local, persistent)
+    return World(rank, members, controls, monitor, key, local, persistent)

@@ -100,7 +100,9 @@ class AllReducePlan:
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
-def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report) -> Result | None:
+def measure(
+    plan: AllReducePlan, ranks: int | None, command: str, report: Report, insecure_rendezvous: bool = False
+) -> Result | None:
     """Start the ranks, or join those a launcher started, and measure. Returns None on all ranks except rank 0."""
     from yalis.study.allreduce.rank import run_rank
 
@@ -110,7 +112,7 @@ def measure(plan: AllReducePlan, ranks: int | None, command: str, report: Report
         raise YalisError("an all-reduce needs at least 2 ranks; give --ranks 2 or more, or start several with torchrun")
     if launch.launcher and launch.size != size:
         raise YalisError(f"--ranks is {size}, but {launch.launcher} started {launch.size}; leave --ranks out")
-    world = join(size, WORKER, plan.join_timeout)
+    world = join(size, WORKER, plan.join_timeout, insecure_rendezvous)
     try:
         if world.rank:
             with serving(world):

@@ -21,6 +21,7 @@ from yalis.launch.launchers import (
     torchrun_variables,
 )
 from yalis.launch.local import rank_environment
+from yalis.launch.secret import new_secret
 from yalis.study.lab.hosts import Lab, find_program
 
 _GRACE_S = 2.0  # for ranks to exit after SIGTERM, or to report why they failed too
@@ -132,8 +133,9 @@ def _start_ranks(
     lab: Lab, per_host: int, command: list[str], base: dict[str, str], out: int | None, errors: IO[str]
 ) -> list[subprocess.Popen[str]]:
     ranks = []
+    secret = new_secret()
     for rank in range(len(lab.names) * per_host):
-        variables = torchrun_variables(rank, per_host, len(lab.names), lab.addresses[0], PORT)
+        variables = torchrun_variables(rank, per_host, len(lab.names), lab.addresses[0], PORT, secret)
         environment = {**base, **variables}
         stdout = errors if rank else out
         ranks.append(lab.run(rank // per_host, command, environment, stdout=stdout, stderr=errors, text=True))

@@ -25,7 +25,9 @@ CATEGORY_COLOURS = {
 }
 CATEGORIES = tuple(CATEGORY_COLOURS)
 # Engine settings that `split` or a note already states, or that do not affect the time.
-_STATED_BY_SPLIT = {"tp", "pp", "dp", "allreduce", "ranks_per_gpu", "join_timeout", "step_timeout"}
+_STATED_BY_SPLIT = {
+    "tp", "pp", "dp", "allreduce", "ranks_per_gpu", "join_timeout", "step_timeout", "insecure_rendezvous",
+}  # fmt: skip
 
 
 def summarize_ranks(rows: list[Row]) -> list[dict[str, Any]]:

@@ -1,0 +1,135 @@
+"""Accepting connections of ranks: a connection becomes a `Link` after its handshake.
+
+Connections without a complete handshake cannot exhaust this process: there are at most 128 of them, the oldest is
+closed for a new one, and each is closed after ten seconds. A rank whose connection is closed connects again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from yalis.errors import YalisFailure
+from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, OtherMethod, Responder
+from yalis.launch.link import Link, plain_address
+
+MAX_UNAUTHENTICATED = 128
+_ACCEPTS = 64  # connections accepted in a row, before those that are open are read
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+
+
+@dataclass
+class _Unauthenticated:
+    responder: Responder
+    address: str
+    expires: float
+    buffer: bytes = b""
+
+
+class Acceptor:
+    """Listens on `server` and passes each authenticated connection to `accepted`. Owns the server socket."""
+
+    def __init__(self, server: socket.socket, key: JobKey, purpose: bytes, accepted: Callable[[Link], None]) -> None:
+        self.server = server
+        self.refusal = ""  # why the last connection was refused; contains no text of the peer
+        self._key, self._purpose, self._accepted = key, purpose, accepted
+        self._open: dict[socket.socket, _Unauthenticated] = {}  # oldest first
+        self._selector = selectors.DefaultSelector()
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ, self._accept)
+
+    def watch(self, link: Link, readable: Callable[[Link], None]) -> None:
+        """Call `readable` in run_once() whenever this link can be read."""
+        self._selector.register(link, selectors.EVENT_READ, readable)
+
+    def unwatch(self, link: Link) -> None:
+        self._selector.unregister(link)
+
+    def run_once(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for events and handle them."""
+        for key, _ in self._selector.select(timeout):
+            if key.fd in self._selector.get_map():  # not closed by an earlier event
+                key.data(key.fileobj)
+        now = time.monotonic()
+        for sock in [sock for sock, state in self._open.items() if state.expires < now]:
+            self._drop(sock, "did not authenticate itself")
+
+    def close(self) -> None:
+        for sock in list(self._open):
+            self._drop(sock)
+        self._selector.close()
+        self.server.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, address = server.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTORS:
+                    return  # the peer has disconnected already
+                if not self._open:
+                    raise YalisFailure(
+                        "this process has no file descriptor left for the connections of other ranks; raise the limit "
+                        "with `ulimit -n`"
+                    ) from error
+                for unauthenticated in list(self._open):
+                    self._drop(unauthenticated)
+                continue
+            if len(self._open) >= MAX_UNAUTHENTICATED:
+                self._drop(next(iter(self._open)))
+            sock.setblocking(False)
+            responder = Responder(self._key, self._purpose, sock)
+            self._open[sock] = _Unauthenticated(responder, plain_address(address[0]), time.monotonic() + HANDSHAKE_S)
+            self._selector.register(sock, selectors.EVENT_READ, self._read)
+
+    def _read(self, sock: socket.socket) -> None:
+        state = self._open[sock]
+        try:
+            # Not more than the frame, because what follows the last one belongs to the link.
+            data = sock.recv(state.responder.wants - len(state.buffer))
+            if not data:
+                self._drop(sock)
+                return
+            state.buffer += data
+            if len(state.buffer) < state.responder.wants:
+                return
+            frame, state.buffer = state.buffer, b""
+            answer = state.responder.receive(frame)
+            if answer and sock.send(answer) < len(answer):
+                raise HandshakeError("does not read")
+        except BlockingIOError:
+            return
+        except OtherMethod as error:
+            _send_last(sock, error.reply)
+            self._drop(sock, str(error))
+        except HandshakeError as error:
+            self._drop(sock, str(error))
+        except OSError:
+            self._drop(sock)
+        else:
+            if state.responder.done:
+                self._selector.unregister(sock)
+                del self._open[sock]
+                self._accepted(Link(sock, state.address))
+
+    def _drop(self, sock: socket.socket, reason: str = "") -> None:
+        state = self._open.pop(sock)
+        if reason:
+            self.refusal = f"a process at {state.address} {reason}"
+        self._selector.unregister(sock)
+        sock.close()
+
+
+def _send_last(sock: socket.socket, data: bytes) -> None:
+    """Send before a close, which would discard the data if there were unread input."""
+    with contextlib.suppress(OSError):
+        sock.recv(1 << 12)
+    with contextlib.suppress(OSError):
+        sock.send(data)
