@@ -10,8 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yalis.batch.input import InvalidLine, RequestLine, index_lines, line_seed, parse, read_raw
+from yalis.batch.input import (
+    InvalidLine,
+    RequestLine,
+    differing_parts,
+    index_lines,
+    is_earlier_error_digest,
+    line_seed,
+    parse,
+    read_raw,
+    request_digest,
+    same_request,
+)
 from yalis.errors import YalisError
+from yalis.types import SamplingParams
 
 
 def lines(*rows: Any) -> io.BytesIO:
@@ -67,7 +79,30 @@ def test_logit_bias_has_strings_as_keys() -> None:
 def test_digests_are_those_of_earlier_versions() -> None:
     """Otherwise a job that an earlier version began could not be resumed."""
     line = good({"custom_id": "a", "prompt": "Hi", "max_tokens": 5, "temperature": 0.5})
-    assert line.digest == "fda7ef06ec134d4a"
+    assert line.digest.startswith("fda7ef06ec134d4a-")
+    assert same_request(line.digest, "fda7ef06ec134d4a")
+    assert not same_request(line.digest, None)
+
+
+def test_digests_have_the_parts_that_differ() -> None:
+    def digest(model: str = "model", prompt: str = "x", **fields: Any) -> str:
+        return request_digest(model, prompt, SamplingParams(**fields))
+
+    assert differing_parts(digest(), digest(prompt="y")) == "prompt"
+    assert differing_parts(digest(), digest("other", seed=3)) == "model/dtype or sampling"
+    assert differing_parts(digest(), digest("other", "y", seed=3)) == "model/dtype, prompt or sampling"
+    assert differing_parts(digest(), "fda7ef06ec134d4a") == "model/dtype, prompt or sampling"
+
+
+def test_the_digest_of_an_invalid_line_is_that_of_its_bytes() -> None:
+    def digest(row: Any, model: str = "model") -> str:
+        (raw,) = read_raw(lines(row))
+        return parse(raw, model, {}).digest
+
+    assert digest(b'{"prompt": 3}\n') == digest(b'{"prompt": 3}\r\n', "other") != digest(b'{"prompt": 4}\n')
+    assert is_earlier_error_digest(
+        "3d675782a5af5d8d", "model", "prompt is neither a text nor a list of token ids; give one prompt a line"
+    )
 
 
 def test_logprobs_of_a_completion_request_are_a_count() -> None:
@@ -108,6 +143,7 @@ def test_every_line_has_its_own_reproducible_seed() -> None:
         ({"prompt": "x", "logit_bias": {"a": 1}}, "a token id of logit_bias is 'a'; give a whole number"),
         ({"prompt": "x", "logit_bias": {"3": float("nan")}}, "the logit_bias of token 3 is nan; give a finite number"),
         ({"prompt": "x", "tools": []}, "the field 'tools' is not supported; accepted: prompt, messages, "),
+        ({"prompt": "x", "max_token": 3}, "the field 'max_token' is not supported (did you mean max_tokens?)"),
         ({"foo": "x"}, "the line has no prompt or messages, and the field 'foo' is not supported"),
         ({"prompt": "x", "temperature": float("inf")}, "temperature is inf; give a finite number of at least 0"),
         ({"prompt": "x", "max_tokens": 3, "max_completion_tokens": 4}, "give one of them"),
@@ -152,7 +188,7 @@ def test_the_digest_covers_everything_a_result_depends_on() -> None:
         return parse(raw, model, defaults).digest
 
     plain = digest({"prompt": "x"})
-    assert plain == "2b2e2ed3042576c9"  # as in files of earlier versions, which can still be resumed
+    assert plain.startswith("2b2e2ed3042576c9-")  # as in files of earlier versions, which can still be resumed
     same = [{"body": {"prompt": "x", "model": "any"}}, {"prompt": "x", "max_tokens": 128}, {"prompt": "x", "n": None}]
     assert {digest(row) for row in same} == {plain}
     assert digest({"prompt": "x", "max_tokens": 9}) == digest({"prompt": "x"}, max_tokens=9) != plain

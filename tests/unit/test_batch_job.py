@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -227,15 +228,31 @@ def test_a_result_of_another_request_is_refused(tmp_path: Path, model: str) -> N
     run(source, target, model)
     before = target.read_bytes()
     moved = save(tmp_path / "moved", [{"prompt": "new"}, *rows])  # every line-N is now another
-    with pytest.raises(YalisError, match=r"out has a result for 'line-1' with another prompt.* line 1 .* another file"):
+    with pytest.raises(
+        YalisError, match=r"out has a result for 'line-1' with another prompt or sampling than line 1 of"
+    ):
         run(moved, target, model)
-    with pytest.raises(YalisError, match="result for 'line-1' with another prompt, model, dtype or sampling"):
+    with pytest.raises(YalisError, match=f"with another sampling than line 1 of {source}; .*, or remove {target}$"):
         run(source, target, model, temperature=1.0)
-    with pytest.raises(YalisError, match="result for 'line-1' with another prompt, model, dtype or sampling"):
+    with pytest.raises(YalisError, match="result for 'line-1' with another model/dtype than line 1"):
         BatchJob(source, target, "another model")
     assert target.read_bytes() == before
     assert run(save(tmp_path / "longer", [*rows, {"prompt": "z", "max_tokens": 1}]), target, model).resumed == 2
     assert target.read_bytes().startswith(before)
+
+
+def test_error_lines_of_an_earlier_version_are_kept(tmp_path: Path, model: str) -> None:
+    """Their digest was that of the message, which may have changed since."""
+    source = save(tmp_path / "in", [{"prompt": "x", "max_token": 1}, {"prompt": "x", "max_tokens": 1}])
+    message = "wording of an earlier version"
+    digest = hashlib.sha256(json.dumps([model, message]).encode()).hexdigest()[:16]
+    row = {"custom_id": "line-1", "digest": digest, "error": {"line": 1, "message": message}}
+    target = save(tmp_path / "out", [row])
+    assert run(source, target, model).resumed == 1
+    assert answers(target)["line-1"] == row
+    save(source, [{"prompt": "x"}])  # the line has been corrected
+    with pytest.raises(YalisError, match="or add --retry-errors"):
+        BatchJob(source, target, model)
 
 
 def test_retry_errors_runs_error_lines_again(tmp_path: Path, model: str) -> None:
@@ -293,11 +310,13 @@ def test_exit_status_and_hint_after_errors(
     assert "; 2 were from an earlier run" in capsys.readouterr().err
     for other in (["--load", "random"], ["--dtype", "bfloat16"]):
         assert _batch(source, target, model, *other) == 2
-        assert "with another prompt, model, dtype or sampling" in capsys.readouterr().err
-    assert _batch(save(tmp_path / "empty", []), tmp_path / "none", model) == 0
-    assert capsys.readouterr().err == f"yalis: {tmp_path / 'empty'} has no lines\n"
-    assert _batch(save(source, [{"prompt": "x"}]), tmp_path / "none", str(tmp_path / "no-model")) == 2
-    assert not (tmp_path / "none").exists()  # after either
+        assert "with another model/dtype than line 1" in capsys.readouterr().err
+    empty, none = tmp_path / "empty", tmp_path / "none"
+    assert _batch(save(tmp_path / "nothing", []), empty, model) == 0
+    message = f"yalis: {tmp_path / 'nothing'} has 0 requests, so nothing was written to {empty}\n"
+    assert (capsys.readouterr().err, empty.read_bytes()) == (message, b"")
+    assert _batch(save(source, [{"prompt": "x"}]), none, str(tmp_path / "no-model")) == 2
+    assert not none.exists()
 
 
 def test_a_dash_for_input_or_output_is_refused(

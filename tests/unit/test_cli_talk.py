@@ -64,7 +64,7 @@ def test_a_full_context_is_reported(model: str, capsys: pytest.CaptureFixture[st
 def test_generate_with_several_prompts(
     model: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("x y"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x y\n"))  # without the newline that ends the file
     words = [
         "generate",
         "abc",
@@ -145,7 +145,9 @@ def test_chat_with_one_message_and_from_a_pipe(
     assert err.startswith("yalis: 6 tokens in ")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nagain\n"))  # the second answer sees the first
     assert main(["chat", "--json", *flags]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    out, err = capsys.readouterr()
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert err.count('yalis: each line is a message of its own; `yalis chat "$(cat FILE)"` sends a file as one') == 1
     assert [row["content"] for row in rows] == expected["answers"]
     assert {row["finish_reason"] for row in rows} == {"length"}
     assert main(["chat", "Hello", "--json", "--logprobs", "2", *flags]) == 0
@@ -182,6 +184,9 @@ def test_chat_commands_from_a_pipe(
     printed = capsys.readouterr()
     assert printed.out == f"{expected['answers'][0]}\n" * 2
     assert "/reset clears the conversation, /exit exits" in printed.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert main(["chat", *flags]) == 2
+    assert "error: standard input ended without a message; give one" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("/dance\n"))
     assert main(["chat", *flags]) == 2
     assert "unknown command '/dance'; accepted: /reset, /exit, /help" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, BinaryIO
 
 from yalis.errors import YalisError
+from yalis.keywords import join_words, suggest
 from yalis.messages import check_messages
 from yalis.types import Prompt, SamplingParams
 
@@ -30,7 +31,7 @@ class RequestLine:
     custom_id: str
     prompt: Prompt
     sampling: SamplingParams
-    digest: str  # of everything that the result depends on
+    digest: str  # of everything that the result depends on, as request_digest() returns it
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class InvalidLine:
     line_number: int
     custom_id: str
     message: str
-    digest: str
+    digest: str  # of the line; that of a RequestLine if the model refused it
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class RawLine:
     line_number: int
     custom_id: str
     content: dict[str, Any] | None
+    raw: bytes
     problem: str | None = None
 
 
@@ -66,19 +68,19 @@ def _decode_line(line_number: int, raw: bytes) -> RawLine:
     try:
         content = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return RawLine(line_number, fallback, None, f"the line is not UTF-8 (byte {error.start + 1})")
+        return RawLine(line_number, fallback, None, raw, f"the line is not UTF-8 (byte {error.start + 1})")
     except (ValueError, RecursionError) as error:
-        return RawLine(line_number, fallback, None, f"the line is not JSON: {error}")
+        return RawLine(line_number, fallback, None, raw, f"the line is not JSON: {error}")
     if not isinstance(content, dict):
         return RawLine(
-            line_number, fallback, None, f"the line is a JSON {_json_type(content)}; give an object with a prompt"
+            line_number, fallback, None, raw, f"the line is a JSON {_json_type(content)}; give an object with a prompt"
         )
     custom_id = content.get("custom_id")
     if custom_id is None:
-        return RawLine(line_number, fallback, content)
+        return RawLine(line_number, fallback, content, raw)
     if not isinstance(custom_id, str) or not custom_id:
-        return RawLine(line_number, fallback, None, f"custom_id is {custom_id!r}; give a non-empty string")
-    return RawLine(line_number, custom_id, content)
+        return RawLine(line_number, fallback, None, raw, f"custom_id is {custom_id!r}; give a non-empty string")
+    return RawLine(line_number, custom_id, content, raw)
 
 
 def is_openai_input(file: BinaryIO) -> bool:
@@ -93,6 +95,11 @@ class LineKey:
 
     line_number: int
     digest: str
+    valid: bool
+
+    @classmethod
+    def of(cls, line: RequestLine | InvalidLine) -> LineKey:
+        return cls(line.line_number, line.digest, isinstance(line, RequestLine))
 
 
 def index_lines(file: BinaryIO, label: str, model: str, defaults: dict[str, Any]) -> dict[str, LineKey]:
@@ -100,7 +107,7 @@ def index_lines(file: BinaryIO, label: str, model: str, defaults: dict[str, Any]
     lines: dict[str, LineKey] = {}
     for raw in read_raw(file):
         line = parse(raw, model, defaults)
-        first = lines.setdefault(line.custom_id, LineKey(line.line_number, line.digest))
+        first = lines.setdefault(line.custom_id, LineKey.of(line))
         if first.line_number != line.line_number:
             raise YalisError(
                 f"lines {first.line_number} and {line.line_number} of {label} both have custom_id {line.custom_id!r}; "
@@ -122,16 +129,44 @@ def parse(line: RawLine, model: str, defaults: dict[str, Any]) -> RequestLine | 
         if request.get("seed") is None:
             chosen["seed"] = line_seed(line.custom_id, chosen.get("seed"))
         sampling = SamplingParams(**chosen)
-        digest = _digest(model, prompt, sampling.identity())
+        digest = request_digest(model, prompt, sampling)
         return RequestLine(line.line_number, line.custom_id, prompt, sampling, digest)
     except YalisError as error:
-        return InvalidLine(line.line_number, line.custom_id, str(error), _digest(model, str(error)))
+        digest = hashlib.sha256(line.raw.strip()).hexdigest()[:16]
+        return InvalidLine(line.line_number, line.custom_id, str(error), digest)
 
 
 def line_seed(custom_id: str, job_seed: int | None) -> int:
     text = f"{0 if job_seed is None else job_seed}:{custom_id}"
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def request_digest(model: str, prompt: Prompt, sampling: SamplingParams) -> str:
+    """Return a digest of the request, a dash, and four digits for each of its _PARTS."""
+    parts = (model, prompt, sampling.identity())
+    return f"{_digest(*parts)}-{''.join(_digest(part)[:4] for part in parts)}"
+
+
+_PARTS = ("model/dtype", "prompt", "sampling")
+
+
+def same_request(digest: str, other: str | None) -> bool:
+    """Compare two digests. Those of earlier versions end before the dash."""
+    return other is not None and digest.partition("-")[0] == other.partition("-")[0]
+
+
+def differing_parts(digest: str, other: str | None) -> str:
+    """Return which parts of two requests differ, such as "prompt or sampling"; all of them if a digest has no parts."""
+    parts, others = digest.partition("-")[2], (other or "").partition("-")[2]
+    pairs = [(parts[start : start + 4], others[start : start + 4]) for start in range(0, 4 * len(_PARTS), 4)]
+    names = [name for name, (one, two) in zip(_PARTS, pairs, strict=True) if one != two or not one]
+    return join_words(names or _PARTS, "or")
+
+
+def is_earlier_error_digest(digest: str | None, model: str, message: str) -> bool:
+    """Return whether this is the digest that earlier versions wrote for an invalid line with this error message."""
+    return digest == _digest(model, message)
 
 
 def _digest(*values: Any) -> str:
@@ -153,11 +188,9 @@ def _request_fields(content: dict[str, Any]) -> dict[str, Any]:
     for name, value in request.items():
         if name not in _USED | _IGNORED and value is not None:
             no_prompt = "" if request.keys() & {"prompt", "messages"} else "the line has no prompt or messages, and "
-            accepted = ", ".join(("prompt", "messages", *sorted(_SAMPLING | _ALIASES)))
-            ignored = ", ".join(sorted(_IGNORED))
-            raise YalisError(
-                f"{no_prompt}the field {name!r} is not supported; accepted: {accepted}; accepted and ignored: {ignored}"
-            )
+            accepted = ("prompt", "messages", *sorted(_SAMPLING | _ALIASES))
+            all_fields = f"; accepted: {', '.join(accepted)}; accepted and ignored: {', '.join(sorted(_IGNORED))}"
+            raise YalisError(f"{no_prompt}the field {name!r} is not supported{suggest(name, accepted) or all_fields}")
     return request
 
 

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from yalis.batch.formats import FlatFormat, OpenAIFormat, ResultFormat
-from yalis.batch.input import InvalidLine, LineKey, RequestLine, index_lines, is_openai_input, parse, read_raw
+from yalis.batch.input import (
+    InvalidLine,
+    LineKey,
+    RequestLine,
+    differing_parts,
+    index_lines,
+    is_earlier_error_digest,
+    is_openai_input,
+    parse,
+    read_raw,
+    same_request,
+)
 from yalis.batch.output import ResultFile
 from yalis.batch.progress import JobProgress, ProgressEstimator
 from yalis.batch.rescue import ResultsDisplaced
@@ -68,7 +79,7 @@ class BatchJob:
                 raise YalisError(f"{target} is also the input; give another file for the results")
             self._results = opened.enter_context(closing(ResultFile(target)))
             to_retry = self._results.errors.keys() & lines.keys() if retry_errors else set()
-            _check_digests(self._results, to_retry, lines, str(source))
+            _check_digests(self._results, to_retry, lines, str(source), model)
             name = _choose_format(output_format, self._results, input_format)
             self._format: ResultFormat = OpenAIFormat(model_name or model) if name == "openai" else FlatFormat()
             self._results.remove(to_retry)
@@ -161,6 +172,7 @@ class BatchJob:
         finally:
             if llm is not None:
                 llm.close()
+        self._results.keep_empty = True  # an input without lines has been processed too
         return self.progress
 
     def _lines_without_result(self) -> Iterator[RequestLine | InvalidLine]:
@@ -169,7 +181,7 @@ class BatchJob:
                 continue
             line = parse(raw, self.model, self.defaults)
             # Lines that were added or changed since the first pass are left to the next run.
-            if self._lines.get(line.custom_id) == LineKey(line.line_number, line.digest):
+            if self._lines.get(line.custom_id) == LineKey.of(line):
                 yield line
 
     def verify_output(self) -> None:
@@ -193,16 +205,20 @@ class BatchJob:
                 log.warning("%s", failure)
 
 
-def _check_digests(results: ResultFile, to_retry: set[str], lines: dict[str, LineKey], source: str) -> None:
+def _check_digests(results: ResultFile, to_retry: set[str], lines: dict[str, LineKey], source: str, model: str) -> None:
     """Raise YalisError if an existing result was made for a different request with the same id, such as line-5."""
     for custom_id, digest in results.digests.items():
         line = lines.get(custom_id)
-        if line is not None and line.digest != digest and custom_id not in to_retry:
-            retry = ", or add --retry-errors" if custom_id in results.errors else ""
-            raise YalisError(
-                f"{results.path} has a result for {custom_id!r} with another prompt, model, dtype or sampling than "
-                f"line {line.line_number} of {source}; give another file for the results, or remove it{retry}"
-            )
+        if line is None or custom_id in to_retry or same_request(line.digest, digest):
+            continue
+        error = results.errors.get(custom_id)
+        if error is not None and not line.valid and is_earlier_error_digest(digest, model, error):
+            continue
+        retry = "" if error is None else ", or add --retry-errors"
+        raise YalisError(
+            f"{results.path} has a result for {custom_id!r} with another {differing_parts(line.digest, digest)} than "
+            f"line {line.line_number} of {source}; give another file for the results, or remove {results.path}{retry}"
+        )
 
 
 def _choose_format(given: str | None, results: ResultFile, input_format: str) -> str:

@@ -87,6 +87,7 @@ class ResultFile:
         self.errors: dict[str, str] = {}  # messages of the results that are errors, by id
         self.format: str | None = None  # "flat" or "openai", as the first result; None if the file has none
         self.locked = True
+        self.keep_empty = False  # whether close() keeps a file without results
         self._displaced = False
         self._fd, self._created = _open(path)
         try:
@@ -199,7 +200,7 @@ class ResultFile:
         if self._fd < 0:
             return
         try:
-            if self._created and not self._end and self.locked:
+            if self._created and not self._end and self.locked and not self.keep_empty:
                 self._remove()
             self.verify()
             os.fsync(self._fd)

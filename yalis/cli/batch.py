@@ -153,7 +153,7 @@ def _finish(job: BatchJob, args: argparse.Namespace) -> None:
         }
         print(json.dumps(summary))
     if not now.total:
-        print_status(f"{args.input} has no lines")
+        print_status(f"{args.input} has 0 requests, so nothing was written to {args.output}")
         return
     if now.total == 1:
         message = f"{args.output} holds the one result" + (", an error" if now.errors else "")

@@ -63,9 +63,7 @@ def run(args: argparse.Namespace) -> int:
         elif sys.stdin.isatty():
             _interact(conversation)
         else:
-            for line in sys.stdin:
-                if not conversation.handle(line.rstrip("\n")):
-                    break
+            _answer_lines(conversation)
     return 0
 
 
@@ -136,6 +134,20 @@ class Conversation:
                 f"the conversation has grown to {length} tokens, but the context holds {max_len} including one "
                 "generated token; /reset clears it, or raise --max-model-len or --kv-memory if the model allows it"
             ) from error
+
+
+def _answer_lines(conversation: Conversation) -> None:
+    """Handle each line of a pipe as one message."""
+    count = 0
+    for line in sys.stdin:
+        if line.strip():
+            count += 1
+            if count == 2:
+                print_status('each line is a message of its own; `yalis chat "$(cat FILE)"` sends a file as one')
+        if not conversation.handle(line.rstrip("\n")):
+            break
+    if not count:
+        raise YalisError('standard input ended without a message; give one, such as `yalis chat "Hello"`')
 
 
 def _object(answer: str, completion: Completion | None) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
-    prompts: list[Prompt] = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    # Editors and echo end a text with a newline that is not part of the prompt.
+    prompts: list[Prompt] = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in args.prompts]
     prompts += [_ids(text) for text in args.prompt_ids]
     if not prompts:
         raise YalisError(
