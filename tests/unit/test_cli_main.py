@@ -16,6 +16,7 @@ from yalis.cli import models
 from yalis.cli.main import main
 from yalis.engine.interrupts import Stopped
 from yalis.errors import YalisError, YalisFailure
+from yalis.launch import liveness
 
 YALIS = [sys.executable, "-m", "yalis"]
 
@@ -112,6 +113,19 @@ def test_errors_of_a_verb(
     assert capfd.readouterr().err == printed
     assert main(["models", "--debug"]) == status
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_failure_that_the_liveness_thread_prints_names_flags(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        liveness.print_error("rank 1: out of memory; give kv_blocks=512")
+        return 1
+
+    monkeypatch.setattr(liveness, "reword", str)
+    monkeypatch.setattr(models, "run", run)
+    assert main(["models"]) == 1
+    assert capfd.readouterr().err == "yalis: rank 1: out of memory; give --kv-blocks 512\n"
 
 
 def test_a_closed_pipe_is_silent() -> None:

@@ -21,6 +21,7 @@ from yalis.cli.flags import Parser, engine_config, name_flags
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import print_status
 from yalis.errors import Rank0Unreachable, YalisError
+from yalis.launch import liveness
 from yalis.launch.launchers import detect_launcher, process_rank
 from yalis.log import configure_logging
 
@@ -109,6 +110,7 @@ def _run_command(arguments: list[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Run the verb on rank 0; under a launcher, the other ranks serve it until it returns."""
     run: Callable[[argparse.Namespace], int] = args.run
+    liveness.reword = name_flags
     if not getattr(args, "uses_engine", False) or detect_launcher().size == 1:
         return run(args)
     from yalis.engine.worker import lead_or_serve

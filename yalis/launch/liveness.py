@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from yalis.launch.heartbeat import (
@@ -39,10 +40,14 @@ LEAVE_S = 10.0  # for a serving rank to return after rank 0 has left
 STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, until the job counts as stuck
 
 
+#: Applied to printed messages. The command line sets it, to name flags instead of keyword arguments.
+reword: Callable[[str], str] = str
+
+
 def print_error(message: str) -> None:
     """Write a line to stderr, from any thread and in any state of the interpreter."""
     with contextlib.suppress(OSError):
-        os.write(2, f"yalis: {message}\n".encode())
+        os.write(2, f"yalis: {reword(message)}\n".encode())
 
 
 class LivenessMonitor(ABC):
