@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from yalis.errors import YalisError
@@ -109,10 +110,11 @@ def silence_profiler() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
-def set_compile_cache_dirs() -> None:
-    """Put the caches of Triton and torch.compile into our cache directory, unless the user has set theirs."""
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+def set_compile_cache_dirs(folder: Callable[[str], Path]) -> None:
+    """Let Triton and torch.compile use folder("triton") and folder("inductor"), unless the user has set theirs."""
+    for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        if variable not in os.environ:
+            os.environ[variable] = str(folder(name))
 
 
 def c_compiler() -> str | None:

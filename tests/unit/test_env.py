@@ -10,6 +10,7 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from yalis import env
+from yalis.cache_folders import cache_folder
 
 CACHE_DIRS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
@@ -25,7 +26,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compilers_use_our_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path))
-    env.set_compile_cache_dirs()
+    env.set_compile_cache_dirs(cache_folder)
     assert {name: env.variables()[name] for name in CACHE_DIRS} == {
         name: str(tmp_path / folder) for name, folder in CACHE_DIRS.items()
     }
@@ -38,7 +39,7 @@ def test_compilers_use_our_cache_directory(tmp_path: Path, monkeypatch: pytest.M
 def test_cache_directories_set_by_the_user_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "ours"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "theirs"))
-    env.set_compile_cache_dirs()
+    env.set_compile_cache_dirs(cache_folder)
     assert env.variables()["TRITON_CACHE_DIR"] == str(tmp_path / "theirs")
     assert env.variables()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "ours" / "inductor")
 

@@ -170,8 +170,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_where_the_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("YALIS_PEERS", raising=False)
-    monkeypatch.chdir(tmp_path)
-    python = tmp_path / ".peers/bin/python3"
+    (tmp_path / "checkout" / "yalis").mkdir(parents=True)
+    monkeypatch.setattr("yalis.__file__", str(tmp_path / "checkout" / "yalis" / "__init__.py"))
+    assert find_python() is None
+    python = tmp_path / "checkout" / ".peers" / "bin" / "python3"
     python.parent.mkdir(parents=True)
     python.touch()
     assert find_python() == python
@@ -179,3 +181,23 @@ def test_where_the_environment_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert find_python() is None
     monkeypatch.setenv("YALIS_PEERS", "~/x")
     assert find_python() == Path("~/x/bin/python3").expanduser()
+
+
+def test_an_environment_in_the_current_folder_is_not_executed(tmp_path: Path) -> None:
+    python, ran = tmp_path / ".peers" / "bin" / "python3", tmp_path / "ran"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    python.chmod(0o755)
+    program = f"""
+import torch
+from pathlib import Path
+from yalis.study.peers.peer import PeerSetup
+from yalis.study.peers.process import start_peer
+print(start_peer("transformers", PeerSetup(Path({str(tmp_path)!r}), True, torch.float32, torch.device("cpu"))))
+"""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    variables.pop("YALIS_PEERS", None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert not ran.exists()
+    assert done.returncode == 0, done.stderr

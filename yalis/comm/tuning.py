@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from yalis import env
+from yalis.cache_folders import cache_folder, kept_cache_folder
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.world import World
 
@@ -91,13 +91,9 @@ def device_slug(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
-def tuning_dir() -> Path:
-    return env.cache_dir() / "tuning"
-
-
 def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence[Timing], command: str) -> Path:
     """Write the measurements of a device type and shape to the cache, replacing older ones. Returns the file's path."""
-    path = tuning_dir() / f"{device_slug(device)}-{shape_of(nodes)}.json"
+    name = f"{device_slug(device)}-{shape_of(nodes)}.json"
     contents = {
         "schema": SCHEMA,
         "schema_version": VERSION,
@@ -107,7 +103,7 @@ def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence
         "timings": [asdict(timing) for timing in timings],
     }
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = kept_cache_folder("tuning") / name
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuning-")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -118,7 +114,7 @@ def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise YalisFailure(f"cannot write {path}: {error.strerror}; set YALIS_CACHE to a writable folder") from error
+        raise YalisFailure(f"cannot write {name}: {error.strerror}; set YALIS_CACHE to a writable folder") from error
     return path
 
 
@@ -126,7 +122,7 @@ def load(device: torch.device) -> TuningTable:
     """Load the measurements of all shapes for this device type."""
     shapes = {}
     slug = device_slug(device)
-    for path in sorted(tuning_dir().glob(f"{slug}-*.json")):
+    for path in sorted(cache_folder("tuning").glob(f"{slug}-*.json")):
         try:
             contents = json.loads(path.read_text(encoding="utf-8"))
             if (contents["schema"], contents["schema_version"], contents["device"]) != (SCHEMA, VERSION, slug):

@@ -15,6 +15,7 @@ from yalis import env
 from yalis.attention.base import AttentionNeeds, LayerCache
 from yalis.attention.choose import choose_backend
 from yalis.cache.pool import KVPool
+from yalis.cache_folders import cache_folder
 from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import count_blocks, resolve_block_size, resolve_dtype, resolve_max_len
@@ -119,7 +120,7 @@ class Runner:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Triton launches and graph captures use the current device
         if device.type == "cuda" or config.compile:
-            env.set_compile_cache_dirs()
+            env.set_compile_cache_dirs(cache_folder)
         self.check = check
         self.config, self.spec, self.eos = config, spec, eos
         self.block_size = resolve_block_size(config.block_size, device)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from yalis import env
+from yalis.cache_folders import cache_folder
 
 
 class Unavailable(Exception):
@@ -52,11 +53,10 @@ def build_cached(folder: str, suffix: str, inputs: Sequence[bytes], build: Calla
 
     If it is not cached, `build(temporary folder)` creates it and returns its path. Several processes may do so at once.
     """
-    directory = env.cache_dir() / folder
+    directory = cache_folder(folder)
     key = hashlib.sha256(b"\0".join(inputs)).hexdigest()
     path = directory / f"{key[:16]}{suffix}"
     if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as temporary:
             os.replace(build(Path(temporary)), path)  # atomic
     return path

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from yalis import env
+from yalis.cache_folders import cache_folder
 from yalis.errors import YalisFailure
 from yalis.log import get_logger
 
@@ -87,11 +88,10 @@ def build(architecture: str) -> Path:
         if part.is_file():
             key.update(part.name.encode() + b"\0" + part.read_bytes())
     key.update(_run([str(nvcc), "--version"], 60).encode() + str(nvshmem).encode() + " ".join(flags).encode())
-    folder = env.cache_dir() / "nvrar"
+    folder = cache_folder("nvrar")
     built = folder / f"{key.hexdigest()[:16]}.so"
     if built.exists():
         return built
-    folder.mkdir(parents=True, exist_ok=True)
     log.info("building nvrar for sm_%s", architecture)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / "nvrar.so"

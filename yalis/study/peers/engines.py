@@ -67,15 +67,16 @@ def _load(setup: PeerSetup) -> Any:
 
     auto = transformers.AutoModelForCausalLM
     if setup.random_weights:
-        config = transformers.AutoConfig.from_pretrained(str(setup.path))
+        config = transformers.AutoConfig.from_pretrained(str(setup.path), trust_remote_code=False)
         with setup.device:
-            return auto.from_config(config, dtype=setup.dtype).eval()
+            return auto.from_config(config, dtype=setup.dtype, trust_remote_code=False).eval()
+    options = {"dtype": setup.dtype, "trust_remote_code": False}
     if setup.path.suffix == ".gguf":
         import accelerate  # noqa: F401  (transformers needs it to read GGUF files)
 
-        model = auto.from_pretrained(str(setup.path.parent), gguf_file=setup.path.name, dtype=setup.dtype)
+        model = auto.from_pretrained(str(setup.path.parent), gguf_file=setup.path.name, **options)
     else:
-        model = auto.from_pretrained(str(setup.path), dtype=setup.dtype)
+        model = auto.from_pretrained(str(setup.path), **options)
     return model.to(setup.device).eval()
 
 
@@ -109,6 +110,7 @@ class VllmPeer:
             model=str(_model_folder(setup, Path(self._folder.name))),
             load_format="dummy" if setup.random_weights else "auto",
             skip_tokenizer_init=True,
+            trust_remote_code=False,
             dtype=str(setup.dtype).removeprefix("torch."),
             max_model_len=setup.max_model_len + 1,
             max_num_seqs=setup.max_num_seqs,

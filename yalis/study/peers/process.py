@@ -21,10 +21,11 @@ from typing import Any
 
 import yalis
 from yalis import env
-from yalis.errors import YalisFailure
+from yalis.errors import YalisError, YalisFailure
 from yalis.launch.launchers import environment_without_launcher
 from yalis.registry import Registry
 from yalis.study.peers.peer import Peer, PeerSetup, Timing, explain_failure
+from yalis.trusted_files import untrusted_reason
 
 ENVIRONMENT = ".peers"  # the folder that `make peers` creates
 _GRACE_S = 15.0  # for a worker to exit by itself
@@ -48,15 +49,27 @@ def start_peer(name: str, setup: PeerSetup) -> Peer | str:
 
 
 def find_python() -> Path | None:
-    """Return the Python of the peers' environment: of YALIS_PEERS, or `.peers` here or next to the package; or None."""
+    """Return the Python of the peers' environment: of YALIS_PEERS, or of `.peers` in the checkout of this package.
+
+    None if there is none: peers then run in this process. The current folder is not searched, because its files may be
+    of another user. Raises YalisError if another user could change the environment.
+    """
     named = env.peers_environment()
-    if named is not None:
-        return Path(named).expanduser() / "bin" / "python3" if named else None
-    for folder in Path.cwd(), Path(yalis.__file__).parents[1]:
-        python = folder / ENVIRONMENT / "bin" / "python3"
-        if python.exists():
-            return python
-    return None
+    if named == "":
+        return None
+    folder = Path(yalis.__file__).parents[1] / ENVIRONMENT if named is None else Path(named).expanduser()
+    python = folder / "bin" / "python3"
+    if named is None and not python.exists():
+        return None
+    packages = sorted(folder.glob("lib/python*/site-packages"))
+    for path in (python, folder / "pyvenv.cfg", *packages):
+        # The interpreter that the environment was made with is not checked: this process runs one like it.
+        if (reason := untrusted_reason(path, follow=False)) is not None:
+            raise YalisError(
+                f"the peers' environment {folder} is not used, because {reason}; install your own with `make peers`, "
+                "or name another with YALIS_PEERS"
+            )
+    return python
 
 
 class PeerProcess:

@@ -1,0 +1,205 @@
+"""Files that are executed or loaded must not be changeable by another user: caches, peers' environments."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from yalis import cache_folders
+from yalis.cache_folders import cache_folder
+from yalis.checkpoint import fetch
+from yalis.comm import tuning
+from yalis.errors import YalisError
+from yalis.study.peers.process import find_python
+from yalis.trusted_files import make_private_folder, untrusted_reason
+
+NOBODY = 65534
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Yield a folder that other users can reach, unlike tmp_path."""
+    path = Path(tempfile.mkdtemp(prefix="yalis-test-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def test_own_files_and_those_of_root_are_trusted(folder: Path) -> None:
+    (folder / "file").touch()
+    (folder / "link").symlink_to("file")
+    for path in (Path("/"), Path("/etc/passwd"), folder, folder / "file", folder / "link", folder / "missing" / "x"):
+        assert untrusted_reason(path) is None
+
+
+@pytest.mark.parametrize("named", ["file", "link", "way/file"], ids=["directly", "by a link", "by a linked folder"])
+@pytest.mark.parametrize("changed", ["inner/file", "inner"])
+@pytest.mark.parametrize(
+    ("uid", "gid", "mode", "reason"),
+    [
+        (NOBODY, 0, 0o755, "belongs to nobody"),
+        (0, 0, 0o757, "can be written by other users"),
+        (0, NOBODY, 0o775, "can be written by other users"),
+        (54321, 0, 0o755, "belongs to user 54321"),
+    ],
+)
+def test_what_another_user_could_change(
+    folder: Path, uid: int, gid: int, mode: int, reason: str, changed: str, named: str
+) -> None:
+    (folder / "inner").mkdir(mode=0o755)
+    (folder / "inner" / "file").touch(0o644)
+    (folder / "link").symlink_to("inner/file")
+    (folder / "way").symlink_to(folder / "inner")
+    path = folder / (f"inner/{named}" if named == "file" else named)
+    assert untrusted_reason(path) is None
+    os.chown(folder / changed, uid, gid)
+    (folder / changed).chmod(mode)
+    assert untrusted_reason(path) == f"{folder / changed} {reason}"
+    assert untrusted_reason(Path(os.path.relpath(path))) == f"{folder / changed} {reason}"
+
+
+def test_a_link_of_another_user(folder: Path) -> None:
+    (folder / "file").touch()
+    (folder / "link").symlink_to("file")
+    os.chown(folder / "link", NOBODY, NOBODY, follow_symlinks=False)
+    for follow in (True, False):
+        assert untrusted_reason(folder / "link", follow) == f"{folder / 'link'} belongs to nobody"
+
+
+def test_only_the_end_of_a_path_may_be_left_unfollowed(folder: Path) -> None:
+    (folder / "file").touch()
+    os.chown(folder / "file", NOBODY, NOBODY)
+    (folder / "link").symlink_to("file")
+    assert untrusted_reason(folder / "link") is not None
+    assert untrusted_reason(folder / "link", follow=False) is None
+
+
+def test_a_closed_folder_and_the_sticky_bit(folder: Path) -> None:
+    inner = folder / "inner"
+    inner.mkdir()
+    os.chown(inner, 0, NOBODY)
+    inner.chmod(0o775)
+    assert untrusted_reason(inner) is not None
+    folder.chmod(0o700)  # the group cannot reach it
+    assert untrusted_reason(inner) is None
+    inner.chmod(0o777)
+    assert untrusted_reason(inner) is not None
+    inner.chmod(0o1777)
+    assert untrusted_reason(inner) is None
+
+
+def test_loops_and_odd_paths_end(folder: Path) -> None:
+    (folder / "loop").symlink_to("loop")
+    (folder / "file").touch()
+    assert untrusted_reason(folder / "loop") is None  # opening it fails
+    assert untrusted_reason(folder / "file" / "x" / ".." / "y") is None
+
+
+def test_private_folders(folder: Path) -> None:
+    (folder / "given").mkdir(mode=0o755)
+    make_private_folder(folder / "given" / "a" / "b")
+    modes = [(folder / name).stat().st_mode & 0o777 for name in ("given", "given/a", "given/a/b")]
+    assert modes == [0o755, 0o700, 0o700]
+
+
+PLANTED = """
+#include <stdio.h>
+__attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
+"""
+
+
+def _load_native(cache: Path) -> str:
+    """Load the native kernels in a new process; returns what it prints to stderr."""
+    program = "from yalis.kernels import native; assert native.load() is not None, native.reason()"
+    environment = {**os.environ, "YALIS_CACHE": str(cache)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_planted_library_is_not_loaded(folder: Path) -> None:
+    cache, ran = folder / "cache", folder / "ran"
+    assert _load_native(cache) == ""
+    assert (cache.stat().st_mode & 0o777, (cache / "native").stat().st_mode & 0o777) == (0o700, 0o700)
+    (library,) = (cache / "native").iterdir()
+    library.unlink()
+    source = folder / "planted.c"
+    source.write_text(PLANTED % ran)
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    os.chown(library, NOBODY, NOBODY)
+    warning = f"the cache {cache / 'native'} is not used, because {library} belongs to nobody; set YALIS_CACHE to"
+    assert _load_native(cache).startswith(warning)
+    os.chown(library, 0, 0)
+    cache.chmod(0o777)
+    assert f"because {cache} can be written by other users; type `chmod -R go-w {cache}`" in _load_native(cache)
+    assert not ran.exists()
+    assert not list(Path(tempfile.gettempdir()).glob("yalis-cache-*/native")), "temporary caches are removed"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_compilers_and_tokenizers_do_not_use_a_cache_of_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(folder))
+    for name in ("triton", "inductor", "tokenizers", "nvrar"):
+        (folder / name / "entry").mkdir(parents=True)
+        if mode == 0o755:
+            os.chown(folder / name / "entry", NOBODY, NOBODY)
+        (folder / name).chmod(mode)
+        cache_folders._warn.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            used = cache_folder(name)
+            assert cache_folder(name) == used
+        assert len(caplog.messages) == 1  # once
+        assert used != folder / name
+        assert list(used.iterdir()) == []
+        assert untrusted_reason(used) is None
+
+
+def test_tuned_tables_of_others_are_neither_read_nor_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(folder))
+    device, nodes = torch.device("cpu"), [[0], [1]]
+    path = tuning.save(device, nodes, [tuning.Timing(1024, tuning.Choice("gloo"), 1.0)], "command")
+    assert tuning.load(device).shapes
+    os.chown(path, NOBODY, NOBODY)
+    assert not tuning.load(device).shapes
+    with pytest.raises(YalisError, match="belongs to nobody; set YALIS_CACHE to a folder that only you can write"):
+        tuning.save(device, nodes, [], "command")
+
+
+def test_a_model_is_hashed_again_if_another_user_wrote_its_stamp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(folder))
+    alias = fetch.Alias("tiny", "", "tiny==1", "tiny.gguf", 4, fetch.hashlib.sha256(b"true").hexdigest())
+    alias.path.parent.mkdir(parents=True)
+    alias.path.write_bytes(b"true")
+    assert fetch._is_cached(alias)
+    times = alias.path.stat()
+    alias.path.write_bytes(b"evil")
+    os.utime(alias.path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert fetch._is_cached(alias)  # the stamp is of this user
+    os.chown(fetch._stamp(alias), NOBODY, NOBODY)
+    assert not fetch._is_cached(alias)
+
+
+@pytest.mark.parametrize("part", ["", "bin", "bin/python3", "pyvenv.cfg", "lib/python3.11/site-packages"])
+def test_an_environment_of_others_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python3").symlink_to(sys.executable)
+    (folder / "pyvenv.cfg").touch()
+    (folder / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+    monkeypatch.setenv("YALIS_PEERS", str(folder))
+    assert find_python() == folder / "bin" / "python3"
+    os.chown(folder / part, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(YalisError, match=r"belongs to nobody; install your own with `make peers`, or name another"):
+        find_python()

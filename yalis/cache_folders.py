@@ -1,0 +1,76 @@
+"""Folders of the cache directory: compiled code, tables, tokenizers. Used only if nobody else can change them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from yalis import env
+from yalis.errors import YalisError
+from yalis.log import get_logger
+from yalis.trusted_files import make_private_folder, untrusted_reason
+
+log = get_logger(__name__)
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder of the cache directory, created with mode 0700 if possible.
+
+    If another user could change it or an entry of it, a warning says so, and the folder is a temporary one of this
+    process: what would be loaded from the cache is then built again.
+    """
+    folder = env.cache_dir() / name
+    with suppress(OSError):  # a reader finds no entries, and a writer gets the same error
+        make_private_folder(folder)
+    refusal = why_not_used(folder)
+    if refusal is None:
+        return folder
+    _warn(refusal)
+    temporary = _temporary_folder() / name
+    temporary.mkdir(exist_ok=True)
+    return temporary
+
+
+def kept_cache_folder(name: str) -> Path:
+    """Return cache_folder(name) for files that must outlive this process; raises YalisError if it is not trusted."""
+    folder = env.cache_dir() / name
+    make_private_folder(folder)
+    if (refusal := why_not_used(folder)) is not None:
+        raise YalisError(refusal)
+    return folder
+
+
+def why_not_used(folder: Path) -> str | None:
+    """Return a sentence if another user could change a folder of the cache or an entry of it; None if nobody can."""
+    paths = [folder]
+    with suppress(OSError):
+        paths += sorted(folder.iterdir())
+    reason = next(filter(None, map(untrusted_reason, paths)), None)
+    return None if reason is None else f"the cache {folder} is not used, because {reason}; {_how_to_fix(reason)}"
+
+
+def _how_to_fix(reason: str) -> str:
+    another = "set YALIS_CACHE to a folder that only you can write"
+    writable, _, mode_is_wrong = reason.partition(" can be written ")
+    if not mode_is_wrong:
+        return another
+    cache_dir = Path.cwd() / env.cache_dir()
+    chmod = f"chmod -R go-w {cache_dir}" if Path(writable).is_relative_to(cache_dir) else f"chmod go-w {writable}"
+    return f"type `{chmod}`, or {another}"
+
+
+@cache  # once per process and message
+def _warn(message: str) -> None:
+    log.warning("%s", message)
+
+
+@cache
+def _temporary_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix=f"yalis-cache-{os.getpid()}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
