@@ -13,7 +13,10 @@ from yalis.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The dimensions that determine a model's cost. Every layer is attention and a gated MLP."""
+    """The dimensions that determine the cost of a model, or of one rank's slice of it (parallel/dims.py).
+
+    Every layer is attention and a gated MLP.
+    """
 
     hidden: int
     layers: int
@@ -31,6 +34,10 @@ class ModelDims:
     qk_norm: bool = False
     sandwich_norms: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: full attention in every layer
+    #: columns of a tensor-parallel grid: the matrices of a layer have hidden / columns of the hidden size
+    columns: int = 1
+    embedding: bool = True  # false on pipeline stages after the first
+    head: bool = True  # final norm and lm_head; false on pipeline stages before the last
 
     @classmethod
     def of(cls, spec: ModelSpec, weight_bytes: float, kv_bytes: float) -> ModelDims:
@@ -54,21 +61,26 @@ class ModelDims:
         )
 
     @property
+    def hidden_shard(self) -> int:
+        """Hidden size of the matrices and norms of a layer."""
+        return self.hidden // self.columns
+
+    @property
     def matrix_params(self) -> int:
         """Parameters of the matrices in all layers, without lm_head."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.intermediate)
+        return self.layers * self.hidden_shard * (2 * q + 2 * kv + 3 * self.intermediate)
 
     @property
     def small_params(self) -> int:
         """Parameters of norms and biases."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        layer = (4 if self.sandwich_norms else 2) * self.hidden
+        layer = (4 if self.sandwich_norms else 2) * self.hidden_shard
         layer += 2 * self.head_dim if self.qk_norm else 0
         layer += qkv if self.qkv_bias else 0
-        layer += self.hidden if self.out_bias else 0
-        layer += 2 * self.intermediate + self.hidden if self.mlp_bias else 0
-        return self.layers * layer + self.hidden
+        layer += self.hidden_shard if self.out_bias else 0
+        layer += 2 * self.intermediate + self.hidden_shard if self.mlp_bias else 0
+        return self.layers * layer + self.hidden_shard * self.head
 
     @property
     def table_params(self) -> int:
@@ -76,8 +88,14 @@ class ModelDims:
         return self.vocab * self.hidden
 
     @property
+    def head_params(self) -> int:
+        """Parameters of lm_head; 0 on a pipeline stage without it."""
+        return self.table_params * self.head
+
+    @property
     def params(self) -> int:
-        return self.matrix_params + self.small_params + self.table_params * (1 if self.tied else 2)
+        tables = 1 if self.tied and self.embedding and self.head else self.embedding + self.head
+        return self.matrix_params + self.small_params + self.table_params * tables
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -107,7 +125,7 @@ def decode_work(dims: ModelDims, contexts: Sequence[float]) -> Work:
     return Work(
         weight_bytes=_weight_bytes(dims, batch),
         kv_bytes=attended * dims.kv_bytes_per_token / dims.layers,
-        flops=2 * (dims.matrix_params + dims.table_params) * batch + 4 * dims.heads * dims.head_dim * attended,
+        flops=2 * (dims.matrix_params + dims.head_params) * batch + 4 * dims.heads * dims.head_dim * attended,
     )
 
 
@@ -118,7 +136,7 @@ def prefill_work(dims: ModelDims, lengths: Sequence[int], sampled_rows: int | No
     gets closer to this floor."""
     rows = len(lengths) if sampled_rows is None else sampled_rows
     pairs = sum(_causal_pairs(n, window) for n in lengths for window in dims.layer_windows())
-    matrices = dims.matrix_params * sum(lengths) + dims.table_params * rows
+    matrices = dims.matrix_params * sum(lengths) + dims.head_params * rows
     return Work(
         weight_bytes=_weight_bytes(dims, sum(lengths)),
         kv_bytes=0,  # keys and values of the same step need not be read from memory
@@ -132,9 +150,9 @@ def floor_s(bytes_read: float, flops: float, bandwidth: float, flop_rate: float)
 
 
 def _weight_bytes(dims: ModelDims, tokens: int) -> float:
-    """Return the bytes of all weights, plus the looked-up rows of the embedding table unless it is tied to lm_head."""
-    looked_up = 0 if dims.tied else tokens * dims.hidden
-    return (dims.matrix_params + dims.small_params + dims.table_params + looked_up) * dims.weight_bytes
+    """Return the bytes of all weights, plus the looked-up rows of the embedding table unless lm_head is the same."""
+    looked_up = tokens * dims.hidden if dims.embedding and not (dims.tied and dims.head) else 0
+    return (dims.matrix_params + dims.small_params + dims.head_params + looked_up) * dims.weight_bytes
 
 
 def _causal_pairs(length: int, window: int | None) -> int:

@@ -1,0 +1,29 @@
+"""The dimensions of one rank's slice of a model, from which its floors are computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from yalis.parallel.plan import Grid, Split, shard
+from yalis.perfmodel.floors import ModelDims
+from yalis.spec import ModelSpec
+
+
+def rank_dims(spec: ModelSpec, split: Split, rank: int, weight_bytes: float, kv_bytes: float) -> ModelDims:
+    """Return the dimensions of the shards that `rank` holds. Biases count for every rank."""
+    coords = split.coords(rank)
+    grid = Grid(split.rows, split.cols, coords.row, coords.col)
+    heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
+    layers = shard(spec.num_layers, split.stages, coords.stage)
+    return replace(
+        ModelDims.of(spec, weight_bytes, kv_bytes),
+        columns=split.cols,
+        layers=len(layers),
+        heads=len(heads),
+        kv_heads=len(kv_heads),
+        intermediate=len(grid.width(spec.intermediate_size)),
+        vocab=len(grid.vocabulary(spec.vocab_size)),
+        embedding=coords.stage == 0,
+        head=coords.stage == split.stages - 1,
+        windows=spec.windows[layers.start : layers.stop],
+    )
