@@ -81,7 +81,7 @@ gpu-test:
 gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py
 gpu-test-nvrar: FILES = test_gpu_nvrar.py
 gpu-test-kernels: FILES = test_gpu_kernels.py
-gpu-test-graphs: FILES = test_gpu_graphs.py test_gpu_profile.py
+gpu-test-graphs: FILES = test_gpu_graphs.py test_gpu_profile.py test_gpu_slice.py
 gpu-test-rest: CHOSEN = -k 'not (sdpa or flex or triton or flash)'
 $(GPU_PARTS): FILES ?= $(addsuffix .py,$(addprefix test_gpu_,attention checkpoint parity sampling))
 $(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks %-nvrar %-kernels %-graphs,$@),,-k $(@:gpu-test-%=%))

@@ -53,7 +53,7 @@ class EngineConfig:
         _check_text("device", self.device)
         _check_text("attention", self.attention)
         _check_text("allreduce", self.allreduce)
-        object.__setattr__(self, "tp", _parse_grid(self.tp))
+        object.__setattr__(self, "tp", parse_grid(self.tp))
         if self.tokenizer is not None:
             _check_text("tokenizer", self.tokenizer)
         dtype = str(self.dtype).removeprefix("torch.")
@@ -93,7 +93,7 @@ class EngineConfig:
             raise YalisError(f"step_timeout is {self.step_timeout!r}; give 0 for no limit, or at least 1 second")
 
 
-def _parse_grid(value: object) -> GridShape:
+def parse_grid(value: object) -> GridShape:
     """Parse a grid: 4 and "4" are four rows of one column; "2x2" and (2, 2) are two rows of two columns."""
     parts: object = value
     if isinstance(value, str):

@@ -19,6 +19,7 @@ from yalis.errors import YalisError
         "bench latency --model /no/such/model",
         "bench throughput --requests 0",
         "bench pipeline --cuts 3",
+        "bench slice --tp 2 --rank 2",
         "bench allreduce --ranks 1",
         "bench kernels --rows 0",
         "profile --workload 1x1x1",

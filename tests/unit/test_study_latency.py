@@ -195,13 +195,13 @@ def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path, capsys: pyt
 
 def test_max_num_seqs_is_raised_to_the_largest_batch(tmp_path: Path) -> None:
     model = str(save_tiny_chat(tmp_path / "model"))
-    plan = LatencyPlan(batch=(2, 5), prompt_len=9, output_len=5)
-    config = size_engine(EngineConfig(model, max_num_seqs=2, threads=1), plan)
+    cases = LatencyPlan(batch=(2, 5), prompt_len=9, output_len=5).cases
+    config = size_engine(EngineConfig(model, max_num_seqs=2, threads=1), cases)
     assert (config.max_num_seqs, config.kv_blocks) == (5, 10)
-    assert size_engine(EngineConfig(max_num_seqs=64), plan).max_num_seqs == 64
-    assert size_engine(EngineConfig(kv_memory=0.5), plan).kv_blocks is None
-    assert size_engine(EngineConfig(kv_blocks=3), plan).kv_blocks == 3
-    assert size_engine(EngineConfig(max_model_len=1000), plan).kv_blocks == 63
+    assert size_engine(EngineConfig(max_num_seqs=64), cases).max_num_seqs == 64
+    assert size_engine(EngineConfig(kv_memory=0.5), cases).kv_blocks is None
+    assert size_engine(EngineConfig(kv_blocks=3), cases).kv_blocks == 3
+    assert size_engine(EngineConfig(max_model_len=1000), cases).kv_blocks == 63
     with LLM(model, max_num_seqs=5, kv_blocks=config.kv_blocks, threads=1) as llm:
         timing = YalisEngine(llm).run([[7, number] * 4 for number in range(5)], 5)
         assert llm.stats.steps == 5

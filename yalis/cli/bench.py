@@ -1,4 +1,4 @@
-"""Run benchmarks: latency, throughput, scaling, pipeline, all-reduce and kernels; or compare two results."""
+"""Run benchmarks: latency, throughput, scaling, slice, pipeline, all-reduce and kernels; or compare two results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yalis.cli import bench_allreduce, bench_compare, bench_scaling, bench_throughput
-from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_int
+from yalis.cli import bench_allreduce, bench_compare, bench_scaling, bench_slice, bench_throughput
+from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_int, parse_ints
 from yalis.cli.terminal import print_status
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark")
     about = "time to first token and decode step time, compared with the device's floor and with other engines"
     latency = benchmarks.add_parser("latency", help=about, description=about)
-    latency.add_argument("--batch", metavar="1,8", type=_sizes, default=(1, 8), help="batch sizes (default: 1,8)")
+    latency.add_argument("--batch", metavar="1,8", type=parse_ints, default=(1, 8), help="batch sizes (default: 1,8)")
     _add_numbers(latency, prompt_len=64, output_len=64, warmup=1, repeats=3, seed=0)
     latency.add_argument(
         "--peer",
@@ -46,12 +46,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--output-len; may be repeated",
     )  # fmt: skip
     _add_shared_flags(latency)
-    for name, module in (("throughput", bench_throughput), ("scaling", bench_scaling), ("compare", bench_compare)):
+    modules = {
+        "throughput": bench_throughput, "scaling": bench_scaling, "slice": bench_slice, "compare": bench_compare,
+    }  # fmt: skip
+    for name, module in modules.items():
         module.add_flags(benchmarks.add_parser(name, help=module.ABOUT, description=module.ABOUT))
     about = "idle time of pipeline stages, by number of micro-batches"
     pipeline = benchmarks.add_parser("pipeline", help=about, description=about)
     pipeline.add_argument(
-        "--cuts", metavar="1,2,4,8", type=_sizes, default=(1, 2, 4, 8),
+        "--cuts", metavar="1,2,4,8", type=parse_ints, default=(1, 2, 4, 8),
         help="numbers of micro-batches to measure (default: 1,2,4,8)",
     )  # fmt: skip
     _add_numbers(pipeline, prompts=8, prompt_len=128, warmup=1, repeats=5, seed=0)
@@ -64,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     kernels.add_argument(
         "--rows",
         metavar="1,16,64",
-        type=_sizes,
+        type=parse_ints,
         default=rows,
         help="input rows, which are the batch size (default: 1,2,4,8,16,32,64)",
     )
@@ -105,7 +108,7 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
         raise YalisError(
-            "no benchmark given; type `yalis bench NAME`, where NAME is latency, throughput, scaling, compare, "
+            "no benchmark given; type `yalis bench NAME`, where NAME is latency, throughput, scaling, slice, compare, "
             "pipeline, allreduce or kernels"
         )
     from yalis.study import results
@@ -134,6 +137,8 @@ def run(args: argparse.Namespace) -> int:
         raise stopped
     if args.benchmark == "allreduce":
         bench_allreduce.finish(args, result)
+    if args.benchmark == "slice":
+        bench_slice.finish(result)
     if args.benchmark == "kernels":
         from yalis.study.kernels.benchmark import check_correct
 
@@ -183,17 +188,11 @@ def check_folder(folder: Path) -> None:
         raise YalisError(f"--out is {folder}, which cannot be written to: {error.strerror}; give a folder") from error
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,8") from None
-
-
 #: The function that measures each benchmark. It returns None on ranks other than 0.
 _BENCHMARKS: dict[str, Measure] = {
     "latency": _latency,
     "throughput": bench_throughput.measure,
+    "slice": bench_slice.measure,
     "pipeline": _pipeline,
     "allreduce": bench_allreduce.measure,
     "kernels": _kernels,

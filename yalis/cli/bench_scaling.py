@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yalis.cli.bench_throughput import add_work_flags, work_config, work_plan
-from yalis.cli.flags import add_common_flags, add_engine_flags, parse_float, parse_int
+from yalis.cli.flags import add_common_flags, add_engine_flags, parse_float, parse_int, parse_ints
 from yalis.cli.signals import INTERRUPTED
 from yalis.cli.terminal import print_status
 from yalis.errors import YalisError, count_of
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="DIR", required=True,
         help="folder of the study; settings that have a result in it are not run again",
     )  # fmt: skip
-    add("--ranks", type=_numbers, metavar="1,2,4", help="rank counts (default: 1,2,4)")
+    add("--ranks", type=parse_ints, metavar="1,2,4", help="rank counts (default: 1,2,4)")
     add(
         "--schemes", type=_names, metavar="NAMES",
         help="tp, grid, pp, hybrid, dp for each rank count, or one split such as 2x2 or tp2-pp2 (default: tp,pp)",
@@ -146,10 +146,3 @@ def _run_missing(config: EngineConfig, plan: ScalingPlan, settings: list[Setting
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,2,4") from None

@@ -220,6 +220,14 @@ def parse_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
+def parse_ints(text: str) -> tuple[int, ...]:
+    """Parse "1,8" into (1, 8)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,8") from None
+
+
 def parse_float(text: str) -> float:
     try:
         return float(text)

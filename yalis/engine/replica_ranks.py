@@ -109,9 +109,18 @@ class ReplicaRanks:
     """This rank's view of its replica: the driver launches steps on all ranks, the other ranks `serve()` it."""
 
     def __init__(
-        self, world: World, config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, eos: frozenset[int]
+        self,
+        world: World,
+        config: EngineConfig,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        eos: frozenset[int],
+        open_comm: Callable[[World, torch.device, Topology], CommBackend] | None = None,
     ) -> None:
-        """Connect the ranks and load this rank's part of the model. All ranks of the world call this together."""
+        """Connect the ranks and load this rank's part of the model. All ranks of the world call this together.
+
+        `open_comm` opens the communication backend; by default the one that `config.allreduce` names.
+        """
         self.world, self.split = world, split_of(config)
         coords = self.split.coords(world.rank)
         device = rank_device(config, world)
@@ -122,7 +131,7 @@ class ReplicaRanks:
             world.phase = "connecting"
             topology = Topology.of(world, config.ranks_per_node)
             try:
-                self._comm = open_backend(config.allreduce, world, device, topology)
+                self._comm = (open_comm or partial(open_backend, config.allreduce))(world, device, topology)
                 log.info("%s over %s, joined by %s", self.split, topology, self._comm.name)
                 grid = Grid.open(self.split, world.rank, self._comm)
                 stage = Stage.open(self.split, world.rank, self._comm)

@@ -225,7 +225,7 @@ class Runner:
         # A step of FUSED_GATE_MIN_ROWS or more never writes some activations, so a smaller one may need more memory.
         for count in sorted({min(tokens, ops.FUSED_GATE_MIN_ROWS - 1), tokens}):
             logit_rows = range(count - min(rows, count), count)
-            packed = self.packer.pack([_dummy_prompt(0, count, self.block_size)], logit_rows)
+            packed = self.packer.pack([dummy_prompt(0, count, self.block_size)], logit_rows)
             logits = self.executor.dry_run(packed).out
         if self.stage.last:
             self._run_sampler(logits, [SamplingRow(LARGEST_PARAMS, seed=0, position=0)] * rows)
@@ -242,7 +242,7 @@ class Runner:
             whole, rest = divmod(min(prompt_tokens, config.max_batch_tokens - decoding), max_len)
             lengths = [max_len] * whole + [rest] * (rest > 0) + [1] * decoding
             if len(lengths) <= config.max_num_seqs:
-                yield self.packer.pack([_dummy_prompt(i, length, self.block_size) for i, length in enumerate(lengths)])
+                yield self.packer.pack([dummy_prompt(i, length, self.block_size) for i, length in enumerate(lengths)])
 
     def launch(self, plan: StepPlan) -> PendingStep | None:
         """Start the step. On a GPU this returns before it has run. None if another pipeline stage samples."""
@@ -299,8 +299,8 @@ class Runner:
         return SamplingRow(params, params.seed, step.start + step.count, history=step.history, banned=banned)
 
 
-def _dummy_prompt(request_slot: int, tokens: int, block_size: int) -> SequenceStep:
-    """Return a prompt for memory profiling and warm-up. It uses the first KV blocks."""
+def dummy_prompt(request_slot: int, tokens: int, block_size: int) -> SequenceStep:
+    """Return a prompt for steps whose result is not used, such as warm-up. It uses the first KV blocks."""
     return SequenceStep(
         request_id=-1, request_slot=request_slot, start=0, tokens=(0,) * tokens,
         blocks=tuple(range(-(-tokens // block_size))), samples=True, output_len=0, long_rope=False,

@@ -23,7 +23,7 @@ from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
 from yalis.spec import read_spec
 from yalis.study import bandwidth, results
-from yalis.study.latency import LatencyPlan, size_engine
+from yalis.study.latency import size_engine
 from yalis.study.results.kinds.profile import CATEGORIES, summarize_ranks
 from yalis.study.scaling.settings import Setting
 from yalis.study.topology import llm_topology
@@ -115,7 +115,7 @@ def measure(
     if config.dp > 1:
         raise YalisError("profile runs one replica; omit --dp")
     case = plan.workload
-    config = replace(size_engine(config, LatencyPlan(workload=(case,))), prefix_reuse=False)
+    config = replace(size_engine(config, (case,)), prefix_reuse=False)
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
         limit = config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position
     if case.total_len > limit:
