@@ -177,7 +177,7 @@ def suggest(word: str, accepted: Iterable[str], prefix: str = "") -> str:
 
     `prefix` is printed before each word.
     """
-    words = list(accepted)
+    words = sorted(accepted)
     near = [one for one in words if one.startswith(word)][:3] or get_close_matches(word, words, n=1)
     return f" (did you mean {join_words((prefix + one for one in near), 'or')}?)" if near else ""
 

@@ -259,6 +259,13 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
     metrics: Metrics
+    index: int = 0  # which of the n completions
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: another reason
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all output tokens together; None if `logprobs` were not requested."""
+        return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -271,6 +278,12 @@ class RequestOutput:
     #: one entry for each prompt token, None for the first; None if they were not requested, or if it was cancelled
     #: before the first token
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    request_id: int = 0  # as submit() returned it
+
+    @property
+    def finished(self) -> bool:
+        """True, as in vLLM: results are returned when their request has finished."""
+        return True
 
     @property
     def outputs(self) -> list[Completion]:

@@ -103,6 +103,26 @@ def test_vllm_names_of_arguments_and_results(llm):
         SamplingParams(top_k=-2)
 
 
+def test_fields_of_a_result(llm):
+    ids = llm.generate("abc", SHORT)[0].token_ids
+    text = llm.get_tokenizer().decode([ids[1]])
+    by_id, by_text, by_length = (
+        dataclasses.replace(SHORT, **fields, n=2, logprobs=0)
+        for fields in ({"stop_token_ids": [ids[1]]}, {"stop": [text]}, {})
+    )
+    first, second, third = llm.generate(["abc"] * 3, [by_id, by_text, by_length])
+    assert [one.index for one in first.outputs] == [0, 1]
+    reasons = [output.outputs[1].stop_reason for output in (first, second, third)]
+    assert reasons == [ids[1], text, None]
+    completion = third.outputs[0]
+    assert completion.cumulative_logprob == sum(token.logprob for token in completion.logprobs)
+    assert llm.generate("abc", SHORT)[0].outputs[0].cumulative_logprob is None
+    assert first.finished
+    assert first.request_id < second.request_id < third.request_id
+    number = llm.submit("abc", SHORT)
+    assert [event.output.request_id for event in llm.events() if event.output] == [number]
+
+
 def test_progress_counts_the_tokens_of_the_call(llm):
     for _ in range(2):
         seen: list[Progress] = []

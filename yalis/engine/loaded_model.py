@@ -106,6 +106,12 @@ class LoadedModel:
         the defaults of SamplingParams. With generation_config="none" they are those of SamplingParams alone."""
         return SamplingParams(**{**self.sampling_defaults, **changes})
 
+    def get_tokenizer(self) -> Any:
+        """Return the transformers tokenizer, as vLLM's method of this name does: the same as `tokenizer.hf`."""
+        if self.tokenizer is None:
+            raise YalisError(f"{self.config.model} has no tokenizer; give the folder of one with tokenizer=")
+        return self.tokenizer.hf
+
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its completion may have together."""

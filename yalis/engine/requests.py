@@ -43,7 +43,7 @@ class PendingRequest:
 
     def output(self) -> RequestOutput:
         completions = [completion.result() for completion in self.completions]
-        return RequestOutput(self.prompt, self.token_ids, completions, self.completions[0].prompt_logprobs)
+        return RequestOutput(self.prompt, self.token_ids, completions, self.completions[0].prompt_logprobs, self.id)
 
 
 class PendingCompletion:
@@ -62,6 +62,7 @@ class PendingCompletion:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # those of the request's first completion
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._stop_token_ids = params.stop_token_ids
         self._detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
         self._new_text: list[str] = []  # since the last take_delta()
         self._delivered_tokens = 0
@@ -125,7 +126,15 @@ class PendingCompletion:
             output_tokens=len(self._tokens),
         )
         text = self._detokenizer.text if self._detokenizer is not None else ""
-        return Completion(text, list(self._tokens), self.finish_reason, self._logprobs, metrics)
+        return Completion(
+            text, list(self._tokens), self.finish_reason, self._logprobs, metrics, self.index, self._stop_reason()
+        )
+
+    def _stop_reason(self) -> str | int | None:
+        if self._detokenizer is not None and self._detokenizer.stopped is not None:
+            return self._detokenizer.stopped
+        stopped = self.finish_reason == "stop" and self._tokens and self._tokens[-1] in self._stop_token_ids
+        return self._tokens[-1] if stopped else None
 
 
 class RequestGroup:
