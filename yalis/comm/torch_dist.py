@@ -7,12 +7,12 @@ code in the same process uses is not affected.
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +22,12 @@ from torch import Tensor
 from yalis import env
 from yalis.comm.base import CommBackend, Communicator, SingleRank, counted
 from yalis.comm.contiguous_group import ContiguousGroup
+from yalis.comm.link_store import LinkStore
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
 from yalis.launch.heartbeat import Progress
+from yalis.launch.link import listen
+from yalis.launch.secret import new_secret, private_folder
 from yalis.launch.world import World
 
 dist: Any = torch.distributed  # its type stubs lack the process group classes
@@ -212,6 +215,7 @@ class TorchBackend(CommBackend):
         super().__init__(world, device, topology, table)
         self._groups: list[TorchGroup] = []
         self._store: Any = None
+        self._store_path: Path | None = None  # of a FileStore
         if world.size > 1:
             gpu = _set_device(device) if device.type == "cuda" else None
             gpus = self._create_store(gpu)
@@ -223,15 +227,26 @@ class TorchBackend(CommBackend):
                 self._gloo_device = dist.ProcessGroupGloo.create_device(hostname=world.members[world.rank].address)
 
     def _create_store(self, gpu: str | None) -> list[str | None]:
-        """Create the key-value store for group rendezvous on rank 0 and connect to it. Returns every rank's `gpu`."""
-        address = self.world.members[0].address
+        """Create the key-value store for group rendezvous. Returns every rank's `gpu`."""
+        if gpu is None:
+            self._store = LinkStore(self.world)
+            return [None] * self.world.size
+        # Threads of NCCL's process groups read the store at any time, even while the interpreter exits, so this one
+        # must not be written in Python.
+        first = self.world.members[0]
+        if all(member.node == first.node for member in self.world.members):
+            path = str(private_folder() / f"{new_secret()}.store") if self.world.rank == 0 else ""
+            exchanged = self.world.all_gather_object({"path": path, "gpu": gpu})
+            self._store_path = Path(exchanged[0]["path"])
+            self._store = dist.FileStore(exchanged[0]["path"], self.world.size)
+            return [entry["gpu"] for entry in exchanged]
         port = None
         if self.world.rank == 0:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            server = socket.create_server((address, 0), family=family, backlog=self.world.size)
+            # On the job's network only, but anyone there can read and write it: see docs/security.md.
+            server = listen(first.address, 0)
             port = server.getsockname()[1]
             self._store = dist.TCPStore(
-                address,
+                first.address,
                 port,
                 is_master=True,
                 wait_for_workers=False,
@@ -240,7 +255,7 @@ class TorchBackend(CommBackend):
             )
         exchanged = self.world.all_gather_object({"port": port, "gpu": gpu})
         if self.world.rank != 0:
-            self._store = dist.TCPStore(address, exchanged[0]["port"], wait_for_workers=False, timeout=TIMEOUT)
+            self._store = dist.TCPStore(first.address, exchanged[0]["port"], wait_for_workers=False, timeout=TIMEOUT)
         return [entry["gpu"] for entry in exchanged]
 
     @classmethod
@@ -273,7 +288,11 @@ class TorchBackend(CommBackend):
         for group in self._groups:
             group.close(broken=self.world.failure is not None)
         self._groups.clear()
+        if isinstance(self._store, LinkStore):
+            self._store.close()
         self._store = None
+        if self._store_path is not None and self.world.failure is not None:
+            self._store_path.unlink(missing_ok=True)  # otherwise the last rank to drop its FileStore removes the file
 
 
 def _create_nccl(store: Any, rank: int, size: int) -> Any:

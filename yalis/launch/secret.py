@@ -113,12 +113,13 @@ def find_secret(info: LaunchInfo, method: Method) -> bytes | None:
 
 def secret_path(info: LaunchInfo, method: Method) -> Path:
     """Return the file in which rank 0 puts the secret. Its directory exists and belongs to this user only."""
-    folder = _host_folder() if method is Method.HOST_FILE else _home_folder()
+    folder = private_folder() if method is Method.HOST_FILE else _home_folder()
     name = "\n".join((info.job, info.address or "", str(info.port or "")))
     return folder / f"{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:32]}.secret"
 
 
-def _host_folder() -> Path:
+def private_folder() -> Path:
+    """Return a directory on this host that only this user can access."""
     runtime = env.runtime_dir()
     if runtime is not None and _is_private(runtime):
         folder = runtime / "yalis"
