@@ -12,6 +12,7 @@ from yalis.errors import YalisError
 from yalis.launch import rendezvous
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
+from yalis.launch.link import Link
 from yalis.launch.serving import serving
 from yalis.launch.world import World
 
@@ -159,12 +160,20 @@ def rejoin(world: World) -> None:
     gather(second)
 
 
+def die_after_sending(link: Link, message: object) -> None:
+    """Rank 0 ends after its answer to the first connection of a rank."""
+    link.send(message)
+    os._exit(1)
+
+
 def start(scenario: str, size: int, timeout: float) -> None:
     rank = detect_launcher().rank
     if (scenario, rank) == ("absent", 2):
         time.sleep(100)
     if (scenario, rank) == ("early", 2):
         sys.exit(3)
+    if (scenario, rank) == ("die", 0):
+        rendezvous._try_send = die_after_sending
     if (scenario, rank) == ("version", 2):
         rendezvous.__version__ = "0.0.0.other"
     world = join(size, ["tests.multiprocess.launch_rank", scenario, str(size), str(timeout)], timeout)
