@@ -1,51 +1,34 @@
-"""README and docs: links resolve, lines are wrapped, and the command line accepts every `yalis` command in them."""
+"""README and docs: links resolve, lines are wrapped, code is marked by language, and named verbs and targets exist."""
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.pages import PAGES, ROOT, blocks, names, without_code
 from yalis.cli.main import build_parser
 from yalis.families import FAMILIES
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_README_WORDS = 600
 MAX_LINE = 120
-
-
-def prose(text: str) -> str:
-    """Return a page without code blocks, tables and images."""
-    text = re.sub(r"```.*?```", "", text, flags=re.S)
-    return "\n".join(line for line in text.split("\n") if not line.startswith(("    ", "|", "![")))
-
-
-def commands(page: Path) -> Iterator[str]:
-    """Yield the `yalis` commands of the code blocks of a page, without comments, launchers and pipes."""
-    text = re.sub(r"\\\n\s*", "", page.read_text())
-    for line in text.split("\n"):
-        if line.startswith("    "):
-            for part in re.split(r"\||&&", line.partition("  #")[0]):
-                found = re.search(r"(?:^|\s)yalis (?=[a-z])(.*)", part)
-                if found and "..." not in found[1].replace('"..."', ""):
-                    yield found[1]
+LANGUAGES = {"sh", "python", "json", "text"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page: Path) -> None:
-    text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-    in_code = False
-    for line in text.split("\n"):
-        in_code ^= line.startswith("```")
-        if not in_code and not line.startswith(("|", "![", "    ")):
-            assert len(line) <= MAX_LINE, line
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+    prose = without_code(page)
+    assert not re.findall(r"\n\n    .*", re.sub(r"^ *([-*]|\d+\.) .*?(?=\n\n\S|\Z)", "", prose, flags=re.M | re.S)), (
+        "fence commands as ```sh, so that test_docs_commands.py finds them"
+    )
+    lines = [line for block in blocks(page) for line in block.text.split("\n")]
+    lines += [line for line in prose.split("\n") if not line.startswith(("|", "!["))]
+    assert [line for line in lines if len(line) > MAX_LINE] == []
 
 
 def test_words_have_one_spelling() -> None:
@@ -60,16 +43,22 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(prose((ROOT / "README.md").read_text()).split()) <= MAX_README_WORDS
+    lines = without_code(ROOT / "README.md").split("\n")
+    words = [word for line in lines if not line.startswith(("|", "![")) for word in line.split()]
+    assert len(words) <= MAX_README_WORDS
 
 
-def test_commands_are_accepted() -> None:
-    parser, count = build_parser(), 0
-    for page in PAGES:
-        for command in commands(page):
-            parser.parse_args(shlex.split(command))  # raises a YalisError that names the argument
-            count += 1
-    assert count > 30
+def test_named_verbs_and_targets_exist() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    found = {name for page in PAGES for name in names(page)}
+    for program, _, name in (name.partition(" ") for name in sorted(found)):
+        if program == "make":
+            assert name in targets
+        else:
+            with pytest.raises(SystemExit) as exit_:
+                build_parser().parse_args([*name.split(), "--help"])
+            assert exit_.value.code == 0
+    assert len(found) > 10
 
 
 def test_the_table_of_families_is_complete() -> None:

@@ -1,0 +1,149 @@
+"""Runs the commands and the Python blocks of README, CONTRIBUTING and docs/, page by page and in order.
+
+Each page has its own empty folder, next to the `benchmarks` and `slurm` folders of the repository, so a command finds
+the files of the ones before it. `yalis` runs in this process, which has imported torch already; everything else runs
+in bash. A command of a page is either run or in NOT_RUN.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages import PAGES, ROOT, steps
+from tests.tiny_chat import save_tiny_chat
+from yalis.cli.main import main
+
+#: What is made smaller before it is run: (pattern, replacement). smollm2-135m becomes a random model of two layers.
+SMALLER = [
+    (r"--workload 8x64x32", "--workload 2x16x12"),
+    (r"bench slice --model \S+ --tp 4,8 --batch 1,16", "bench slice --tp 2 --batch 1 --output-len 4 --repeats 1"),
+    (r"seq 200", "seq 3"),
+    (r"--prompt-len \d+ --output-len \d+ --repeats \d+", "--prompt-len 8 --output-len 4 --repeats 2"),
+    (r"bench latency --batch (\S+) --out", r"bench latency --batch \1 --prompt-len 8 --output-len 4 --repeats 2 --out"),
+    (
+        r"bench kernels --rows 1,16,64",
+        "bench kernels --rows 1 --layers 1 --context 8 --prompts 1 --prompt-len 8 --repeats 1",
+    ),
+    (r"bench pipeline --pp 2 --threads 1 --prompt-len 128", "bench pipeline --pp 2 --threads 1 --prompt-len 8"),
+    (r"bench scaling --ranks 1,2 --schemes tp,pp", "bench scaling --ranks 1 --workload 1x4x2 --repeats 1"),
+    (r"bench allreduce --ranks \d", "bench allreduce --ranks 2 --sizes 8K --repeats 3 --backends gloo,hierarchical"),
+    (r"--rate 5", "--rate 50"),
+    (r"--tp 4$", "--tp 2"),
+    (r"chat$", "chat --max-tokens 16"),
+]
+
+LOADS_A_MODEL = re.compile(r"yalis (generate|chat|batch|profile|bench (latency|throughput|scaling|slice|pipeline))\b")
+
+GPU = "needs an NVIDIA GPU"
+NETWORK = "needs network access, and changes the environment"
+THIS = "is how this test is run"
+LAB = "needs root and takes minutes; tests/multihost runs it with small sizes"
+
+#: Commands that are not run here, and why. Each must be in a page.
+NOT_RUN = {
+    "make demo": "CI runs it first; installs into .venv",
+    "make demo TORCH='torch==2.12.0'": NETWORK,
+    "make test": THIS,
+    "make test SYSTEM=": THIS,
+    "make test-full": THIS,
+    "make faults": "takes 20 minutes; `make test` runs a pairwise cover of it",
+    ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
+    "make lint": "is part of `make test`",
+    "make gpu-test": GPU,
+    "make peers VLLM='vllm==0.24.0'": NETWORK,
+    ". .venv/bin/activate": "this process is in such an environment",
+    ".venv/bin/python -m pytest tests/unit/test_engine_llm.py -k cancel": THIS,
+    ".venv/bin/python -m pytest tests/unit/test_nvrar_protocol.py -s -k "
+    "'one and buffer and condition and not staging'": THIS,
+    "git clone URL yalis && cd yalis": NETWORK,
+    "git lfs pull": NETWORK,
+    "pip install .": NETWORK,
+    "pip install matplotlib": NETWORK,
+    "pip download . -d wheels": NETWORK,
+    "pip install --no-index --find-links wheels yalis": "needs the wheels of the command before it",
+    "hf download HuggingFaceTB/SmolLM2-135M-Instruct": NETWORK,
+    "yalis models --fetch smollm2-135m": "needs network access; `make fetch` runs it before the tests",
+    'BESIDE=vllm REPEATS=1 make gpu-bench OUT=results STEPS="table job"': GPU,
+    'BESIDE=vllm REPEATS=1 make gpu-bench OUT=results STEPS="table job startup"': GPU,
+    "WORK=16x512x64 ALLREDUCE=nvrar benchmarks/breakdown_on_one_gpu.sh results tp1 tp2 tp4": GPU,
+    "benchmarks/breakdown_on_one_gpu.sh results": GPU,
+    "benchmarks/slices_on_one_gpu.sh results": GPU,
+    "benchmarks/nvrar_on_one_gpu.sh results build bench": GPU,
+    "benchmarks/nvrar_on_one_gpu.sh results plain": GPU,
+    "benchmarks/nvrar_on_one_gpu.sh results decode": GPU,
+    "yalis bench slice --model benchmarks/shapes/llama-3.1-405b.json --tp 8,16,32 --rank 0 --batch 1,16,64 "
+    "--prompt-len 128 --workload 16x2480x33 --max-batch-tokens 16384 --dtype bfloat16 --out results": GPU,
+    'nsys profile -t cuda,nvtx yalis generate "1, 2, 3,"': GPU,
+    'yalis generate "1, 2, 3," --tp 2 --allreduce nvrar': GPU,
+    'torchrun --nproc-per-node 2 -m yalis generate "1, 2, 3," --tp 2': "tests/launchers/test_torchrun.py runs one",
+    'mpirun -n 2 yalis generate "1, 2, 3," --tp 2': "tests/launchers/test_mpirun.py runs one",
+    'srun -n 2 yalis generate "1, 2, 3," --tp 2': "tests/launchers/test_srun.py runs one",
+    'sbatch slurm/generate-cpu.sh "The capital of France is" --max-tokens 64': "tests/launchers/test_slurm.py runs it",
+    "bash jobs/submit.sh": "tests/launchers/test_bench_slurm.py runs it under Slurm",
+    "yalis bench scaling --ranks 1,2,4 --schemes tp,pp --out cluster --gather": "needs the results of the Slurm jobs",
+    "srun -N 4 --ntasks-per-node 4 yalis bench allreduce": "needs four nodes",
+    "yalis bench scaling --ranks 1,2,4 --schemes tp,2x2,pp,hybrid --allreduce torch,mpi,hierarchical --workload 4x32x8 "
+    "--device cpu --out two-cores --plot two-cores/scaling": "takes minutes; tests/multiprocess/test_bench_scaling.py",
+    "yalis bench allreduce --hosts 4 --ranks-per-host 2 --delay 1ms": LAB,
+    "yalis bench allreduce --hosts 4 --ranks-per-host 2 --delay 1ms --sizes 64K,128K,256K,1M,4M --repeats 18 "
+    "--backends gloo,hierarchical,mpi": LAB,
+    "yalis lab --hosts 2 --ranks-per-host 2 --delay 1ms --realtime -- yalis bench latency --tp 4 --allreduce "
+    "hierarchical --batch 1,8 --prompt-len 16 --output-len 16 --repeats 2 --dtype float32": LAB,
+}
+
+IDS = {page: page.relative_to(ROOT).as_posix() for page in PAGES if steps(page)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_chat(tmp_path_factory.mktemp("docs") / "model", max_position=512))
+
+
+def bash(command: str) -> str:
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout
+
+
+def run_command(command: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pattern, smaller in SMALLER:
+        command = re.sub(pattern, smaller, command)
+    before, _, last = command.rpartition(" | ")
+    if not last.startswith("yalis "):
+        bash(command)
+        return
+    arguments = bash(f"printf '%s\\0' {last}").split("\0")[1:-1]
+    if "--model" not in arguments and LOADS_A_MODEL.match(last):
+        arguments += ["--model", model]
+    typed = bash(before) if before else "hello\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+    assert main(arguments) == 0, command
+
+
+@pytest.mark.parametrize("page", IDS, ids=IDS.get)
+def test_what_a_page_shows_runs(page: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("benchmarks", "slurm"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    if any("--tune" in step.text for step in steps(page)):
+        monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))  # the table must not reach the user's cache
+    for step in steps(page):
+        if step.language == "python":
+            code = compile(step.text.replace('"smollm2-135m"', repr(model)), str(page), "exec")
+            exec(code, {"__name__": "__main__"})
+        elif step.text not in NOT_RUN:
+            run_command(step.text, model, monkeypatch)
+
+
+def test_the_tables_have_nothing_that_the_pages_do_not() -> None:
+    commands = {step.text for page in PAGES for step in steps(page) if step.language == "sh"}
+    assert NOT_RUN.keys() - commands == set()
+    run = commands - NOT_RUN.keys()
+    assert [pattern for pattern, _ in SMALLER if not any(re.search(pattern, command) for command in run)] == []
+    assert len(run) > 30
