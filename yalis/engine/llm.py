@@ -185,6 +185,8 @@ class LLM(LoadedModel):
                 )
         finally:
             loop.cancel(ids)
+            with loop.output:
+                group.drop_events()
 
     # Single requests
 

@@ -163,8 +163,15 @@ class RequestGroup:
             self._changed[request.id, completion.index] = completion
         if completion.finish_reason is not None and request.finished:
             self.finished[request.id] = request.output()
+            # The two refer to each other, and would keep prompt and output until the garbage collector finds them.
+            request.completions = []
             self.unfinished.discard(request.id)  # last: other threads then expect the result
         self.version += 1
+
+    def drop_events(self) -> None:
+        """Forget the unread events. From here on next_event() returns None."""
+        self._events = False
+        self._changed.clear()
 
     def has_events(self) -> bool:
         """Return whether there may be an unread event, or none will come."""
