@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from yalis.comm.base import Communicator
+from yalis.launch.heartbeat import Progress
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Memory(Communicator):
     capturable = False
 
     def __init__(self, board: Board, rank: int) -> None:
-        self.board, self.rank, self.size = board, rank, board.size
+        self.board, self.rank, self.size, self.progress = board, rank, board.size, Progress()
         #: (collective, elements of this rank's tensor) of every call, for tests that count messages
         self.calls: list[tuple[str, int]] = []
 

@@ -49,6 +49,10 @@ def install() -> None:
         from yalis.engine.runner import Runner
 
         _before(Runner, "launch", STEPS[moment], act)
+    elif moment == "connecting":
+        from yalis.comm.torch_dist import TorchGroup
+
+        _before(TorchGroup, "all_gather", 1, act)  # while the ranks of a host share their memory
     elif moment == "shutdown":
         from yalis.engine.replica_ranks import ReplicaRanks
 

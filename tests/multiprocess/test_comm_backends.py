@@ -56,7 +56,7 @@ def test_all_collectives_over_several_nodes(nodes: str) -> None:
 def test_dead_rank_fails_the_collectives_of_the_others(backend: str) -> None:
     done = run(*CHECKS, "death", backend, "3", "cpu")
     outcome = json.loads(done.stdout)
-    assert outcome["raised"] == "RuntimeError"
+    assert outcome["raised"] == "PeerLost"
     assert outcome["after"] < 5
     assert "rank 2" in outcome["cause"]
 

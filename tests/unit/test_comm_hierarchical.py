@@ -24,7 +24,7 @@ from yalis.comm.schedule import INTER_NODE, MAX_CHUNKS, Nodes, split_evenly
 from yalis.comm.shared_memory import SharedWindows
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import Choice
-from yalis.errors import YalisError
+from yalis.errors import PeerLost, YalisError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
@@ -286,9 +286,9 @@ def test_number_of_chunks_is_bounded() -> None:
 def test_dead_peer_of_shared_memory_is_reported() -> None:
     windows = share_memory(((0, 1),), 8)
     windows[1].close()
-    with pytest.raises(RuntimeError, match="rank 1 of this node is closed"):
+    with pytest.raises(PeerLost, match="rank 1 of this node is closed"):
         windows[0].wait_for(1)
-    with pytest.raises(RuntimeError, match="rank 1 of this node is lost"):
+    with pytest.raises(PeerLost, match="rank 1 of this node is lost"):
         windows[0].notify(1)
 
 

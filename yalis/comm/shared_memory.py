@@ -1,8 +1,9 @@
 """Messages between the ranks of one machine through shared memory.
 
-Every rank has a window that the other ranks of its node map. A sender writes data into its own window, at the offset
-that the data has in the tensor, and notifies the receiver with one byte over a Unix socket. The receiver reads the data
-in place. A socket closes when its rank dies, so the death of a peer is noticed.
+Every rank has a window that the other ranks of its node map. It is anonymous memory: its file descriptor is passed to
+them over Unix sockets that have no file either, so nothing is left when ranks are killed at any moment. A sender writes
+data into its own window, at the offset that the data has in the tensor, and notifies the receiver with one byte over
+the socket. The receiver reads the data in place. A socket closes when its rank dies, so the death of a peer is noticed.
 
 A window has two halves that consecutive all-reduces alternate between. Reads are not acknowledged: a rank starts
 all-reduce k after k - 1, whose result depends on every rank, so every rank has finished k - 2 and its half is free.
@@ -10,15 +11,12 @@ all-reduce k after k - 1, whose result depends on every rank, so every rank has 
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import secrets
-import shutil
 import socket
-import time
+import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,9 +29,8 @@ log = get_logger(__name__)
 
 # Bytes of each half of a window: the largest tensor that is reduced at once.
 HALF_BYTES = 4 << 20
-_SHM_DIR = Path("/dev/shm")
 _NOTIFICATION = b"\0"
-_STALE_S = 3600.0  # files in _SHM_DIR are only needed while ranks connect
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class SharedWindows:
@@ -77,82 +74,96 @@ def open_shared_windows(group: TorchGroup, node_ranks: Sequence[int], same_machi
     or passes `same_machine` as False.
     """
     token = torch.tensor([secrets.randbits(62)])
-    prefix = f"yalis-{int(group.broadcast(token)):016x}"
-    folder = _SHM_DIR / f"{prefix}-{group.rank}"
-    others = [peer for peer in node_ranks if peer != group.rank]
+    name = f"yalis-{int(group.broadcast(token)):016x}"
+    window: int | None = None
     listener: socket.socket | None = None
-    peers: dict[int, Tensor] | None = None
     try:
-        try:
-            own, listener = _create_window(folder) if same_machine else (None, None)
-        except OSError as error:
-            log.info("cannot create shared memory for the ranks of this node: %s", error)
-            own = None
-        group.barrier()  # every window exists now, or its creation failed
-        try:
-            peers = {peer: _map_window(_SHM_DIR / f"{prefix}-{peer}" / "window") for peer in others}
-        except OSError as error:
-            log.info("cannot map the shared memory of another rank of this node: %s", error)
-        usable = own is not None and peers is not None
-        if not bool(group.all_gather(torch.tensor([usable])).all()):
+        if same_machine:
+            try:
+                window, listener = _create_window(), _listen(name, group.rank)
+            except (OSError, AttributeError) as error:  # AttributeError: not on Linux
+                log.info("cannot create shared memory for the ranks of this node: %s", error)
+        # Every rank listens now, or has failed to.
+        if not bool(group.all_gather(torch.tensor([listener is not None])).all()):
             return None
-        assert own is not None
-        assert peers is not None
+        assert window is not None
         assert listener is not None
-        sockets = _connect(group.rank, others, listener, prefix)
-        group.barrier()  # all ranks are connected, so the files can be removed
-        return SharedWindows(own, peers, sockets)
+        others = [peer for peer in node_ranks if peer != group.rank]
+        sockets, windows = _connect(name, group.rank, others, listener, window)
+        return SharedWindows(_map_window(window), windows, sockets)
     finally:
         if listener is not None:
             listener.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        if window is not None:
+            os.close(window)
 
 
-def _create_window(folder: Path) -> tuple[Tensor, socket.socket]:
-    """Create this rank's window and a listening socket, in a folder that only its user can enter."""
-    _remove_stale_folders()
-    folder.mkdir(mode=0o700)
-    handle = os.open(folder / "window", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+def _create_window() -> int:
+    """Return the file descriptor of a new window."""
+    window = os.memfd_create("yalis-window")
     try:
-        os.posix_fallocate(handle, 0, 2 * HALF_BYTES)  # otherwise full memory raises SIGBUS during a copy
-    finally:
-        os.close(handle)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / "socket"))
-    listener.listen()
-    return _map_window(folder / "window"), listener
+        os.posix_fallocate(window, 0, 2 * HALF_BYTES)  # otherwise full memory raises SIGBUS during a copy
+    except OSError:
+        os.close(window)
+        raise
+    return window
 
 
-def _remove_stale_folders() -> None:
-    """Remove folders left by ranks that were killed while they connected."""
-    for folder in _SHM_DIR.glob("yalis-*"):
-        with contextlib.suppress(OSError):
-            stat = folder.stat()
-            if stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _STALE_S:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _map_window(path: Path) -> Tensor:
-    handle = os.open(path, os.O_RDWR)
-    try:
-        memory = mmap.mmap(handle, 2 * HALF_BYTES)  # kept alive by the tensor
-    finally:
-        os.close(handle)
+def _map_window(window: int) -> Tensor:
+    memory = mmap.mmap(window, 2 * HALF_BYTES)  # kept alive by the tensor
     return torch.frombuffer(memory, dtype=torch.uint8).view(2, HALF_BYTES)
 
 
-def _connect(rank: int, others: Sequence[int], listener: socket.socket, prefix: str) -> dict[int, socket.socket]:
-    """Connect to every lower rank and accept a connection from every higher one."""
-    sockets = {}
-    for peer in others:
-        if peer < rank:
-            sockets[peer] = connection = socket.socket(socket.AF_UNIX)
-            connection.connect(str(_SHM_DIR / f"{prefix}-{peer}" / "socket"))
-            connection.sendall(rank.to_bytes(4, "little"))
-    for _ in range(sum(peer > rank for peer in others)):
+def _listen(name: str, rank: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(_address(name, rank))
+    listener.listen()
+    return listener
+
+
+def _address(name: str, rank: int) -> str:
+    """Return an address in Linux's abstract namespace, which exists only as long as its socket."""
+    return f"\0{name}-{rank}"
+
+
+def _connect(
+    name: str, rank: int, others: Sequence[int], listener: socket.socket, window: int
+) -> tuple[dict[int, socket.socket], dict[int, Tensor]]:
+    """Connect to every lower rank, accept a connection from every higher one, and exchange windows over them."""
+    sockets: dict[int, socket.socket] = {}
+    windows: dict[int, Tensor] = {}
+    for peer in (peer for peer in others if peer < rank):
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(_address(name, peer))
+        except OSError as error:
+            raise PeerLost(f"rank {peer} of this node cannot be reached: {error.strerror}") from error
+        socket.send_fds(connection, [rank.to_bytes(4, "little")], [window])
+        sockets[peer], windows[peer] = connection, _receive_window(connection)[1]
+    while len(sockets) < len(others):
         connection, _ = listener.accept()
-        sender = connection.recv(4, socket.MSG_WAITALL)
-        if len(sender) < 4:
-            raise PeerLost("a rank of this node disconnected during connection setup")
-        sockets[int.from_bytes(sender, "little")] = connection
-    return sockets
+        if not _is_own_process(connection):
+            connection.close()
+            continue
+        peer, other = _receive_window(connection)
+        socket.send_fds(connection, [rank.to_bytes(4, "little")], [window])
+        sockets[peer], windows[peer] = connection, other
+    return sockets, windows
+
+
+def _is_own_process(connection: socket.socket) -> bool:
+    """Return whether a process of this user has connected; addresses without a file have no permissions."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
+
+
+def _receive_window(connection: socket.socket) -> tuple[int, Tensor]:
+    """Return the rank at the other end and its window."""
+    message, windows, _, _ = socket.recv_fds(connection, 4, 1)
+    if len(message) < 4 or len(windows) != 1:
+        raise PeerLost("a rank of this node disconnected during connection setup")
+    try:
+        return int.from_bytes(message, "little"), _map_window(windows[0])
+    finally:
+        os.close(windows[0])

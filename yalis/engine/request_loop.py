@@ -131,15 +131,16 @@ class RequestLoop:
         if self._pid != os.getpid() or (engine := self.call(self._detach)) is None:
             return
         device = engine.device
-        self.world.phase = CLOSING
-        try:
-            engine.close()
-        finally:
-            self.world.phase = IDLE
-        if detect_launcher().size == 1:
-            self.world.close()
-        del engine
-        release_memory(device)
+        with interrupts_held():
+            self.world.phase = CLOSING
+            try:
+                engine.close()
+            finally:
+                self.world.phase = IDLE
+            if detect_launcher().size == 1:
+                self.world.close()
+            del engine
+            release_memory(device)
 
     @contextmanager
     def phase_running(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ def find_culprit(states: Sequence[RankState]) -> int | None:
 
 def describe_silence(member: RankInfo, seconds: float, phase: str, same_host: bool) -> str:
     """Return the sentence about a rank that sends no heartbeats. `same_host`: its process can be looked up here."""
-    stopped = same_host and process_state(member.pid) in ("T", "t")
+    stopped = same_host and is_stopped(member.pid)
     reason = "it is stopped (SIGSTOP)" if stopped else "its process is stopped, or its host or network is down"
     return f"{member} (pid {member.pid}) has not answered for {seconds:.0f} s{while_in(phase)}: {reason}"
 
@@ -96,9 +96,9 @@ def while_in(phase: str) -> str:
     return f" while {phase}" if phase and phase != IDLE else ""
 
 
-def process_state(pid: int) -> str | None:
-    """Return the state of a process of this host as one letter, T if it is stopped; None if there is none."""
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this host is stopped by a signal or a debugger."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
-        return None
+        return False

@@ -27,16 +27,21 @@ from yalis.launch.heartbeat import (
     RankState,
     describe_silence,
     find_culprit,
+    is_stopped,
     silence_limit,
     while_in,
 )
 from yalis.launch.link import Link, LinkLost
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo
+from yalis.log import get_logger
+
+_log = get_logger(__name__)
 
 INTERRUPTED = 128 + signal.SIGINT
 STUCK_S = 5.0  # for rank 0 to return from its current operation after a rank has died, before it is killed
 LEAVE_S = 10.0  # for a serving rank to return after rank 0 has left
+GOODBYE_S = 5.0  # for ranks that rank 0 started to leave after rank 0
 STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, until the job counts as stuck
 
 
@@ -86,8 +91,12 @@ class LivenessMonitor(ABC):
         """End the job with this message. `background`: the caller is not the thread that runs the job."""
 
     @abstractmethod
+    def leave(self) -> None:
+        """Say goodbye, so that connections that break from here on are not failures."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Leave the job without an error."""
+        """Leave the job without an error and end the background thread."""
 
     @abstractmethod
     def _run(self) -> None:
@@ -111,9 +120,12 @@ class LivenessMonitor(ABC):
         with self._sending, contextlib.suppress(LinkLost):  # the reading side handles it
             link.send(message)
 
-    def _describe_death(self, rank: int, phase: str, status: str | None = None) -> str:
+    def _name(self, rank: int, status: str | None = None) -> str:
         member = self.members[rank]
-        return f"{member} (pid {member.pid}{f', {status}' if status else ''}) died{while_in(phase)}"
+        return f"{member} (pid {member.pid}{f', {status}' if status else ''})"
+
+    def _describe_death(self, rank: int, phase: str, status: str | None = None) -> str:
+        return f"{self._name(rank, status)} died{while_in(phase)}"
 
     def _describe_silence(self, rank: int, seconds: float, phase: str) -> str:
         same_host = self.members[rank].node == self.members[self.rank].node
@@ -131,6 +143,7 @@ class Rank0Monitor(LivenessMonitor):
         self._links, self._local, self._launched = links, local, launched
         self._phases: dict[int, str] = {}
         self._states = [RankState() for _ in members]
+        self._deadline = 0.0  # for the other ranks to leave, once this monitor is closing
         self._stopped_s = 0.0  # how long this process was stopped itself, if that was long
         self._stop_signal: signal.Signals | None = None  # Ctrl-C or SIGTERM that has not taken effect yet
         self._wakeup_pipe = os.pipe()
@@ -160,17 +173,26 @@ class Rank0Monitor(LivenessMonitor):
         self.noticed.set()
         self._broadcast_failure(f"{self.members[0]}: {message}", print_it=False)  # the caller raises its own error
 
-    def close(self) -> None:
-        """Send a goodbye to every rank, so that connections that break from here on are not failures."""
+    def leave(self) -> None:
         with self._changed:
             if self.closing:
                 return
+            self._deadline = time.monotonic() + (GOODBYE_S if self._local and not self.failure else 0.0)
             self.closing = True
         self.noticed.set()
         for link in self._links.values():
             self._send(link, {"bye": 0})
-        os.write(self._wakeup_pipe[1], b"x")
-        self._thread.join()
+        self._wake_up()
+
+    def close(self) -> None:
+        """Wait for the ranks that rank 0 started to leave, and warn about those that do not leave in order."""
+        self.leave()
+        try:
+            self._thread.join()
+        finally:  # also if Ctrl-C interrupts the wait
+            self._deadline = 0.0
+            self._wake_up()
+            self._thread.join()
         for link in self._links.values():
             link.close()
         if self._receives_signals:
@@ -180,22 +202,32 @@ class Rank0Monitor(LivenessMonitor):
         for end in self._wakeup_pipe:
             os.close(end)
 
+    def _wake_up(self) -> None:
+        os.write(self._wakeup_pipe[1], b"x")
+
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
             ticked = time.monotonic()
-            while not self.closing:
-                for key, _ in selector.select(max(0.0, ticked + BEAT_S - time.monotonic())):
+            while not self.closing or (self._remaining() and time.monotonic() < self._deadline):
+                wake_up = self._deadline if self.closing else ticked + BEAT_S
+                for key, _ in selector.select(max(0.0, wake_up - time.monotonic())):
                     if not isinstance(key.fileobj, Link):
                         self._handle_signals(os.read(self._wakeup_pipe[0], 64))
                     elif not self._read(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
                 elapsed = time.monotonic() - ticked
-                if elapsed >= BEAT_S:
+                if elapsed >= BEAT_S and not self.closing:
                     ticked += elapsed
                     self._tick(elapsed)
+        for rank in self._remaining() if self._local and not self.failure else ():
+            reason = "it is stopped (SIGSTOP)" if is_stopped(self.members[rank].pid) else "it hangs"
+            _log.warning("%s had to be killed after the last request: %s", self._name(rank), reason)
+
+    def _remaining(self) -> list[int]:
+        return [rank for rank in self._links if rank not in self.departed]
 
     def _tick(self, elapsed: float) -> None:
         """Send heartbeats, and end the job if a rank is silent or holds up a step."""
@@ -236,14 +268,15 @@ class Rank0Monitor(LivenessMonitor):
         elif self._states[culprit].silent_s > 2 * BEAT_S:
             self._end_job(self._describe_silent(culprit), kill=culprit, status=status)
         else:
-            member = self.members[culprit]
-            message = f"{member} (pid {member.pid}) has not finished its step, and the other ranks wait, {limit}"
+            message = f"{self._name(culprit)} has not finished its step, and the other ranks wait, {limit}"
             self._end_job(message, kill=culprit, status=status)
 
     def _describe_silent(self, rank: int) -> str:
         return self._describe_silence(rank, self._states[rank].silent_s, self._phase_of(rank))
 
     def _phase_of(self, rank: int) -> str:
+        if self.closing:
+            return CLOSING
         return self.phase if self.phase in (IDLE, CLOSING) else self._phases.get(rank) or self.phase
 
     def _handle_signals(self, signals: bytes) -> None:
@@ -282,25 +315,33 @@ class Rank0Monitor(LivenessMonitor):
             elif "phase" in message:
                 self._phases[rank] = message["phase"]
             elif "fail" in message:
-                self._end_job(f"{self.members[rank]}: {message['fail']}", message.get("traceback"))
+                self._handle_failure(rank, f"{self.members[rank]}: {message['fail']}", message.get("traceback"))
             elif "bye" in message:
                 self._mark_departed(rank)
         return True
 
     def _handle_death(self, rank: int) -> None:
-        if self.failure or self.closing:
-            return
         if self._stopped_s:
-            message = f"{self.members[0]} (pid {os.getpid()}) was stopped for {self._stopped_s:.0f} s"
-            self._end_job(f"{message}, and the other ranks have ended")
-            return
-        status = self._local.exit_status(rank, 0.3) if self._local else None
-        self._end_job(self._describe_death(rank, self._phase_of(rank), status))
+            message = f"{self._name(0)} was stopped for {self._stopped_s:.0f} s, and the other ranks have ended"
+        else:
+            status = self._local.exit_status(rank, 0.3) if self._local and not self.failure else None
+            message = self._describe_death(rank, self._phase_of(rank), status)
+        self._handle_failure(rank, message)
+
+    def _handle_failure(self, rank: int, message: str, traceback: str | None = None) -> None:
+        if not self.closing:
+            self._end_job(message, traceback)
+        elif self._local and not self.failure:
+            self._mark_departed(rank)
+            _log.warning("%s", message)
 
     def _end_job(self, message: str, traceback: str | None = None, kill: int | None = None, status: int = 1) -> None:
         """Report the failure and make all ranks exit. `kill`: a rank that does not react."""
         # Print at once under a launcher: it notices the death too, and may kill this process before anything else.
-        if not self._broadcast_failure(message, print_it=self._launched, traceback=traceback):
+        # After Ctrl-C or SIGTERM the main thread reports only that, and while it closes the engine it reports nothing.
+        phase_count = self._phase_count
+        print_it = self._launched or self._stop_signal is not None or self.phase == CLOSING
+        if not self._broadcast_failure(message, print_it, traceback):
             return
         deadline = time.monotonic() + STUCK_S
         if self._local:
@@ -308,8 +349,10 @@ class Rank0Monitor(LivenessMonitor):
                 self._local.kill(kill)
             self._local.stop(STUCK_S / 2)
         # receive(), all_gather_object() or explain() raises the failure, unless rank 0 is stuck in a collective.
-        if self.phase != IDLE and not self.noticed.wait(max(0.0, deadline - time.monotonic())):
-            if not self._launched:
+        if self.phase == IDLE or self.noticed.wait(max(0.0, deadline - time.monotonic())):
+            return
+        if self._phase_count == phase_count:
+            if not print_it:
                 print_error(message)
             os._exit(status)
 
@@ -343,7 +386,7 @@ class WorkerMonitor(LivenessMonitor):
         if self.closing or self.rank0_left.is_set():
             return
         self._send(self._link, {"fail": message, "traceback": traceback})
-        time.sleep(STUCK_S)  # rank 0 replies `failed`, which ends this process
+        self.rank0_left.wait(STUCK_S)  # rank 0 replies `failed`, which ends this process, unless it has left meanwhile
         os._exit(1)
 
     def start_serving(self) -> None:
@@ -355,13 +398,16 @@ class WorkerMonitor(LivenessMonitor):
         self.serving = False
         self._done_serving.set()
 
-    def close(self) -> None:
+    def leave(self) -> None:
         with self._changed:
             if self.closing:
                 return
             self.closing = True
         self.stop_serving()
         self._send(self._link, {"bye": self.rank})
+
+    def close(self) -> None:
+        self.leave()
         self._link.close()
         self._thread.join()
 

@@ -86,4 +86,5 @@ def _wait_for_sigterm(reader: int, world: World, terminated: threading.Event) ->
 
 def _exit_unless_rank0_leaves(world: World) -> None:
     if not world.wait_rank0_left(LEAVE_S):
+        world.fail("received SIGTERM", background=True)
         os._exit(TERMINATED)

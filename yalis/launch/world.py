@@ -24,7 +24,7 @@ from yalis.launch.rank_info import RankInfo
 _EXPLAIN_S = 3.0  # for the failed rank to report its error, which normally takes milliseconds
 _RANK0_EXPLAIN_S = 5.0  # longer: a rank that waits for an explanation in vain reports its own error
 _MAX_TRACEBACK = 16 << 10  # characters, its end
-_GRACE_S = 8.0  # for ranks that rank 0 started to exit on their own
+_EXIT_S = 8.0  # for ranks that rank 0 started to exit after they have left
 
 __all__ = ["RankInfo", "World"]
 
@@ -206,15 +206,19 @@ class World:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        failed = self.failure is not None
+        grace = 0.5
         try:
             if self._monitor:
-                self._monitor.close()
+                self._monitor.leave()
             for link in (*self._controls.values(), *self._links):
                 link.close()
+            if self._monitor:
+                self._monitor.close()
+                if not self.failure and len(self._monitor.departed) == self.size - 1:
+                    grace = _EXIT_S
         finally:
             if self._local:
-                self._local.stop(0.5 if failed else _GRACE_S)
+                self._local.stop(grace)
 
     def _at_exit(self) -> None:
         if self.rank and self._pid == os.getpid():
