@@ -19,13 +19,16 @@ class ConfigReader:
     def __init__(self, config: Mapping[str, Any], label: str) -> None:
         self.config, self.label = config, label
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, maximum: int = 2**32) -> int:
+        """Return a whole number from 1 to `maximum`. A value above it would only exhaust memory or time."""
         value = self.config.get(key)
         value = default if value is None else value
         if value is None:
             raise YalisError(f"the config of {self.label} has no {key}; add it, as in the original model's config.json")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise YalisError(f"{key} in {self.label} is {value!r}; it must be a whole number of at least 1")
+        if value > maximum:
+            raise YalisError(f"{key} in {self.label} is {value}; it must be at most {maximum}")
         return value
 
     def number(self, key: str, default: float) -> float:

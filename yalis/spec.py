@@ -78,6 +78,11 @@ _ACTIVATIONS = {
 }
 
 
+#: Far above what any model has. Each layer and head costs memory and time before the first weight is read.
+MAX_LAYERS = 10_000
+MAX_HEADS = 2**16
+
+
 def read_spec(config: dict[str, Any], label: str = "config.json") -> ModelSpec:
     """Return the ModelSpec of a config.json; raises one sentence for an unsupported family or an invalid value."""
     try:
@@ -91,9 +96,9 @@ def read_spec(config: dict[str, Any], label: str = "config.json") -> ModelSpec:
 
 def _read(family: Family, config: ConfigReader) -> ModelSpec:
     label = config.label
-    hidden, num_layers = config.integer("hidden_size"), config.integer("num_hidden_layers")
-    heads = config.integer("num_attention_heads")
-    kv_heads = config.integer("num_key_value_heads", heads)
+    hidden, num_layers = config.integer("hidden_size"), config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = config.integer("num_key_value_heads", heads, maximum=MAX_HEADS)
     head_dim = config.integer("head_dim", hidden // heads)
     max_position = config.integer("max_position_embeddings")
     if heads % kv_heads:

@@ -5,11 +5,11 @@ Imports no torch, so that a batch job can compare its requests with existing res
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from yalis.checkpoint.fetch import ALIASES
+from yalis.checkpoint.json_file import read_json_object
 from yalis.errors import YalisError
 from yalis.types import SamplingParams
 
@@ -28,17 +28,7 @@ _FIELDS = {
 def read_generation_config(source: Path) -> dict[str, Any]:
     """Return generation_config.json of a model's folder, or of the folder of a config.json; {} if it has none."""
     path = (source.parent if source.suffix == ".json" and source.is_file() else source) / FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise YalisError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise YalisError(f"{path} is not valid JSON ({error}); fetch it again, or remove it") from error
-    if not isinstance(content, dict):
-        raise YalisError(f"{path} does not contain a JSON object; fetch it again, or remove it")
-    return content
+    return read_json_object(path, "fetch it again, or remove it") if path.is_file() else {}
 
 
 def sampling_defaults(source: Path) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class GgufTensor(LazyTensor):
         within = slice(columns.start - first * entry.block, columns.stop - first * entry.block)
         width = (last - first) * entry.block
         for chunk in row_chunks(rows, width * 4):
+            entry.file.check_size()
             data = stored[self._stored_rows(chunk), first * entry.block_bytes : last * entry.block_bytes]
             entry.file.bytes_read += data.numel()
             values = self._dequantize(data.contiguous()).view(len(chunk), width)[:, within]
@@ -152,7 +153,7 @@ def _other_splits(path: Path, count: object) -> list[Path]:
     if not isinstance(count, int) or count < 2:
         return []
     match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None or int(match[2]) != 1:
+    if match is None or int(match[2]) != 1 or int(match[3]) != count:
         first = f"...-00001-of-{count:05}.gguf"
         raise YalisError(f"{path} is one of the {count} files of a model; give the first of them, named {first}")
     splits = [path.with_name(f"{match[1]}-{index:05}-of-{match[3]}.gguf") for index in range(2, count + 1)]

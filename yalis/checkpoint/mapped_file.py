@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 
 #: Bytes converted at a time. Loading needs a small multiple of this in addition to the model.
 CHUNK_BYTES = 8 << 20
@@ -24,15 +24,16 @@ class MappedFile:
         self.bytes_read = 0
         try:
             with path.open("rb") as file:
-                self.size = path.stat().st_size
-                if not self.size:
-                    raise YalisError(f"{path} is empty; fetch it again")
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise YalisError(f"cannot read {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise YalisError(f"{path} is empty; fetch it again") from error
+        self.size = len(self.buffer)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the bytes at `offset` as a tensor without a copy; pages are read on first access."""
+        self.check_size()
         count = torch.Size(shape).numel()
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -40,6 +41,14 @@ class MappedFile:
             raw = torch.frombuffer(self.buffer, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
             return raw.clone().view(dtype).view(shape)
         return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def check_size(self) -> None:
+        """Raise YalisFailure if the file was truncated: to read beyond its end kills the process with SIGBUS."""
+        if self.buffer.size() < self.size:
+            raise YalisFailure(
+                f"{self.path} was truncated to {self.buffer.size()} of {self.size} bytes while it was read; fetch it "
+                "again, and replace a model only while no job loads it"
+            )
 
     def close(self) -> None:
         with suppress(BufferError):  # a view is still in use, and keeps the mapping open

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from yalis.checkpoint.base import Checkpoint, LazyTensor
+from yalis.checkpoint.json_file import read_json_object
 from yalis.checkpoint.mapped_file import MappedFile, row_chunks
 from yalis.checkpoint.unsupported import quantization_method, refuse_lfs_pointer, refuse_pickles
 from yalis.errors import YalisError
@@ -28,6 +29,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
 _BITS |= {"U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64}
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
+_MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
@@ -107,30 +109,21 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    return _read_json(path, "config.json")
-
-
-def _read_json(path: Path, what: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise YalisError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise YalisError(f"{path} is not valid JSON ({error}); fetch the model's {what} again") from error
-    if not isinstance(content, dict):
-        raise YalisError(f"{path} does not contain a JSON object; fetch the model's {what} again")
-    return content
+    return read_json_object(path, "fetch the model's config.json again")
 
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
-    weight_map = _read_json(index, INDEX).get("weight_map")
+    weight_map = read_json_object(index, f"fetch the model's {INDEX} again").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise YalisError(f"{index} has no weight_map; fetch the model's {INDEX} again")
     shards = sorted({str(shard) for shard in weight_map.values()})
     for shard in shards:
+        # A file of the folder may be a symbolic link to anywhere, as in the cache of the Hugging Face hub.
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise YalisError(f"{index} names {shard!r}, which is not in its folder; fetch the model again")
         if not (folder / shard).is_file():
             raise YalisError(f"{folder} lacks the shard {shard}, which its {INDEX} names; fetch that file")
     return [folder / shard for shard in shards]
@@ -150,7 +143,9 @@ def _read_header(file: MappedFile) -> dict[str, _Entry]:
         entries = {}
         for name, info in header.items():
             begin, end = info["data_offsets"]
-            shape, dtype = tuple(int(size) for size in info["shape"]) or (1,), info["dtype"]
+            shape, dtype = tuple(info["shape"]) or (1,), info["dtype"]
+            if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and n < 1 << 63 for n in (begin, end, *shape)):
+                raise ValueError(f"tensor {name!r} has an invalid shape or offset")
             bits = math.prod(shape) * _BITS.get(dtype, 0)
             if not 0 <= begin <= end or min(shape) < 0 or (dtype in _BITS and end - begin != bits // 8):
                 raise YalisError(damaged.format(f"the size of tensor {name!r} does not match its shape"))

@@ -9,11 +9,13 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from yalis.cache_folders import cache_folder
 from yalis.checkpoint.base import Checkpoint
+from yalis.checkpoint.deadline import call_with_deadline
 from yalis.checkpoint.generation_config import read_generation_config
 from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.checkpoint.resolve import locate
@@ -24,6 +26,7 @@ from yalis.types import Message
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _ROLES = ("user", "assistant", "system", "developer", "tool")
 _CACHE_FORMAT = 1  # increment when a tokenizer built from GGUF metadata changes
+_TEMPLATE_SECONDS = 3.0  # thousands of times what a template needs; nested loops could run forever
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -49,8 +52,9 @@ class Tokenizer:
         if not getattr(self.hf, "chat_template", None):
             raise YalisError(f"{self.label} has no chat template; give a plain prompt, or use a model made for chat")
         self._check_roles(messages)
+        render = partial(self.hf.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True)
         try:
-            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = call_with_deadline(render, _TEMPLATE_SECONDS)
         except Exception as error:  # a template is a program and may raise any type
             reason = first_line(error)
             raise YalisError(f"the chat template of {self.label} does not accept these messages ({reason})") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from yalis.checkpoint.base import Checkpoint
+from yalis.checkpoint.json_file import read_json_object
 from yalis.errors import YalisError
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -32,8 +32,8 @@ def refuse_adapter(folder: Path, label: str) -> None:
         instead = f"move {' and '.join(found)} elsewhere to run the base model"
     else:
         base = None
-        with suppress(OSError, ValueError, AttributeError):
-            base = json.loads((folder / found[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        with suppress(YalisError):
+            base = read_json_object(folder / found[0], "").get("base_model_name_or_path")
         instead = f"give its base model, {base}" if base else "give its base model"
     raise YalisError(f"LoRA adapters are not supported, and {label} has {found[0]}; {merge}, or {instead}")
 
@@ -81,9 +81,17 @@ def refuse_pickles(folder: Path, label: str) -> None:
 
 
 def ignored_parts(checkpoint: Checkpoint, num_layers: int) -> list[str]:
-    """Return a warning for each part of the checkpoint that is not used, for a config of `num_layers` layers."""
+    """Return a warning for each part of the checkpoint that is not used, for a config of `num_layers` layers.
+
+    Raises YalisError if it has fewer layers than that.
+    """
     warnings = []
     stored = max((int(match[1]) + 1 for name in checkpoint.names() if (match := _LAYER.match(name))), default=0)
+    if 0 < stored < num_layers:
+        raise YalisError(
+            f"num_hidden_layers is {num_layers} in the config of {checkpoint.label}, but its weights have {stored} "
+            "layers; config.json and weights do not belong together: fetch the model again"
+        )
     if stored > num_layers:
         warnings.append(
             f"num_hidden_layers is {num_layers} in the config of {checkpoint.label}, but its weights have {stored} "

@@ -47,7 +47,8 @@ class LocalRanks:
         if status >= 0:
             return f"exit status {status}"
         try:
-            return f"killed by {signal.Signals(-status).name}"
+            cause = ": a file was truncated while it was read, or /dev/shm is full" if -status == signal.SIGBUS else ""
+            return f"killed by {signal.Signals(-status).name}{cause}"
         except ValueError:
             return f"killed by signal {-status}"
 
