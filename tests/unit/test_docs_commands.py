@@ -52,6 +52,7 @@ NOT_RUN = {
     "make test": THIS,
     "make test SYSTEM=": THIS,
     "make test-full": THIS,
+    "python benchmarks/threads.py": "takes minutes; test_benchmark_threads.py runs it with a tiny model",
     "make faults": "takes 20 minutes; `make test` runs a pairwise cover of it",
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
     "make lint": "is part of `make test`",
