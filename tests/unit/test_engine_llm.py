@@ -276,8 +276,8 @@ def test_a_failed_step_breaks_the_engine(ref, monkeypatch):
     def fail(plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 has a total capacity of")
 
-    monkeypatch.setattr(oom, "free_bytes", lambda device: 1 << 20)
     with LLM(str(ref.path), device="cpu", kv_blocks=64) as llm:
+        monkeypatch.setattr(oom, "free_bytes", lambda device: 1 << 20)
         runner = llm._engine.runner
         run, runner._launch = runner._launch, fail
         tokens = sum(map(len, ref.prompts))

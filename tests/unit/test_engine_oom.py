@@ -110,20 +110,3 @@ def test_the_message_of_the_real_allocator_is_parsed() -> None:
     assert str(failure.value).startswith(f"at least {2**30}.0 GiB needed, ")
     free = oom.free_bytes(CPU)
     assert free is None or 2**20 < free < 2**50
-
-
-def test_host_memory_is_checked_before_the_work_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oom, "free_bytes", lambda device: 3 * GIB)
-    started = False
-    with (
-        pytest.raises(YalisFailure, match=r"^at least 4\.0 GiB needed, 3\.0 GiB free$"),
-        explain_oom(CPU, str, needed=4 * GIB),
-    ):
-        started = True
-    assert not started
-    with explain_oom(CPU, str, needed=3 * GIB):
-        started = True
-    monkeypatch.setattr(oom, "free_bytes", lambda device: None)
-    with explain_oom(CPU, str, needed=4 * GIB):  # unknown
-        pass
-    assert started

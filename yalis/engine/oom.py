@@ -11,9 +11,13 @@ from math import floor
 import torch
 
 from yalis.config import EngineConfig
-from yalis.engine.device import CPU_KV_MEMORY
+from yalis.engine.device import CPU_KV_MEMORY, count_blocks, resolve_block_size, resolve_dtype, resolve_max_len
 from yalis.errors import YalisFailure
-from yalis.parallel.memory import spell_bytes
+from yalis.host_memory import read_host_memory
+from yalis.launch.world import World
+from yalis.parallel.memory import rank_memory, spell_bytes
+from yalis.parallel.plan import Split
+from yalis.spec import ModelSpec
 
 # Substrings of out-of-memory messages that are raised as plain RuntimeError, and how they state the request.
 _MESSAGES = ("can't allocate memory", "CUDA error: out of memory")
@@ -64,16 +68,12 @@ class OutOfMemory:
 
 @contextmanager
 def explain_oom(
-    device: torch.device, explain: Callable[[OutOfMemory], str], allocated: int | None = None, needed: int = 0
+    device: torch.device, explain: Callable[[OutOfMemory], str], allocated: int | None = None
 ) -> Iterator[None]:
     """Turn an out-of-memory error within the block into a YalisFailure with the message of `explain`.
 
-    `allocated`: bytes that were allocated on the device before, if the caller has measured them. `needed`: bytes that
-    the block will allocate; on a CPU they are compared with the free memory at once, because the system overcommits
-    and would kill the process later.
+    `allocated`: bytes that were allocated on the device before, if the caller has measured them.
     """
-    if device.type == "cpu" and needed > (free := free_bytes(device) or needed):
-        raise YalisFailure(explain(OutOfMemory(needed, free)))
     if allocated is None:
         allocated = allocated_bytes(device)
     try:
@@ -98,12 +98,39 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of a device, or None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found = re.search(r"MemAvailable:\s+(\d+) kB", file.read())
-    except OSError:
-        return None
-    return int(found[1]) << 10 if found else None
+    return read_host_memory().available
+
+
+def check_host_memory(world: World, config: EngineConfig, spec: ModelSpec, device: torch.device, label: str) -> None:
+    """Raise YalisFailure if the ranks of this host need more memory than it has. Every rank of the world calls this.
+
+    It is called before anything is loaded: the system overcommits memory, and would kill a rank later. On a GPU the
+    allocator reports a lack of memory itself.
+    """
+    if device.type != "cpu":
+        return
+    dtype, block_size = resolve_dtype(config.dtype, spec.dtype, device), resolve_block_size(config.block_size, device)
+    max_len = resolve_max_len(config, spec, label)
+    split = Split(*config.tp, config.pp, config.dp)
+    memory = rank_memory(spec, split, world.rank, dtype.itemsize, block_size, max_len)
+    blocks = count_blocks(config, device, memory.kv_block_bytes, -(-max_len // block_size) * config.max_num_seqs)
+    tables = 2 * memory.rotary.bytes  # as much again while the table is computed
+    by_rank = world.all_gather_object([memory.weight_bytes, tables, memory.kv_block_bytes, blocks, free_bytes(device)])
+    node = world.members[world.rank].node
+    local = [by_rank[rank] for rank, member in enumerate(world.members) if member.node == node]
+    weights, tables, block_bytes = (sum(rank[index] for rank in local) for index in range(3))
+    blocks = min(rank[3] for rank in by_rank)
+    free = min((rank[4] for rank in local if rank[4] is not None), default=None)
+    if free is None or weights + tables + blocks * block_bytes <= free:
+        return
+    if weights + tables > free:
+        oom = OutOfMemory(weights + tables, free)
+        message = weights_do_not_fit(oom, label, weights, split.per_replica, dtype, device)
+    else:
+        oom = OutOfMemory(blocks * block_bytes, free - weights - tables)
+        message = cache_does_not_fit(oom, config, blocks, block_bytes, device)
+    limit = "; a cgroup limits the memory of this job" if read_host_memory().limited else ""
+    raise YalisFailure(f"{message}{limit}")
 
 
 def weights_do_not_fit(

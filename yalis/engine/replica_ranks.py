@@ -32,6 +32,7 @@ from yalis.comm.selection import open_backend
 from yalis.comm.topology import Topology
 from yalis.config import EngineConfig
 from yalis.engine.device import rank_device, share_threads
+from yalis.engine.oom import check_host_memory
 from yalis.engine.runner import PendingStep, Runner
 from yalis.engine.step_profiler import RankProfile, StepInfo
 from yalis.errors import PeerLost, YalisError, YalisFailure, describe_error
@@ -125,6 +126,7 @@ class ReplicaRanks:
         coords = self.split.coords(world.rank)
         device = rank_device(config, world)
         share_threads(config, world, device)
+        check_host_memory(world, config, spec, device, checkpoint.label)
         self._comm: CommBackend | None = None
         grid, stage = Grid(), Stage()
         if world.size > 1:

@@ -144,7 +144,7 @@ class Runner:
         max_len = resolve_max_len(config, spec, checkpoint.label)
         max_blocks = -(-max_len // self.block_size)
         explain = partial(self._model_too_large, label=checkpoint.label)
-        with explain_oom(device, explain, needed=self._count_weight_bytes()):
+        with explain_oom(device, explain):
             self.model = Decoder(spec, grid, self.stage, max_len, self.dtype, device)
             self.model.load(checkpoint)
             if config.compile:
@@ -192,7 +192,7 @@ class Runner:
         blocks = min_over_ranks(count_blocks(config, self.device, block_bytes, max_blocks, graph_bytes))
         layers, block_size, kv_heads, head_dim = shape
         explain = partial(cache_does_not_fit, config=config, blocks=blocks, block_bytes=block_bytes, device=self.device)
-        with explain_oom(self.device, explain, needed=blocks * block_bytes):
+        with explain_oom(self.device, explain):
             pool = KVPool(layers, blocks, block_size, kv_heads, head_dim, self.dtype, self.device)
         self._block_bytes = block_bytes
         return pool

@@ -1,0 +1,84 @@
+"""The host memory that this process can still use, within the limits of its control groups (cgroups)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # version 1 reports no limit as a number close to 2**63
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes that can be allocated without swapping or being killed; None if the system does not report it."""
+
+    available: int | None
+    limited: bool = False  # a cgroup, such as that of a Slurm job or a container, allows less than the host has
+
+
+def read_host_memory(root: Path = Path("/")) -> HostMemory:
+    """Return the smaller of the host's available memory and what each cgroup of this process has left.
+
+    `root` is the folder that has proc and sys, for tests.
+    """
+    free = None
+    with suppress(OSError):
+        found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(encoding="ascii"))
+        free = int(found[1]) << 10 if found else None
+    left = [headroom for group in _cgroups(root) if (headroom := _headroom(group)) is not None]
+    if left and (free is None or min(left) < free):
+        return HostMemory(max(0, min(left)), limited=True)
+    return HostMemory(free)
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Yield the folders of the memory cgroup of this process and of its parents, of version 1 and 2."""
+    with suppress(OSError, ValueError):
+        mounts = list(_cgroup_mounts(root))
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            for is_version_2, mounted, point in mounts:
+                if is_version_2 == (not controllers):
+                    # In a container the mount may show only a part of the tree, and the path may be outside of it.
+                    is_inside = Path(path).is_relative_to(mounted) and ".." not in path.split("/")
+                    inside = Path(path).relative_to(mounted) if is_inside else Path()
+                    yield from (point / folder for folder in (inside, *inside.parents))
+
+
+def _cgroup_mounts(root: Path) -> Iterator[tuple[bool, str, Path]]:
+    """Yield each mount with memory cgroups: whether it has version 2, the part of the tree it shows, and its folder."""
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        mount, _, file_system = line.partition(" - ")
+        kind, _, options = file_system.split(" ")[:3]
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            mounted, point = mount.split(" ")[3:5]
+            yield kind == "cgroup2", mounted, root / point.lstrip("/")
+
+
+def _headroom(group: Path) -> int | None:
+    """Return the limit of a cgroup less what it uses, without the page cache, which is released on demand."""
+    version_2 = (group / "memory.current").exists()
+    names = ("memory.max", "memory.high") if version_2 else ("memory.limit_in_bytes",)
+    limits = [limit for name in names if (limit := _read_number(group / name)) is not None and limit < _UNLIMITED]
+    used = _read_number(group / ("memory.current" if version_2 else "memory.usage_in_bytes"))
+    if not limits or used is None:
+        return None
+    cached = 0
+    with suppress(OSError, ValueError):
+        total = "" if version_2 else "total_"  # with the groups below it, as the usage
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, number = line.split()
+            cached += int(number) if name in (f"{total}inactive_file", f"{total}active_file") else 0
+    return min(limits) - max(0, used - cached)
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
