@@ -151,6 +151,28 @@ def unclosed(world: World) -> None:
     show_members(world)
 
 
+def reduce(world: World) -> None:
+    """Rank 0 waits for a signal between two all-reduces of a gloo group."""
+    import torch
+
+    from yalis.comm.torch_dist import TorchBackend
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    backend = TorchBackend(world, torch.device("cpu"))
+    group = backend.group("all", range(world.size))
+    sums = []
+    for _ in range(2):
+        x = torch.full((2,), float(world.rank + 1))
+        group.all_reduce(x)
+        sums.append(x.tolist())
+        if world.rank == 0 and len(sums) == 1:
+            show_members(world)
+            signal.sigwait({signal.SIGUSR1})
+    if world.rank == 0:
+        show(sums=sums)
+    backend.close()
+
+
 def rejoin(world: World) -> None:
     """A second engine under the same launcher."""
     world.all_gather_object(1)

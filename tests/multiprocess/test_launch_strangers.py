@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import select
+import signal
 import socket
 import struct
 import time
@@ -268,6 +269,35 @@ def test_the_death_of_rank_0_between_two_connections_is_seen_at_once() -> None:
     assert time.monotonic() - begin < 5
     assert statuses == [1]
     assert "rank 0 on 127.0.0.1 ended before all ranks had joined" in errors
+
+
+def listening_ports(pids: list[int]) -> dict[int, str]:
+    """Return the ports on which these processes listen, with their addresses as the kernel writes them."""
+    sockets = {os.readlink(path) for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {int(port, 16): address for address, port in local}
+
+
+def test_nobody_can_write_into_a_store_of_the_ranks() -> None:
+    """Finding V7: torch's TCPStore accepts everyone."""
+
+    def attack(port: int) -> bool:
+        def text(data: bytes) -> bytes:
+            return struct.pack("<Q", len(data)) + data
+
+        validate, set_value, get_value = (struct.pack("<BI", 0, 0x3C85F7CE), b"\1", b"\3")  # of torch's protocol
+        value = b"written by a stranger"
+        return value in send(port, validate + set_value + text(b"/key") + text(value) + get_value + text(b"/key"))
+
+    with Job("reduce", 2) as job:
+        pids = job.read()["pids"]
+        ports = listening_ports(pids)
+        assert set(ports.values()) == {"0100007F"}  # gloo's, on 127.0.0.1
+        assert [port for port in ports if as_nobody(attack, port)] == []
+        os.kill(pids[0], signal.SIGUSR1)
+        assert job.read() == {"sums": [[3.0, 3.0], [3.0, 3.0]]}
+        assert job.finish(10)[0] == [0]
 
 
 @pytest.mark.parametrize("secret", ["short", ""])

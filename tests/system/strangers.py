@@ -30,6 +30,7 @@ def as_nobody(function: Callable[..., Any], *args: Any) -> Any:
 def nobody_running(function: Callable[..., Any], *args: Any) -> Iterator[int]:
     """Run the function in a process of the user `nobody` during the block; it is killed at its end. Yields its pid."""
     needs.root("running a process as another user")
+    "".encode("idna")  # used by socket; nobody may not be able to import it, nor anything else
     pid = os.fork()
     if pid == 0:
         try:
