@@ -1,4 +1,6 @@
-"""A rank without an engine: joins its job; rank 0 prints the hosts of all ranks. Usage: join_job.py SIZE"""
+"""A rank without an engine: joins its job; rank 0 prints how it got the secret, and the hosts of all ranks.
+
+Usage: join_job.py SIZE"""
 
 import json
 import sys
@@ -12,7 +14,8 @@ if world.rank == 0:
     for rank, link in links.items():
         link.send(["hello", rank])
     assert [link.receive() for link in links.values()] == squares[1:]
-    print(json.dumps([[member.host, member.node, member.local_rank] for member in world.members]), flush=True)
+    hosts = [[member.host, member.node, member.local_rank] for member in world.members]
+    print(json.dumps([str(world._key.method), hosts]), flush=True)
 else:
     assert links[0].receive() == ["hello", world.rank]
     links[0].send(squares[world.rank])

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,10 @@ from tests.launchers.slurm import Slurm
 from tests.multihost.hosts import Hosts
 from tests.system import needs
 from tests.system.processes import ROOT
+from tests.system.strangers import become_nobody, call, enter_namespace, running
+from yalis.launch.auth import HandshakeError, Method, authenticate
+from yalis.launch.endpoint import derive_ports
+from yalis.version import __version__
 
 JOIN = [sys.executable, str(ROOT / "tests/launchers/join_job.py")]
 
@@ -30,7 +39,76 @@ def test_srun_over_two_nodes(hosts: Hosts) -> None:
         step = slurm.run(["srun", "--nodes=2", "--ntasks=3", *JOIN, "3"], timeout=60)
     assert step.returncode == 0, step.stderr
     first, second = hosts.names
-    assert json.loads(step.stdout) == [[first, 0, 0], [first, 0, 1], [second, 1, 0]]
+    assert json.loads(step.stdout) == ["MUNGE", [[first, 0, 0], [first, 0, 1], [second, 1, 0]]]
+
+
+def legacy_answer(value: object) -> bytes:
+    data = json.dumps(value).encode()
+    return struct.pack(">I", len(data)) + data
+
+
+def pose_as_rank_0(namespace: str, address: str, port: int) -> None:
+    """Take the port of rank 0 before it starts, and accept every rank as older versions did."""
+    enter_namespace(namespace)
+    become_nobody()
+    table = [{"rank": r, "node": r, "local_rank": 0, "host": "x", "address": address, "pid": 1} for r in range(2)]
+    server = socket.create_server((address, port))
+    held = []
+    while True:
+        held.append(server.accept()[0])
+        held[-1].sendall(legacy_answer({"here": 1}) + legacy_answer({"members": table}))
+
+
+def try_to_join(namespace: str, address: str, port: int, job: str) -> list[str]:
+    """Send rank 0 the hello of older versions, whose secret was the job's name, and a MUNGE credential of nobody."""
+    enter_namespace(namespace)
+    become_nobody()
+    hello: dict[str, object] = {"secret": job, "job": job, "version": __version__, "rank": 1, "size": 2, "pid": 1}
+    hello |= {"channel": "control", "host": "x", "machine": "x", "address": address}
+    answers = []
+    for attempt in ("old", "new"):
+        try:
+            with socket.create_connection((address, port), timeout=3) as sock:
+                if attempt == "old":
+                    sock.sendall(legacy_answer(hello))
+                    answers.append(sock.recv(1000).decode() or "closed the connection")
+                else:
+                    authenticate(sock, Method.MUNGE, job, None, b"rendezvous")
+                    answers.append("accepted")
+        except ConnectionResetError:
+            answers.append("closed the connection")
+        except (OSError, HandshakeError) as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_another_user_can_neither_join_a_job_of_srun_nor_pose_as_its_rank_0(hosts: Hosts, tmp_path: Path) -> None:
+    """Findings V1 and V2: the other user knows the job id, on a cluster whose nodes have MUNGE."""
+    go = tmp_path / "go"
+    wait = f"test $SLURM_PROCID = 0 || while ! test -e {go}; do sleep 0.1; done; exec {shlex.join(JOIN)} 2"
+    job, address = "srun 1.0", hosts.addresses[0]  # the first job of a new Slurm
+    first_port, second_port = derive_ports(job)[:2]
+    with (
+        Slurm(hosts) as slurm,
+        running(pose_as_rank_0, hosts.names[0], address, first_port),
+        ThreadPoolExecutor() as pool,
+    ):
+        os.environ["YALIS_MUNGE_SOCKET"] = str(slurm.folder / "munge.socket")
+        try:
+            step = pool.submit(slurm.run, ["srun", "--nodes=2", "--ntasks=2", "sh", "-c", wait], timeout=60)
+            answers: list[str] = []
+            deadline = time.monotonic() + 20
+            while not answers or "Connection refused" in answers[0]:
+                assert time.monotonic() < deadline
+                answers = call(try_to_join, hosts.names[1], address, second_port, job)
+                time.sleep(0.1)
+        finally:
+            del os.environ["YALIS_MUNGE_SOCKET"]
+            go.touch()
+        done = step.result()
+    assert answers == ["closed the connection"] * 2
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["MUNGE", [[hosts.names[0], 0, 0], [hosts.names[1], 1, 0]]]
 
 
 def test_mpirun_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
@@ -46,4 +124,4 @@ def test_mpirun_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     process = hosts.run(0, start, stdout=subprocess.PIPE, text=True)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert json.loads(out) == [[first, 0, 0], [first, 0, 1], [second, 1, 0]]
+    assert json.loads(out) == ["MPI broadcast", [[first, 0, 0], [first, 0, 1], [second, 1, 0]]]
