@@ -66,7 +66,7 @@ NOT_RUN = {
     "git lfs pull": NETWORK,
     "pip install .": NETWORK,
     "pip install matplotlib": NETWORK,
-    "pip download . -d wheels": NETWORK,
+    "pip wheel . -w wheels": NETWORK,
     "pip install --no-index --find-links wheels yalis": "needs the wheels of the command before it",
     "hf download HuggingFaceTB/SmolLM2-135M-Instruct": NETWORK,
     "yalis models --fetch smollm2-135m": "needs network access; `make fetch` runs it before the tests",
