@@ -22,6 +22,7 @@ from yalis.engine import replicas
 from yalis.engine.engine import Engine
 from yalis.engine.replicas import ReplicaRouter, serve_replica
 from yalis.errors import YalisFailure
+from yalis.launch.heartbeat import Progress
 from yalis.launch.link import Link, LinkLost, listen
 from yalis.scheduling.plan import Emitted, StepOutput, StepPlan
 from yalis.types import SamplingParams
@@ -54,7 +55,9 @@ class FormulaRanks:
             block_size=4,
             executor=executor,
         )
-        self.world = SimpleNamespace(explain=lambda error: None, fail=lambda sentence: None, failure=None, rank=0)
+        self.world = SimpleNamespace(
+            explain=lambda error: None, fail=lambda sentence: None, failure=None, rank=0, progress=Progress()
+        )
         self.seconds, self.closed = seconds, False
 
     def launch(self, plan: StepPlan) -> Any:
