@@ -69,6 +69,8 @@ class _StoreServer:
 
     def __init__(self, links: dict[int, Link]) -> None:
         self._links = links
+        for link in links.values():
+            link.failure_source = None  # a rank that closes its end needs no explanation
         self._values: dict[str, str] = {}
         self._waiting: defaultdict[str, list[Link]] = defaultdict(list)  # links whose request has no answer yet
         self._changed = threading.Condition()

@@ -228,6 +228,8 @@ class ReplicaRanks:
             while unreported and not (on_gpu and driver.poll(0)):
                 driver.send(encode_output(unreported.popleft().result()))
             message, *arguments = driver.receive()
+            if message == "end":
+                return
             progress.begun += 1
             if message == "plan":
                 pending = self.runner.launch(self._decoder.decode(arguments[0]))
@@ -238,10 +240,9 @@ class ReplicaRanks:
             elif message == "start_profiling":
                 self.runner.profiler.start()
                 driver.send("started")
-            elif message == "stop_profiling":
-                driver.send(asdict(self.runner.profiler.stop()))
             else:
-                return
+                assert message == "stop_profiling"
+                driver.send(asdict(self.runner.profiler.stop()))
             progress.done += 1
 
     def _report(self) -> RankReport:

@@ -72,7 +72,8 @@ class RemoteReplica:
         self.link.send(["add", assignment_id, prompt, encode_params(params)])
 
     def finish(self, assignment_id: int, reason: FinishReason) -> None:
-        self.link.send(["finish", assignment_id, reason])
+        with contextlib.suppress(YalisFailure):  # if the replica is lost, the next step raises that
+            self.link.send(["finish", assignment_id, reason])
 
     def received_reports(self) -> Iterable[ReplicaReport]:
         """Yield the reports that have arrived, without waiting for more."""
@@ -151,6 +152,7 @@ class ReplicaRouter:
         # Token counts are kept here, because two engines may both have counted a request that was moved.
         self._tokens = EngineStats()
         self.num_finished = dict.fromkeys(self._replicas, 0)  # requests that ran to their end on each replica
+        self._emitted: list[Emitted] = []  # not returned yet; a step that raises leaves some here
         self.num_moved = 0  # requests moved from one replica to another before they started
         # Slightly more requests than can run at once, so that a replica has its next request when one finishes.
         self._max_running, self._max_assigned = max_num_seqs, max_num_seqs + max(2, max_num_seqs // 4)
@@ -193,18 +195,20 @@ class ReplicaRouter:
         """
         self._assign_waiting()
         self._rebalance()
-        emitted = self._apply(LOCAL, self._local_replica.step()) if self.local.has_work else []
-        emitted += self._apply_received()
-        if not emitted and not self.local.has_work and any(self._num_assigned[rank] for rank in self._remote):
+        if self.local.has_work:
+            self._emitted += self._apply(LOCAL, self._local_replica.step())
+        self._apply_received()
+        if not self._emitted and not self.local.has_work and any(self._num_assigned[rank] for rank in self._remote):
             progress = self.local.ranks.world.progress
             progress.entered += 1
             wait_any(self._links)
             progress.left += 1
-            emitted = self._apply_received()
-        return emitted
+            self._apply_received()
+        return self._take_emitted()
 
     def cancel(self, request_id: int) -> list[Emitted]:
-        return [Emitted(request_id, None, None, "cancelled")] if self.finish(request_id, "cancelled") else []
+        cancelled = [Emitted(request_id, None, None, "cancelled")] if self.finish(request_id, "cancelled") else []
+        return self._take_emitted() + cancelled
 
     def finish(self, request_id: int, reason: FinishReason = "stop") -> bool:
         """End a request early, for example at a stop string; False if it has already ended."""
@@ -265,13 +269,14 @@ class ReplicaRouter:
         self._num_without_token[assignment.rank] -= not assignment.has_token
         return assignment.rank
 
-    def _apply_received(self) -> list[Emitted]:
-        return [
-            item
-            for rank, replica in self._remote.items()
-            for report in replica.received_reports()
-            for item in self._apply(rank, report)
-        ]
+    def _apply_received(self) -> None:
+        for rank, replica in self._remote.items():
+            for report in replica.received_reports():
+                self._emitted += self._apply(rank, report)
+
+    def _take_emitted(self) -> list[Emitted]:
+        emitted, self._emitted = self._emitted, []
+        return emitted
 
     def _apply(self, rank: int, report: ReplicaReport) -> list[Emitted]:
         """Update the assignments from a replica's report; returns what it emitted, under the ids of the requests."""

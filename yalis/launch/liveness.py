@@ -66,6 +66,7 @@ class LivenessMonitor(ABC):
         self.failure_traceback: str | None = None  # of the error on another rank
         self.departed: set[int] = set()  # ranks that left the job without an error
         self.phase = ""
+        self._phase_thread = threading.get_ident()  # the thread that runs the job
         self.noticed = threading.Event()  # the failure was raised in the thread that runs the job
         self.closing = False
         self._changed = threading.Condition()  # of failure, departed and closing
@@ -85,6 +86,14 @@ class LivenessMonitor(ABC):
 
     def set_phase(self, phase: str) -> None:
         self.phase = phase
+
+    def set_step_timeout(self, seconds: float) -> None:
+        self.step_timeout = seconds
+
+    def notice(self) -> None:
+        """Note that the thread that runs the job raises the failure. Background threads may see it earlier."""
+        if threading.get_ident() == self._phase_thread:
+            self.noticed.set()
 
     @abstractmethod
     def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
@@ -162,9 +171,14 @@ class Rank0Monitor(LivenessMonitor):
 
     def set_phase(self, phase: str) -> None:
         self._phase_count += 1
+        self._phase_thread = threading.get_ident()
         self.phase = phase
         if self._stop_signal and phase not in (IDLE, CLOSING):
             self._stop_signal = None  # the program goes on
+
+    def set_step_timeout(self, seconds: float) -> None:
+        super().set_step_timeout(seconds)
+        self._send_heartbeats()
 
     def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
         if background:
@@ -231,10 +245,8 @@ class Rank0Monitor(LivenessMonitor):
 
     def _tick(self, elapsed: float) -> None:
         """Send heartbeats, and end the job if a rank is silent or holds up a step."""
+        self._send_heartbeats()
         limit = silence_limit(self.step_timeout)
-        for rank, link in self._links.items():
-            if rank not in self.departed:
-                self._send(link, {"beat": limit})
         if elapsed > limit:
             self._stopped_s = elapsed
         for rank, state in enumerate(self._states):
@@ -256,6 +268,12 @@ class Rank0Monitor(LivenessMonitor):
         elif self.phase == CLOSING and self._is_stuck(limit):
             self._end_stuck_job(f"within {limit:g} s")
 
+    def _send_heartbeats(self) -> None:
+        """Send the seconds after which a rank without heartbeats from rank 0 ends, as a sign of life."""
+        for rank, link in self._links.items():
+            if rank not in self.departed:
+                self._send(link, {"beat": silence_limit(self.step_timeout)})
+
     def _is_stuck(self, seconds: float) -> bool:
         """Return whether no rank has made progress for so long."""
         return all(state.unchanged_s > seconds for state in self._states)
@@ -264,7 +282,8 @@ class Rank0Monitor(LivenessMonitor):
         """End the job because a step has not ended. `limit` says in which time."""
         culprit = find_culprit(self._states)
         if culprit is None:
-            self._end_job(f"no rank has finished its step {limit}: a device or a connection hangs", status=status)
+            work = "closed the engine" if self.phase == CLOSING else "finished its step"
+            self._end_job(f"no rank has {work} {limit}: a device or a connection hangs", status=status)
         elif self._states[culprit].silent_s > 2 * BEAT_S:
             self._end_job(self._describe_silent(culprit), kill=culprit, status=status)
         else:

@@ -86,7 +86,7 @@ class World:
     def set_step_timeout(self, seconds: float) -> None:
         """End the job if a step takes longer; 0: no limit. Only the value of rank 0 counts."""
         if self._monitor:
-            self._monitor.step_timeout = seconds
+            self._monitor.set_step_timeout(seconds)
 
     @property
     def failure(self) -> str | None:
@@ -191,7 +191,7 @@ class World:
         """Return the failure that ended the job as an exception to raise, or None while the job is healthy."""
         if not self._monitor or not self._monitor.failure:
             return YalisFailure(self._own_failure) if self._own_failure else None
-        self._monitor.noticed.set()
+        self._monitor.notice()
         failure, traceback = YalisFailure(self._monitor.failure), self._monitor.failure_traceback
         failure.__cause__ = RankTraceback(f"\n{traceback}") if traceback else None
         return failure
