@@ -18,7 +18,8 @@ import pytest
 
 from tests.multiprocess.launch_job import Job, free_port
 from tests.multiprocess.test_launch_world import connect
-from tests.system.strangers import as_nobody, nobody_running
+from tests.system.strangers import as_nobody, call, nobody_running
+from yalis.launch.acceptor import reserve_descriptors
 from yalis.version import __version__
 
 JOB = "torchrun - restart 0"  # the name of the jobs in these tests, which other users can guess
@@ -182,7 +183,8 @@ def hold_connections(port: int, count: int, ready: int) -> None:
     time.sleep(60)
 
 
-def test_idle_connections_do_not_take_the_descriptors_of_ranks() -> None:
+@pytest.mark.parametrize(("limit", "connections"), [(1024, 1500), (40, 200)])
+def test_idle_connections_do_not_take_the_descriptors_of_ranks(limit: int, connections: int) -> None:
     """Finding V8."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard < 2000:
@@ -192,15 +194,25 @@ def test_idle_connections_do_not_take_the_descriptors_of_ranks() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
     try:
         with Job("gather", 2, 30, ranks=[0]) as job:
-            resource.prlimit(job.rank0.pid, resource.RLIMIT_NOFILE, (1024, 1024))
+            resource.prlimit(job.rank0.pid, resource.RLIMIT_NOFILE, (limit, limit))
             connect(job.port).close()
-            with nobody_running(hold_connections, job.port, 1500, writer):
+            with nobody_running(hold_connections, job.port, connections, writer):
                 assert os.read(reader, 1) == b"x"
                 finish_with_rank_1(job)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         os.close(reader)
         os.close(writer)
+
+
+def test_the_limit_on_open_files_is_raised_for_many_ranks() -> None:
+    def raised(ranks: int) -> tuple[int, int]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+        reserve_descriptors(ranks)
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    assert call(raised, 100) == (1184, 4096)
+    assert call(raised, 10_000) == (4096, 4096)
 
 
 HELLO = {"version": __version__, "rank": 1, "size": 2, "channel": "control", "host": "b", "pid": 5}

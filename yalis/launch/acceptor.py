@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import resource
 import selectors
 import socket
 import time
@@ -19,6 +20,8 @@ from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, OtherMethod, 
 from yalis.launch.link import Link, plain_address
 
 MAX_UNAUTHENTICATED = 128
+_DESCRIPTORS_PER_RANK = 8  # two channels, and links and connections of the engine and the communication backends
+_OTHER_DESCRIPTORS = 256
 _ACCEPTS = 64  # connections accepted in a row, before those that are open are read
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
@@ -29,6 +32,15 @@ class _Unauthenticated:
     address: str
     expires: float
     buffer: bytes = b""
+
+
+def reserve_descriptors(ranks: int) -> None:
+    """Raise this process's limit on open files, as far as it may, so that so many other ranks can connect to it."""
+    needed = MAX_UNAUTHENTICATED + _DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class Acceptor:

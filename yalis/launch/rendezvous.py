@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from yalis.errors import Rank0Unreachable, YalisFailure
-from yalis.launch.acceptor import Acceptor
+from yalis.launch.acceptor import Acceptor, reserve_descriptors
 from yalis.launch.auth import HandshakeError, JobKey, Method, OtherMethod, authenticate
 from yalis.launch.endpoint import Endpoint, resolve
 from yalis.launch.link import MAX_FRAME, Link, LinkLost, is_loopback
@@ -60,6 +60,7 @@ class RendezvousServer:
         self._error: str | None = None  # why the job cannot start
         self._given_up: set[int] = set()  # ranks that are no longer waited for
         self._deadline = 0.0
+        reserve_descriptors(size - 1)
         self._acceptor = Acceptor(server, key, _PURPOSE, self._accept)
         self._silent: set[Link] = set()  # authenticated, but without a hello so far
 
