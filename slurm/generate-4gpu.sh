@@ -29,6 +29,9 @@ export PATH="$PWD/.venv/bin:$PATH"
 # On Slingshot or EFA, NCCL needs your site's plugin, or it falls back to TCP. NCCL_DEBUG=INFO logs what it uses.
 # module load aws-ofi-nccl
 
+# CHANGE if the nodes have neither MUNGE nor a shared home directory (docs/splitting.md): the ranks' common secret.
+# export YALIS_SECRET=$(openssl rand -hex 16)
+
 # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
