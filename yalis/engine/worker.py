@@ -15,9 +15,10 @@ from yalis.config import EngineConfig
 from yalis.engine.engine import Engine
 from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import serve_replica
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import Rank0Unreachable, YalisError, YalisFailure
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
+from yalis.launch.liveness import print_error
 from yalis.launch.serving import report_error, serving
 from yalis.launch.world import World
 from yalis.spec import read_spec
@@ -108,7 +109,9 @@ def main() -> int:
         serve_rank(world, None)
         world.close()
     except YalisError as error:
-        return error.exit_code  # rank 0 received the message and prints it
+        if isinstance(error, Rank0Unreachable):  # rank 0 prints all other messages
+            print_error(str(error))
+        return error.exit_code
     return 0
 
 

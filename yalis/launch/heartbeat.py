@@ -6,6 +6,7 @@ second every rank sends its progress to rank 0, and rank 0 sends a sign of life 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from yalis.launch.rank_info import RankInfo
 BEAT_S = 1.0
 SILENCE_S = 30.0  # without a heartbeat, at most, until a rank counts as stopped
 STEP_TIMEOUT_S = 600.0
+JOIN_STOPPED_S = 10.0  # that a process of this host may be stopped while the ranks join
 _LATE_S = 3.0  # without a heartbeat, until a rank is suspected of holding up a step
 IDLE, CLOSING = "idle", "closing"
 
@@ -94,6 +96,22 @@ def describe_silence(member: RankInfo, seconds: float, phase: str, same_host: bo
 
 def while_in(phase: str) -> str:
     return f" while {phase}" if phase and phase != IDLE else ""
+
+
+class StopWatch:
+    """Measures how long a process of this host is stopped, for the time before heartbeats begin."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._since: float | None = None
+
+    def is_over(self) -> bool:
+        """Return whether it has been stopped for JOIN_STOPPED_S. Call this repeatedly."""
+        if not is_stopped(self.pid):
+            self._since = None
+            return False
+        self._since = self._since or time.monotonic()
+        return time.monotonic() - self._since > JOIN_STOPPED_S
 
 
 def is_stopped(pid: int) -> bool:

@@ -246,8 +246,8 @@ class Rank0Monitor(LivenessMonitor):
     def _tick(self, elapsed: float) -> None:
         """Send heartbeats, and end the job if a rank is silent or holds up a step."""
         self._send_heartbeats()
-        limit = silence_limit(self.step_timeout)
-        if elapsed > limit:
+        silence = silence_limit(self.step_timeout)
+        if elapsed > silence:
             self._stopped_s = elapsed
         for rank, state in enumerate(self._states):
             # While this process was stopped it read no heartbeats, so it counts two seconds at most.
@@ -258,15 +258,16 @@ class Rank0Monitor(LivenessMonitor):
         if self.failure or self.closing:
             return
         silent = max(range(len(self._states)), key=lambda rank: self._states[rank].silent_s)
-        if self._states[silent].silent_s > limit:
+        if self._states[silent].silent_s > silence:
             self._end_job(self._describe_silent(silent), kill=silent)
         elif self.step_timeout and any(state.step_s > self.step_timeout for state in self._states):
-            self._end_stuck_job(f"within {self.step_timeout:g} s; give a larger step_timeout= if steps take that long")
+            limit = f"{self.step_timeout:g} s; give a larger step_timeout= if steps take that long"
+            self._end_stuck_job(f"a step that takes longer than {limit}")
         elif self._stop_signal and self.phase != IDLE and self._is_stuck(STOP_S):
-            reason = "Ctrl-C" if self._stop_signal == signal.SIGINT else self._stop_signal.name
-            self._end_stuck_job(f"within {STOP_S:g} s after {reason}", 128 + self._stop_signal)
-        elif self.phase == CLOSING and self._is_stuck(limit):
-            self._end_stuck_job(f"within {limit:g} s")
+            cause = "Ctrl-C" if self._stop_signal == signal.SIGINT else self._stop_signal.name
+            self._end_stuck_job(f"the step for {STOP_S:g} s after {cause}", 128 + self._stop_signal)
+        elif self.phase == CLOSING and self._is_stuck(silence):
+            self._end_stuck_job(f"the end of the job for {silence:g} s")
 
     def _send_heartbeats(self) -> None:
         """Send the seconds after which a rank without heartbeats from rank 0 ends, as a sign of life."""
@@ -278,17 +279,15 @@ class Rank0Monitor(LivenessMonitor):
         """Return whether no rank has made progress for so long."""
         return all(state.unchanged_s > seconds for state in self._states)
 
-    def _end_stuck_job(self, limit: str, status: int = 1) -> None:
-        """End the job because a step has not ended. `limit` says in which time."""
+    def _end_stuck_job(self, work: str, status: int = 1) -> None:
+        """End the job because `work` does not end."""
         culprit = find_culprit(self._states)
         if culprit is None:
-            work = "closed the engine" if self.phase == CLOSING else "finished its step"
-            self._end_job(f"no rank has {work} {limit}: a device or a connection hangs", status=status)
+            self._end_job(f"no rank makes progress in {work}", status=status)
         elif self._states[culprit].silent_s > 2 * BEAT_S:
             self._end_job(self._describe_silent(culprit), kill=culprit, status=status)
         else:
-            message = f"{self._name(culprit)} has not finished its step, and the other ranks wait, {limit}"
-            self._end_job(message, kill=culprit, status=status)
+            self._end_job(f"{self._name(culprit)} holds up {work}", kill=culprit, status=status)
 
     def _describe_silent(self, rank: int) -> str:
         return self._describe_silence(rank, self._states[rank].silent_s, self._phase_of(rank))

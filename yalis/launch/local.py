@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from yalis.errors import YalisFailure
+from yalis.launch.heartbeat import StopWatch
 from yalis.launch.launchers import YALIS, environment_without_launcher
 
 
@@ -21,6 +22,8 @@ class LocalRanks:
     def __init__(self, worker: Sequence[str], ranks: Sequence[int], variables: Mapping[str, str]) -> None:
         """Run `python -m WORKER` for each rank, or WORKER itself if it begins with an absolute path."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._stop_watches: dict[int, StopWatch] = {}
+        self._oom_kills = _count_oom_kills()
         command = list(worker) if os.path.isabs(worker[0]) else [sys.executable, "-m", *worker]
         try:
             for rank in ranks:
@@ -31,6 +34,7 @@ class LocalRanks:
                     stdout=_standard_error(),  # stdout is for results, which rank 0 prints
                     start_new_session=True,
                 )
+                self._stop_watches[rank] = StopWatch(self.processes[rank].pid)
         except OSError as error:
             self.stop(0)
             raise YalisFailure(f"rank {rank} could not be started: {error.strerror or error}") from error
@@ -46,11 +50,19 @@ class LocalRanks:
             return None
         if status >= 0:
             return f"exit status {status}"
+        cause = ""
+        if -status == signal.SIGBUS:
+            cause = ": a file was truncated while it was read"
+        elif -status == signal.SIGKILL and _count_oom_kills() > self._oom_kills:
+            cause = ": the kernel ran out of memory"
         try:
-            cause = ": a file was truncated while it was read, or /dev/shm is full" if -status == signal.SIGBUS else ""
             return f"killed by {signal.Signals(-status).name}{cause}"
         except ValueError:
             return f"killed by signal {-status}"
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether this rank's process has been stopped for many seconds. Call this repeatedly."""
+        return self._stop_watches[rank].is_over()
 
     def kill(self, rank: int) -> None:
         """End a rank that does not react; SIGKILL ends a stopped process too."""
@@ -79,6 +91,15 @@ class LocalRanks:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+def _count_oom_kills() -> int:
+    """Return how many processes the kernel has killed because the host or a container ran out of memory."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from yalis.errors import Rank0Unreachable, YalisFailure
 from yalis.launch.acceptor import Acceptor, reserve_descriptors
 from yalis.launch.auth import HandshakeError, JobKey, Method, OtherMethod, authenticate
 from yalis.launch.endpoint import Endpoint, resolve
+from yalis.launch.heartbeat import StopWatch
 from yalis.launch.link import MAX_FRAME, Link, LinkLost, is_loopback
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo, list_ranks
@@ -117,6 +118,9 @@ class RendezvousServer:
         for rank in self._missing() if self.local else ():
             if self.local and (status := self.local.exit_status(rank)):
                 raise YalisFailure(f"rank {rank} on {socket.gethostname()} ended before it joined ({status})")
+            if self.local and self.local.is_stopped(rank):
+                pid = self.local.processes[rank].pid
+                raise YalisFailure(f"rank {rank} on {socket.gethostname()} (pid {pid}) was stopped before it joined")
 
     def _accept(self, link: Link) -> None:
         link.limit = _MAX_HELLO
@@ -257,7 +261,8 @@ class RankClient:
         """`find_secret` returns the job's secret, or None if rank 0 sends it; it may raise SecretMissing."""
         self.endpoint, self.method, self.rank, self.timeout = endpoint, method, rank, timeout
         self.links: dict[str, Link] = {}
-        self._find_secret, self._parent_pid = find_secret, parent_pid
+        self._find_secret = find_secret
+        self._parent_watch = StopWatch(parent_pid) if parent_pid is not None else None
         self._key: JobKey | None = None  # known from the first handshake on
         self._targets: Sequence[tuple[str, int]] = ()  # address and port of rank 0 from then on
         self._hello = {"version": __version__, "rank": rank, "size": size}
@@ -271,10 +276,14 @@ class RankClient:
             for channel in CHANNELS:
                 self.links[channel] = self._connect(channel, deadline)
             # Rank 0 started to wait before this rank reached it, so its own timeout ends first.
-            if not self.links[CONTROL].poll(self.timeout + _ANSWER_S):
-                raise YalisFailure(
-                    f"rank 0 on {self.endpoint.host} did not report within {self.timeout:g} s that all ranks had joined"
-                )
+            last = time.monotonic() + self.timeout + _ANSWER_S
+            while not self.links[CONTROL].poll(1.0):
+                self._check_parent()
+                if time.monotonic() > last:
+                    host = self.endpoint.host
+                    raise YalisFailure(
+                        f"rank 0 on {host} did not report within {self.timeout:g} s that all ranks had joined"
+                    )
             members = self._receive_table()
         except LinkLost as error:
             _close(self.links)
@@ -284,6 +293,17 @@ class RankClient:
             raise
         assert self._key is not None
         return members, self._key
+
+    def _check_parent(self) -> None:
+        """Raise if rank 0 started this rank, and has ended or is stopped."""
+        if self._parent_watch is None:
+            return
+        if os.getppid() != self._parent_watch.pid:
+            raise YalisFailure(f"rank 0 (pid {self._parent_watch.pid}) ended before rank {self.rank} had joined")
+        if self._parent_watch.is_over():
+            raise Rank0Unreachable(
+                f"rank 0 (pid {self._parent_watch.pid}) was stopped before rank {self.rank} had joined"
+            )
 
     def _receive_table(self) -> tuple[RankInfo, ...]:
         answer = self.links[CONTROL].receive()
@@ -319,8 +339,7 @@ class RankClient:
                 problem = error.strerror or str(error)
             if CONTROL in self.links and self.links[CONTROL].poll(0):
                 self._receive_table()  # raises: rank 0 has ended, or refuses to start
-            if self._parent_pid is not None and os.getppid() != self._parent_pid:
-                raise YalisFailure(f"rank 0 (pid {self._parent_pid}) ended before rank {self.rank} reached it")
+            self._check_parent()
             if time.monotonic() > deadline:
                 raise Rank0Unreachable(
                     f"rank {self.rank} on {socket.gethostname()} did not reach rank 0 at {self.endpoint.host}, port "
