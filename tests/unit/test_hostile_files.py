@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import subprocess
@@ -43,6 +44,35 @@ def test_the_number_of_split_files_is_checked_by_the_name(tmp_path: Path) -> Non
         with pytest.raises(YalisError, match="one of the 2147483647 files of a model"):
             GgufCheckpoint(tmp_path / name)
         assert time.monotonic() - start < 5
+
+
+def _gguf_of_zeros(path: Path, tensors: int, pairs: int, rest: bytes = b"") -> Path:
+    """Write a header and a gigabyte of zeros, which take no space on the disk. Zeros are valid metadata."""
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, tensors, pairs) + rest)
+    os.truncate(path, 1 << 30)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tensors", "pairs", "rest"),
+    [
+        (0, 1 << 60, b""),
+        (1 << 60, 0, b""),
+        (0, 1, struct.pack("<QcIIQ", 1, b"a", 9, 0, 1 << 29)),  # an array of bytes
+        (0, 1, struct.pack("<QcIIQ", 1, b"a", 9, 8, 1 << 26)),  # of strings
+        (0, 1, struct.pack("<QcIQ", 1, b"a", 8, 1 << 29)),  # a string
+    ],
+)
+def test_a_gguf_header_does_not_read_the_weights(tmp_path: Path, tensors: int, pairs: int, rest: bytes) -> None:
+    path = _gguf_of_zeros(tmp_path / "m.gguf", tensors, pairs, rest)
+
+    def read() -> None:
+        with pytest.raises(YalisError, match="is damaged or truncated"):
+            GgufCheckpoint(path)
+
+    start = time.monotonic()
+    assert peak_extra_bytes(read) < 100 << 20
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from ctypes import CDLL
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.system.strangers import as_nobody
 from yalis import cache_folders
 from yalis.cache_folders import cache_folder
 from yalis.checkpoint import fetch
+from yalis.cli.doctor import examine
 from yalis.comm import tuning
 from yalis.errors import YalisError
+from yalis.kernels.compiler import build_cached
 from yalis.study.peers.process import find_python
 from yalis.trusted_files import make_private_folder, untrusted_reason
 
@@ -112,38 +116,58 @@ def test_private_folders(folder: Path) -> None:
     assert modes == [0o755, 0o700, 0o700]
 
 
+LIBRARY = "int answer(void) { return %d; }"
 PLANTED = """
 #include <stdio.h>
 __attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
 """
 
 
-def _load_native(cache: Path) -> str:
-    """Load the native kernels in a new process; returns what it prints to stderr."""
-    program = "from yalis.kernels import native; assert native.load() is not None, native.reason()"
-    environment = {**os.environ, "YALIS_CACHE": str(cache)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+def _compile(source: str, out: Path) -> Path:
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", out], input=source, text=True, check=True)
+    return out
 
 
-def test_a_planted_library_is_not_loaded(folder: Path) -> None:
+def test_a_planted_library_is_not_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cache, ran = folder / "cache", folder / "ran"
-    assert _load_native(cache) == ""
+    monkeypatch.setenv("YALIS_CACHE", str(cache))
+    builds = 0
+
+    def load() -> int:
+        """Load the library as the native kernels are; returns how often it has been built."""
+
+        def build(temporary: Path) -> Path:
+            nonlocal builds
+            builds += 1
+            return _compile(LIBRARY % builds, temporary / "native.so")
+
+        library = build_cached("native", ".so", [b"source"], build)
+        return int(CDLL(str(library)).answer())
+
+    assert (load(), load()) == (1, 1)  # the second time from the cache
     assert (cache.stat().st_mode & 0o777, (cache / "native").stat().st_mode & 0o777) == (0o700, 0o700)
     (library,) = (cache / "native").iterdir()
     library.unlink()
-    source = folder / "planted.c"
-    source.write_text(PLANTED % ran)
-    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
-    os.chown(library, NOBODY, NOBODY)
-    warning = f"the cache {cache / 'native'} is not used, because {library} belongs to nobody; set YALIS_CACHE to"
-    assert _load_native(cache).startswith(warning)
+    os.chown(_compile(PLANTED % ran, library), NOBODY, NOBODY)
+    assert load() == 2
+    refusal = f"the cache {cache / 'native'} is not used, because {library} belongs to nobody; set YALIS_CACHE to a "
+    assert refusal in caplog.text
     os.chown(library, 0, 0)
     cache.chmod(0o777)
-    assert f"because {cache} can be written by other users; type `chmod -R go-w {cache}`" in _load_native(cache)
+    assert load() == 2  # from the temporary cache of this process
+    assert f"because {cache} can be written by other users; type `chmod -R go-w {cache}`, or set" in caplog.text
     assert not ran.exists()
-    assert not list(Path(tempfile.gettempdir()).glob("yalis-cache-*/native")), "temporary caches are removed"
+
+
+def test_the_temporary_cache_is_removed(folder: Path) -> None:
+    os.chown(folder, NOBODY, NOBODY)
+    program = "from yalis.cache_folders import cache_folder; print(cache_folder('native'))"
+    environment = {**os.environ, "YALIS_CACHE": str(folder)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert f"{folder} belongs to nobody" in done.stderr
+    assert not Path(done.stdout.strip()).parent.exists()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
@@ -165,6 +189,27 @@ def test_compilers_and_tokenizers_do_not_use_a_cache_of_others(
         assert used != folder / name
         assert list(used.iterdir()) == []
         assert untrusted_reason(used) is None
+
+
+def test_doctor_reports_a_cache_that_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("YALIS_CACHE", str(folder))
+    os.chown(folder, NOBODY, NOBODY)
+    finding = next(finding for finding in examine() if finding.name == "cache")
+    assert not finding.usable
+    assert finding.detail.startswith(
+        f"the cache {folder} is not used, because {folder} belongs to nobody; set YALIS_CACHE"
+    )
+
+
+def test_another_user_trusts_its_own_files_and_those_of_root(folder: Path) -> None:
+    (folder / "own").mkdir(mode=0o755)
+    (folder / "root").mkdir(mode=0o755)
+    (folder / "stranger").mkdir(mode=0o755)
+    os.chown(folder / "own", NOBODY, NOBODY)
+    os.chown(folder / "stranger", 54321, 54321)
+    found = {name: as_nobody(untrusted_reason, folder / name) for name in ("own", "root", "stranger")}
+    assert found == {"own": None, "root": None, "stranger": f"{folder / 'stranger'} belongs to user 54321"}
+    assert untrusted_reason(folder / "own") == f"{folder / 'own'} belongs to nobody"
 
 
 def test_tuned_tables_of_others_are_neither_read_nor_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

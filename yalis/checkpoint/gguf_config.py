@@ -129,10 +129,10 @@ def _rope_scaling(metadata: GgufMetadata, rope_factors: dict[str, list[float]], 
         given = rope_factors["rope_freqs"]
         llama3 = {"rope_type": "llama3", "factor": max(given), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         llama3["original_max_position_embeddings"] = 8192
-        expected = _llama3_factors(llama3, metadata.number("rope.freq_base", 10000.0), rotated)
-        same = (math.isclose(a, b, rel_tol=1e-4) for a, b in zip(given, expected, strict=False))
-        if len(given) == len(expected) and all(same):
-            return llama3
+        if 2 * len(given) == rotated:
+            expected = _llama3_factors(llama3, metadata.number("rope.freq_base", 10000.0), rotated)
+            if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(given, expected, strict=True)):
+                return llama3
         longrope = {"short_factor": given, "long_factor": given, "attention_factor": 1.0, "factor": 1.0}
         context = metadata.integer("context_length")
         return {"rope_type": "longrope", **longrope, "original_max_position_embeddings": context}

@@ -20,6 +20,8 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+#: Far above what any model has. A damaged number could make the weights be read as metadata, for hours.
+_MAX_PAIRS, _MAX_TENSORS, _MAX_ARRAY, _MAX_STRING = 1 << 16, 1 << 20, 1 << 23, 1 << 24
 #: ggml types that are not quantized
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 
@@ -52,8 +54,8 @@ class _Cursor:
 
     def string(self) -> str:
         (length,) = self.unpack("Q")
-        if length > self.size - self.position:
-            raise struct.error("a string runs past the end")
+        if length > min(self.size - self.position, _MAX_STRING):
+            raise struct.error("a string is too long")
         self.position += length
         return self.buffer[self.position - length : self.position].decode("utf-8", "replace")
 
@@ -65,8 +67,8 @@ class _Cursor:
         if kind != _ARRAY:
             raise struct.error(f"unknown value type {kind}")
         inner, count = self.unpack("IQ")
-        if count > self.size - self.position:  # an element has at least one byte
-            raise struct.error("an array runs past the end")
+        if count > min(self.size - self.position, _MAX_ARRAY):  # an element has at least one byte
+            raise struct.error("an array is too long")
         if inner in _SCALARS:
             return list(self.unpack(f"{count}{_SCALARS[inner]}"))
         return [self.value(inner) for _ in range(count)]
@@ -82,6 +84,8 @@ def read_header(file: MappedFile) -> tuple[dict[str, Any], list[GgufEntry]]:
         version, tensor_count, pair_count = cursor.unpack("IQQ")
         if version not in _VERSIONS:
             raise YalisError(f"{file.path} is GGUF version {version}; accepted: little-endian versions 2 and 3")
+        if pair_count > _MAX_PAIRS or tensor_count > _MAX_TENSORS:
+            raise struct.error("more entries than any model has")
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = cursor.string()
