@@ -33,8 +33,8 @@ class RankTraceback(Exception):
     """The traceback of an error on another rank, as text. It is the cause of the YalisFailure that reports it."""
 
 
-class Rank0Unreachable(YalisFailure):
-    """This rank could not reach rank 0. It prints the error itself; all others are printed by rank 0."""
+class NotJoined(YalisFailure):
+    """This rank could not join the job. It prints the error itself; all others are printed by rank 0."""
 
 
 def count_of(number: int, noun: str) -> str:

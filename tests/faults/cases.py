@@ -26,7 +26,7 @@ FAULTS = {
     "sigterm": Fault("term", "SIGTERM|exit status 143"),
     "memory": Fault("memory", "memory|MemoryError"),
     "sigstop": Fault("stop", f"stopped|has not (answered|responded)|{_NOT_JOINED}"),
-    "hang": Fault("sleep", f"took longer|longer than|no progress|made the least|{_NOT_JOINED}"),
+    "hang": Fault("sleep", f"holds up|it hangs|{_NOT_JOINED}"),
     "link-down": Fault("pause", f"network|has not (answered|responded)|{_NOT_JOINED}"),
     "silent-host": Fault("pause", f"network|has not (answered|responded)|{_NOT_JOINED}"),
 }
@@ -130,7 +130,7 @@ def _pairs(case: Case) -> set[tuple[object, object]]:
 def wrong_sentences(case: Case, completed: bool, errors: str) -> Iterator[str]:
     """Yield what is wrong with the error output of all ranks, in the order in which it was printed.
 
-    `completed`: rank 0 ended with status 0 and all results.
+    `completed`: all results were printed, so that the job need not report a fault at its end.
     """
     if "Traceback" in errors:
         yield "a traceback was printed"
@@ -145,15 +145,19 @@ def wrong_sentences(case: Case, completed: bool, errors: str) -> Iterator[str]:
     if any(f"rank {1 - case.rank}" in sentence and f"rank {case.rank}" not in sentence for sentence in sentences):
         yield "another rank is blamed"
     if case.fault == "sigterm" and not case.rank:
-        if not completed and not last.startswith("yalis: stopped"):
-            yield "the last sentence does not say that the job was stopped"
+        # Another rank reports that rank 0 has ended if it has not joined yet.
+        if not completed and not any(one.startswith("yalis: stopped") for one in sentences):
+            yield "no sentence says that the job was stopped"
         return
     if completed and not last:
         return
     if f"rank {case.rank}" not in last and (case.rank or "rank 1" in last):
         yield f"the last sentence does not name rank {case.rank}"
-    # A rank that fails before it has joined prints the reason itself.
-    if not re.search(FAULTS[case.fault].reason, "\n".join(sentences) if case.phase == "join" else last):
+    reason = FAULTS[case.fault].reason
+    if case.phase == "join":  # a rank that fails before it has joined prints the reason itself, if it can
+        last = "\n".join(sentences)
+        reason += f"|{_NOT_JOINED}" if case.fault == "sigterm" else ""
+    if not re.search(reason, last):
         yield "the reason is not given"
 
 
@@ -167,8 +171,11 @@ def error_sentences(errors: str) -> list[str]:
 
 
 def wrong_statuses(case: Case, completed: bool, statuses: dict[int, int]) -> Iterator[str]:
-    """Yield which exit status is wrong. `statuses` has rank 0, and rank 1 unless rank 0 started it."""
-    own = {"kill": {-9}, "sigterm": {143, -15}}.get(case.fault, {1})
+    """Yield which exit status is wrong. `statuses` has rank 0, and rank 1 unless rank 0 started it.
+
+    `completed`: all results were printed.
+    """
+    own = {"kill": {-9}, "sigterm": {1, 143, -15} if case.rank else {143}}.get(case.fault, {1})
     if case.freeing_signal == "SIGTERM":
         own = {1, 143, -15}
     for rank, status in statuses.items():

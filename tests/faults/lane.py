@@ -23,6 +23,7 @@ from yalis.study.lab.hosts import Lab, missing
 _PRIVATE_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 _ISOLATE = ("unshare", "--mount", "--net", "sh", "-c", f"ip link set lo up && {_PRIVATE_MEMORY}", "sh")
 PORT = 29600
+FOLDERS = ("home", "tmp", "run")  # $HOME, $TMPDIR and $XDG_RUNTIME_DIR of a job
 
 
 class ProcessTable:
@@ -35,9 +36,9 @@ class ProcessTable:
         self._table: list[tuple[int, int, str]] = []
 
     def find(self, leaders: Sequence[int], mark: str, since: float) -> set[int]:
-        """Return these pids, those of their sessions and those with this mark in their environment, if they exist.
+        """Return these pids, those of their sessions and those with this mark in their environment, if they run.
 
-        The answer is not older than `since`, and includes zombies.
+        The answer is not older than `since`. A zombie has ended: its parent is a stopped rank 0, or about to reap it.
         """
         with self._lock:
             if self._time < max(since, time.monotonic() - 0.1):
@@ -52,6 +53,8 @@ class ProcessTable:
                 continue
             try:
                 fields = (path / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] == "Z":
+                    continue
                 key = (path.name, fields[19])
                 if not (mark := self._marks.get(key)):
                     _, _, rest = (path / "environ").read_bytes().partition(b"YALIS_TEST_MARK=")
@@ -113,7 +116,7 @@ class Lane:
     def start(self, case: Case, argv: Sequence[str], fault: str) -> RunningJob:
         mark = uuid.uuid4().hex
         folder = self._folder / mark
-        for name in ("home", "tmp", "run"):
+        for name in FOLDERS:
             (folder / name).mkdir(mode=0o700, parents=True)
         common = {
             "YALIS_TEST_MARK": mark,
@@ -130,8 +133,7 @@ class Lane:
         for rank in range(len(servers)):
             env = dict(common)
             if case.start != SELF_STARTED:
-                env |= torchrun_variables(rank, per_host, len(self._servers), address, PORT)
-                env["YALIS_SECRET"] = mark
+                env |= torchrun_variables(rank, per_host, len(self._servers), address, PORT, secret=mark)
             jobs.append({"argv": list(argv), "env": env, "cwd": str(folder), "shown": str(folder / "shown")})
         if len(self._servers) == 1:
             pids = self._servers[0].fork(jobs)

@@ -25,11 +25,12 @@ from tests.faults.cases import (
     wrong_sentences,
     wrong_statuses,
 )
-from tests.faults.lane import Lane, ProcessTable, RunningJob
+from tests.faults.lane import FOLDERS, Lane, ProcessTable, RunningJob
 from yalis.study.lab.hosts import Lab
 
 _START_S = 120.0  # for a job to reach the moment of the fault
 _FREED_S = 5.0  # for a rank to end after its freeing signal
+_RELEASE_S = 2.0  # for the kernel to close the sockets of a process that was killed
 _REPORTED_S = 10.0  # after the limit, for a late job to end before it counts as hung
 
 
@@ -78,7 +79,17 @@ def command(case: Case, model: str, limits: Limits) -> list[str]:
     # Importing torch takes seconds, so only the jobs that fail to join have the short limit.
     timeouts += ["--join-timeout", f"{limits.join_timeout if case.phase == 'join' else 60:g}"]
     split = SPLITS[case.split].flags
-    return ["generate", "--model", model, "--device", "cpu", *split, *prompts, *sampling, *timeouts]
+    return [
+        "generate",
+        "--model",
+        model,
+        "--device",
+        "cpu",
+        *split,
+        *prompts,
+        *sampling,
+        *timeouts,
+    ]
 
 
 class Runner:
@@ -154,11 +165,10 @@ class Runner:
                 for pid in job.left(self._table):
                     os.kill(pid, signal.SIGKILL)
                 job.reap(10)
-        outcome.left += [f"port {address}" for _, address in sorted(lane.listening_ports() - ports)]
-        outcome.left += [f"/dev/shm/{name}" for _, name in sorted(lane.shared_memory() - memory)]
-        for name in ("home", "tmp", "run"):
-            files = [path for path in (job.folder / name).rglob("*") if not path.is_dir()]
-            outcome.left += [f"${name}/{path.relative_to(job.folder / name)}" for path in files]
+        deadline = time.monotonic() + _RELEASE_S
+        while (left := _left_behind(job, lane, ports, memory)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        outcome.left += left
         self._judge(job, outcome)
         return outcome
 
@@ -192,10 +202,12 @@ class Runner:
 
     def _free(self, case: Case, job: RunningJob, outcome: Outcome) -> None:
         assert case.freeing_signal is not None
+        # A rank that has not joined yet first tries to.
+        limit = _FREED_S + (self._limits.join_timeout if case.phase == "join" else 0)
         sent = time.time()
         os.kill(job.pids[case.rank], signal.Signals[case.freeing_signal])
         while job.left(self._table):
-            if time.time() - sent > _FREED_S:
+            if time.time() - sent > limit:
                 outcome.problems.append(f"rank {case.rank} does not end after {case.freeing_signal}")
                 return
             time.sleep(0.05)
@@ -206,7 +218,7 @@ class Runner:
         outcome.statuses, outcome.errors = job.statuses, _anonymous(job.errors)
         sentences = error_sentences(outcome.errors)
         outcome.sentence = sentences[-1] if sentences else ""
-        completed = job.statuses.get(0) == 0 and _is_complete(job.output, case.max_tokens)
+        completed = _is_complete(job.output, case.max_tokens)
         if outcome.hung:
             outcome.problems.append("hung")
         elif outcome.seconds is not None and outcome.seconds > self._limits.end:
@@ -216,6 +228,15 @@ class Runner:
             outcome.problems += wrong_statuses(case, completed, outcome.statuses)
         if outcome.left:
             outcome.problems.append(f"left: {', '.join(outcome.left)}")
+
+
+def _left_behind(job: RunningJob, lane: Lane, ports: set[tuple[int, str]], memory: set[tuple[int, str]]) -> list[str]:
+    """Return the ports and files of an ended job. `ports` and `memory` were in use before it."""
+    left = [f"port {address}" for _, address in sorted(lane.listening_ports() - ports)]
+    left += [f"/dev/shm/{name}" for _, name in sorted(lane.shared_memory() - memory)]
+    for folder in (job.folder / name for name in FOLDERS):
+        left += [f"{folder.name}/{path.relative_to(folder)}" for path in folder.rglob("*") if not path.is_dir()]
+    return left
 
 
 def _is_complete(output: str, tokens: int) -> bool:

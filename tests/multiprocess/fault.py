@@ -60,15 +60,15 @@ def install() -> None:
 
 
 def _before_joining(rank: str, act: Callable[[], None]) -> None:
-    """Call `act` when rank 0 accepts the first connection, or before another rank opens its first one."""
+    """Call `act` when rank 0 has authenticated the first connection, or before another rank opens its first one."""
     if rank == "0":
         from yalis.launch.rendezvous import RendezvousServer
 
         _before(RendezvousServer, "_accept", 1, act)
         return
-    from yalis.launch import join
+    from yalis.launch.rendezvous import RankClient
 
-    _before(join, "connect_to_rank0", 1, act)
+    _before(RankClient, "join", 1, act)
 
 
 def _before(owner: Any, name: str, number: int, act: Callable[[], None]) -> None:

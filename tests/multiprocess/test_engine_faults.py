@@ -131,7 +131,7 @@ def test_a_rank_that_never_arrives_is_named(fork_server: ForkServer, model: str,
     ended = job.finish()
     assert ended.statuses == [1, 1, -signal.SIGKILL, 1]
     assert sorted(ended.times)[2] - sorted(ended.times)[0] < 3
-    message = f"yalis: error: rank 2 of 4 did not arrive at rank 0 ({HOST}, port "
+    message = f"yalis: error: rank 2 of 4 did not arrive at rank 0 ({HOST}, address "
     assert [line.startswith(message) for line in ended.errors.splitlines()] == [True]
     assert "within 2 s" in ended.errors
 

@@ -20,7 +20,7 @@ from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, p
 from yalis.cli.flags import Parser, engine_config, name_flags
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import print_status
-from yalis.errors import Rank0Unreachable, YalisError
+from yalis.errors import NotJoined, YalisError
 from yalis.launch import liveness
 from yalis.launch.launchers import detect_launcher, process_rank
 from yalis.log import configure_logging
@@ -89,7 +89,7 @@ def _run_command(arguments: list[str]) -> int:
     except (YalisError, OSError, MemoryError) as error:
         if debug:
             traceback.print_exc()
-        if process_rank() == 0 or isinstance(error, Rank0Unreachable):  # rank 0 prints for all ranks
+        if process_rank() == 0 or isinstance(error, NotJoined):  # rank 0 prints for all ranks
             _print_error(f"error: {_describe(error)}")
         if isinstance(error, OSError):
             _drop_stdout()

@@ -36,6 +36,7 @@ from yalis.engine.oom import check_host_memory
 from yalis.engine.runner import PendingStep, Runner
 from yalis.engine.step_profiler import RankProfile, StepInfo
 from yalis.errors import PeerLost, YalisError, YalisFailure, describe_error
+from yalis.launch.heartbeat import LOADING
 from yalis.launch.link import Link
 from yalis.launch.world import World
 from yalis.log import get_logger
@@ -139,7 +140,7 @@ class ReplicaRanks:
                 stage = Stage.open(self.split, world.rank, self._comm)
             except RuntimeError as error:  # of torch or MPI: usually another rank died
                 raise PeerLost(f"the ranks could not be connected ({describe_error(error)})") from error
-        world.phase = "loading the model"
+        world.phase = LOADING
         driver = self.split.driver(coords.replica)
         ranks = range(driver, driver + self.split.per_replica)
 
@@ -150,7 +151,8 @@ class ReplicaRanks:
 
         try:
             check = self._comm.check if self._comm is not None else lambda: None
-            self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, min_over_ranks, check)
+            reading = partial(world.progress.reading, lambda: checkpoint.bytes_read)
+            self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, min_over_ranks, check, reading)
         except BaseException:
             if self._comm is not None and world.failure is not None:
                 self._comm.close()
@@ -227,7 +229,9 @@ class ReplicaRanks:
             # launch() has computed the tokens already.
             while unreported and not (on_gpu and driver.poll(0)):
                 driver.send(encode_output(unreported.popleft().result()))
+            progress.entered += 1
             message, *arguments = driver.receive()
+            progress.left += 1
             if message == "end":
                 return
             progress.begun += 1

@@ -18,6 +18,7 @@ import torch
 
 from yalis.engine.engine import Engine, EngineStats
 from yalis.errors import YalisFailure
+from yalis.launch.heartbeat import Progress
 from yalis.launch.link import Link, wait_any
 from yalis.scheduling.plan import Emitted
 from yalis.scheduling.request import Request
@@ -82,11 +83,13 @@ class RemoteReplica:
             items = [decode_emitted(item) for item in emitted]
             yield ReplicaReport(items, cached_tokens, unstarted, EngineStats(**stats))
 
-    def close(self) -> None:
+    def close(self, progress: Progress) -> None:
         with contextlib.suppress(YalisFailure):  # if the replica died, the last step has raised that
             self.link.send(["end"])
+            progress.entered += 1
             while self.link.receive() != "end":
                 pass
+            progress.left += 1
         self.link.close()
 
 
@@ -223,7 +226,7 @@ class ReplicaRouter:
 
     def close(self) -> None:
         for replica in self._remote.values():
-            replica.close()
+            replica.close(self.local.ranks.world.progress)
         self.local.close()
 
     def _assign_waiting(self) -> None:

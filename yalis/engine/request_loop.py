@@ -135,6 +135,9 @@ class RequestLoop:
             self.world.phase = CLOSING
             try:
                 engine.close()
+            except Exception as error:
+                reason = self.world.abort(error)
+                raise reason from reason.__cause__
             finally:
                 self.world.phase = IDLE
             if detect_launcher().size == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,10 +113,12 @@ class Runner:
         stage: Stage | None = None,
         min_over_ranks: Callable[[int], int] = lambda blocks: blocks,
         check: Callable[[], None] = lambda: None,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`min_over_ranks`: maps the number of KV blocks that fit on this rank to the number that fits on all ranks.
 
-        `check` raises if a communicator reports that the results of the device are invalid.
+        `check` raises if a communicator reports that the results of the device are invalid. `reading` is entered while
+        weights are read.
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Triton launches and graph captures use the current device
@@ -146,7 +149,8 @@ class Runner:
         explain = partial(self._model_too_large, label=checkpoint.label)
         with explain_oom(device, explain):
             self.model = Decoder(spec, grid, self.stage, max_len, self.dtype, device)
-            self.model.load(checkpoint)
+            with reading():
+                self.model.load(checkpoint)
             if config.compile:
                 from yalis.models.compile import compile_blocks  # defines torch ops that only compiled blocks need
 

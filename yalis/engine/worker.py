@@ -15,7 +15,8 @@ from yalis.config import EngineConfig
 from yalis.engine.engine import Engine
 from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import serve_replica
-from yalis.errors import Rank0Unreachable, YalisError, YalisFailure
+from yalis.errors import NotJoined, YalisError, YalisFailure
+from yalis.launch.heartbeat import CLOSING, IDLE
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.liveness import print_error
@@ -92,11 +93,13 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
         agree(world, config)
         yield True
         if world.failure is None:
+            world.phase = CLOSING
             try:
                 agree(world, None)
             except YalisFailure:
                 if world.failure is not None:
                     raise  # otherwise a SIGTERM ended the other ranks first
+            world.phase = IDLE
     except BaseException as error:
         world.fail(error)
         raise
@@ -108,10 +111,11 @@ def main() -> int:
         world = join(place.size, WORKER)
         serve_rank(world, None)
         world.close()
-    except YalisError as error:
-        if isinstance(error, Rank0Unreachable):  # rank 0 prints all other messages
-            print_error(str(error))
+    except NotJoined as error:
+        print_error(str(error))
         return error.exit_code
+    except YalisError as error:
+        return error.exit_code  # rank 0 prints its message
     return 0
 
 

@@ -144,18 +144,25 @@ class OtherMethod(HandshakeError):
         self.theirs = theirs
 
 
-def authenticate(sock: socket.socket, method: Method, job: str, secret: bytes | None, purpose: bytes) -> JobKey:
+def authenticate(
+    sock: socket.socket,
+    method: Method,
+    job: str,
+    secret: bytes | None,
+    purpose: bytes,
+    timeout: float = HANDSHAKE_S,
+) -> JobKey:
     """Run the connecting side of the handshake on a connected socket. Returns the job's key.
 
     `secret` None, with MUNGE: ask the accepting side for it. Raises HandshakeError or OSError.
     """
-    deadline = time.monotonic() + HANDSHAKE_S
+    deadline = time.monotonic() + timeout
     nonce = secrets.token_bytes(_NONCE_BYTES)
     try:
         credential = munge.encode(_request(job, nonce)) if secret is None else b""
     except munge.MungeError as error:
         raise HandshakeError(f"could not be asked for the secret ({error})") from error
-    sock.settimeout(HANDSHAKE_S)
+    sock.settimeout(timeout)
     sock.sendall(_HELLO.pack(_MAGIC, method, len(credential), nonce) + credential)
     magic, status, their_method, length, their_nonce, proof = _REPLY.unpack(_read_exactly(sock, _REPLY.size, deadline))
     if magic != _MAGIC or their_method not in _METHOD_NAMES:

@@ -7,7 +7,8 @@ second every rank sends its progress to rank 0, and rank 0 sends a sign of life 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from yalis.launch.rank_info import RankInfo
@@ -17,29 +18,39 @@ SILENCE_S = 30.0  # without a heartbeat, at most, until a rank counts as stopped
 STEP_TIMEOUT_S = 600.0
 JOIN_STOPPED_S = 10.0  # that a process of this host may be stopped while the ranks join
 _LATE_S = 3.0  # without a heartbeat, until a rank is suspected of holding up a step
-IDLE, CLOSING = "idle", "closing"
+IDLE, LOADING, CLOSING = "idle", "loading the model", "closing"
 
 
 class Progress:
     """How far a rank has come. The threads that work increment these plain integers; the monitor thread reads them."""
 
-    __slots__ = ("begun", "done", "entered", "left")
+    __slots__ = ("begun", "bytes_read", "done", "entered", "left")
 
     def __init__(self) -> None:
         self.begun = 0  # steps, and other operations of all ranks
         self.done = 0
         self.entered = 0  # collectives, and other waits for another rank
         self.left = 0
+        self.bytes_read: Callable[[], int] = int  # of the checkpoint so far, while weights are read
 
-    def counters(self) -> tuple[int, int, int, int]:
-        return self.begun, self.done, self.entered, self.left
+    def counters(self) -> tuple[int, int, int, int, int]:
+        return self.begun, self.done, self.entered, self.left, self.bytes_read()
+
+    @contextmanager
+    def reading(self, bytes_read: Callable[[], int]) -> Iterator[None]:
+        """Count the block as a step that begins anew whenever `bytes_read` returns another number."""
+        self.begun, self.bytes_read = self.begun + 1, bytes_read
+        try:
+            yield
+        finally:
+            self.done, self.bytes_read = self.done + 1, int
 
 
 class RankState:
     """What rank 0 knows of a rank from its heartbeats. Times are in seconds while rank 0 itself was running."""
 
     def __init__(self) -> None:
-        self.counters = (0, 0, 0, 0)
+        self.counters = (0, 0, 0, 0, 0)
         self.silent_s = 0.0  # since the last heartbeat
         self.unchanged_s = 0.0  # since the counters changed
         self.step_s = 0.0  # since the current step began; 0 outside of a step
@@ -55,12 +66,12 @@ class RankState:
 
     def update(self, counters: Sequence[int]) -> None:
         """Record a heartbeat."""
-        begun, done, entered, left = counters
-        if begun != self.counters[0]:
+        begun, done, entered, left, bytes_read = counters
+        if (begun, bytes_read) != (self.counters[0], self.counters[4]):
             self.step_s = 0.0
-        if (begun, done, entered, left) != self.counters:
+        if (begun, done, entered, left, bytes_read) != self.counters:
             self.unchanged_s = 0.0
-            self.counters = (begun, done, entered, left)
+            self.counters = (begun, done, entered, left, bytes_read)
         self.silent_s = 0.0
 
     def advance(self, seconds: float) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import NotJoined, YalisError, YalisFailure, describe_error
 from yalis.launch.auth import JobKey, Method
 from yalis.launch.endpoint import find_endpoint, open_endpoint
 from yalis.launch.launchers import YALIS, LaunchInfo, detect_launcher, launch_command, yalis_variables
@@ -37,11 +38,19 @@ def join(size: int, worker: Sequence[str], timeout: float = 300, insecure: bool 
         if _persistent.failure:
             raise YalisFailure(_persistent.failure)
         return _persistent
-    if not info.launcher:
-        return World.single_process() if size == 1 else _start_ranks(size, worker, timeout)
-    persistent = info.launcher != YALIS.name
-    method = choose_method(info, insecure)
-    world = _join_rank0(info, method, timeout, persistent) if info.rank else _accept_ranks(info, method, timeout)
+    if not info.launcher and size == 1:
+        return World.single_process()
+    try:
+        if not info.launcher:
+            return _start_ranks(size, worker, timeout)
+        persistent = info.launcher != YALIS.name
+        method = choose_method(info, insecure)
+        timeout = info.join_timeout or timeout
+        world = _join_rank0(info, method, timeout, persistent) if info.rank else _accept_ranks(info, method, timeout)
+    except YalisError:
+        raise
+    except Exception as error:  # the other ranks do not learn it from this one
+        raise NotJoined(f"rank {info.rank} on {socket.gethostname()}: {describe_error(error)}") from error
     if persistent:
         _persistent = world
     return world
@@ -51,7 +60,8 @@ def _start_ranks(size: int, worker: Sequence[str], timeout: float) -> World:
     """Start the other ranks on this host and return the world as rank 0."""
     server = listen("127.0.0.1", 0)
     key = JobKey(Method.GIVEN, f"yalis pid {os.getpid()}", new_secret().encode())
-    variables = yalis_variables(size, "127.0.0.1", server.getsockname()[1], key.job, key.secret.decode())
+    port = server.getsockname()[1]
+    variables = yalis_variables(size, "127.0.0.1", port, key.job, key.secret.decode(), timeout)
     try:
         local = LocalRanks(worker, range(1, size), variables)
     except BaseException:

@@ -5,6 +5,7 @@ One `Launcher` record each. `endpoint.py` has the only other difference between 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ class LaunchInfo:
     peer: str | None = None  # the second host of the job, if it is known
     has_store: bool = False  # address and port belong to the TCPStore of torchrun's agent
     parent_pid: int | None = None  # of rank 0, if it started this process
+    join_timeout: int | None = None  # seconds, if rank 0 started this process
 
     @property
     def single_host(self) -> bool:
@@ -106,7 +108,7 @@ def _read_int(variables: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-def yalis_variables(size: int, address: str, port: int, job: str, secret: str) -> dict[str, str]:
+def yalis_variables(size: int, address: str, port: int, job: str, secret: str, join_timeout: float) -> dict[str, str]:
     """Return the variables that rank 0 sets for the ranks it starts, all but the rank itself."""
     return {
         "YALIS_SIZE": str(size),
@@ -115,6 +117,7 @@ def yalis_variables(size: int, address: str, port: int, job: str, secret: str) -
         "YALIS_JOB": job,
         "YALIS_SECRET": secret,
         "YALIS_PARENT": str(os.getpid()),
+        "YALIS_JOIN_TIMEOUT": str(math.ceil(join_timeout)),
     }
 
 
@@ -129,6 +132,7 @@ def _describe_yalis(variables: Mapping[str, str], rank: int, size: int) -> Launc
         port=_read_int(variables, "YALIS_PORT"),
         job=variables.get("YALIS_JOB", ""),
         parent_pid=_read_int(variables, "YALIS_PARENT"),
+        join_timeout=_read_int(variables, "YALIS_JOIN_TIMEOUT"),
     )
 
 

@@ -21,6 +21,7 @@ from yalis.launch.heartbeat import (
     BEAT_S,
     CLOSING,
     IDLE,
+    LOADING,
     SILENCE_S,
     STEP_TIMEOUT_S,
     Progress,
@@ -282,11 +283,16 @@ class Rank0Monitor(LivenessMonitor):
     def _end_stuck_job(self, work: str, status: int = 1) -> None:
         """End the job because `work` does not end."""
         culprit = find_culprit(self._states)
+        if culprit is None and self.phase == CLOSING:
+            busy = [rank for rank in (0, *self._remaining()) if not self._states[rank].waiting]
+            culprit = busy[0] if len(busy) == 1 else None
         if culprit is None:
             self._end_job(f"no rank makes progress in {work}", status=status)
         elif self._states[culprit].silent_s > 2 * BEAT_S:
             self._end_job(self._describe_silent(culprit), kill=culprit, status=status)
         else:
+            if self._phase_of(culprit) == LOADING:
+                work = f"the job: it has read no weights for {self.step_timeout:g} s"
             self._end_job(f"{self._name(culprit)} holds up {work}", kill=culprit, status=status)
 
     def _describe_silent(self, rank: int) -> str:
@@ -361,7 +367,7 @@ class Rank0Monitor(LivenessMonitor):
         print_it = self._launched or self._stop_signal is not None or self.phase == CLOSING
         if not self._broadcast_failure(message, print_it, traceback):
             return
-        deadline = time.monotonic() + STUCK_S
+        deadline = time.monotonic() + (0.5 if kill == 0 else STUCK_S)
         if self._local:
             if kill:
                 self._local.kill(kill)

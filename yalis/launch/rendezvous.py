@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from yalis.errors import Rank0Unreachable, YalisFailure
+from yalis.errors import NotJoined, YalisFailure
 from yalis.launch.acceptor import Acceptor, reserve_descriptors
 from yalis.launch.auth import HandshakeError, JobKey, Method, OtherMethod, authenticate
 from yalis.launch.endpoint import Endpoint, resolve
@@ -33,6 +33,8 @@ _log = get_logger(__name__)
 
 _MAX_HELLO = 64 << 10  # bytes of a message before all ranks have joined
 _ANSWER_S = 10  # for rank 0 to answer a hello
+_STOPPED_S = 3  # for one turn of rank 0's loop, which takes 0.1 s
+_LATE_S = 3  # for the message of a rank 0 whose timeout has ended
 _LINGER_S = 5  # after a fatal error, for late ranks to connect and receive the reason
 _PURPOSE = b"rendezvous"
 CONTROL, LIVENESS = "control", "watch"  # as sent in a hello
@@ -71,12 +73,14 @@ class RendezvousServer:
         On an error, the ranks that have connected receive its message.
         """
         try:
-            self._deadline = time.monotonic() + timeout
+            now = time.monotonic()
+            self._deadline = now + timeout
             while self._missing():
-                if time.monotonic() > self._deadline:
+                if now > self._deadline:
                     raise YalisFailure(self._error or self._describe_missing(timeout))
                 self._acceptor.run_once(min(0.1, timeout))
-                self._check_local_ranks()
+                now, before = time.monotonic(), now
+                self._check_local_ranks(stopped_s=now - before)
             if self._error:
                 raise YalisFailure(self._error)
             members = self._make_table()
@@ -85,7 +89,7 @@ class RendezvousServer:
             return members
         except BaseException as error:
             message = str(error) if isinstance(error, YalisFailure) else "rank 0 gave up before all ranks had joined"
-            for link in self.links[CONTROL].values():
+            for link in (*self.links[CONTROL].values(), *self._silent):
                 _try_send(link, {"refused": message})
             for channel in CHANNELS:
                 _close(self.links[channel])
@@ -114,9 +118,13 @@ class RendezvousServer:
             "other hosts can reach this port"
         )
 
-    def _check_local_ranks(self) -> None:
+    def _check_local_ranks(self, stopped_s: float) -> None:
+        """Raise if a rank that this process started has ended. `stopped_s`: how long this process did not run."""
         for rank in self._missing() if self.local else ():
             if self.local and (status := self.local.exit_status(rank)):
+                if stopped_s > _STOPPED_S:
+                    reason = f"was stopped for {stopped_s:.0f} s, and rank {rank} has ended meanwhile ({status})"
+                    raise YalisFailure(f"rank 0 on {socket.gethostname()} {reason}")
                 raise YalisFailure(f"rank {rank} on {socket.gethostname()} ended before it joined ({status})")
             if self.local and self.local.is_stopped(rank):
                 pid = self.local.processes[rank].pid
@@ -276,18 +284,18 @@ class RankClient:
             for channel in CHANNELS:
                 self.links[channel] = self._connect(channel, deadline)
             # Rank 0 started to wait before this rank reached it, so its own timeout ends first.
-            last = time.monotonic() + self.timeout + _ANSWER_S
+            last = time.monotonic() + self.timeout + _LATE_S
             while not self.links[CONTROL].poll(1.0):
                 self._check_parent()
                 if time.monotonic() > last:
                     host = self.endpoint.host
-                    raise YalisFailure(
+                    raise NotJoined(
                         f"rank 0 on {host} did not report within {self.timeout:g} s that all ranks had joined"
                     )
             members = self._receive_table()
         except LinkLost as error:
             _close(self.links)
-            raise YalisFailure(f"rank 0 on {self.endpoint.host} ended before all ranks had joined") from error
+            raise NotJoined(f"rank 0 on {self.endpoint.host} ended before all ranks had joined") from error
         except BaseException:
             _close(self.links)
             raise
@@ -299,11 +307,9 @@ class RankClient:
         if self._parent_watch is None:
             return
         if os.getppid() != self._parent_watch.pid:
-            raise YalisFailure(f"rank 0 (pid {self._parent_watch.pid}) ended before rank {self.rank} had joined")
+            raise NotJoined(f"rank 0 (pid {self._parent_watch.pid}) ended before rank {self.rank} had joined")
         if self._parent_watch.is_over():
-            raise Rank0Unreachable(
-                f"rank 0 (pid {self._parent_watch.pid}) was stopped before rank {self.rank} had joined"
-            )
+            raise NotJoined(f"rank 0 (pid {self._parent_watch.pid}) was stopped before rank {self.rank} had joined")
 
     def _receive_table(self) -> tuple[RankInfo, ...]:
         answer = self.links[CONTROL].receive()
@@ -325,7 +331,7 @@ class RankClient:
                     (address, port) for port in self.endpoint.ports for address in resolve(self.endpoint.host)
                 ]:
                     try:
-                        return self._try_target(target, secret, channel)
+                        return self._try_target(target, secret, channel, deadline)
                     except HandshakeError as error:
                         problem = f"the process at {target[0]}, port {target[1]} {error}"
                         self._warn_once(error, problem)
@@ -341,7 +347,7 @@ class RankClient:
                 self._receive_table()  # raises: rank 0 has ended, or refuses to start
             self._check_parent()
             if time.monotonic() > deadline:
-                raise Rank0Unreachable(
+                raise NotJoined(
                     f"rank {self.rank} on {socket.gethostname()} did not reach rank 0 at {self.endpoint.host}, port "
                     f"{', '.join(map(str, self.endpoint.ports))}, within {self.timeout:g} s ({problem}); start all "
                     "ranks, or give a larger join_timeout="
@@ -349,13 +355,17 @@ class RankClient:
             time.sleep(pause)
             pause = min(pause * 1.5, 1.0)
 
-    def _try_target(self, target: tuple[str, int], secret: bytes | None, channel: str) -> Link:
+    def _try_target(self, target: tuple[str, int], secret: bytes | None, channel: str, deadline: float) -> Link:
         sock = socket.create_connection(target, timeout=5)
+        seconds = min(_ANSWER_S, max(1.0, deadline - time.monotonic()))  # a stopped rank 0 never answers
         try:
-            key = authenticate(sock, self.method, self.endpoint.job, secret, _PURPOSE)
+            key = authenticate(sock, self.method, self.endpoint.job, secret, _PURPOSE, seconds)
             link = Link(sock, f"rank 0 on {self.endpoint.host}", limit=_MAX_HELLO)
             link.send({**self._hello, "channel": channel, "address": link.addresses()[0]})
-            answer = link.receive() if link.poll(_ANSWER_S) else {}
+            answer = link.receive() if link.poll(seconds) else {}
+        except LinkLost as error:  # after the handshake, so it was rank 0
+            sock.close()
+            raise NotJoined(f"rank 0 on {self.endpoint.host} ended before all ranks had joined") from error
         except BaseException:
             sock.close()
             raise
@@ -366,7 +376,7 @@ class RankClient:
         link.close()
         if "refused" in answer:
             raise YalisFailure(str(answer["refused"]))
-        raise LinkLost(f"rank 0 did not answer within {_ANSWER_S} s", link.peer)
+        raise LinkLost(f"rank 0 did not answer within {seconds:.0f} s", link.peer)
 
     def _warn_once(self, error: HandshakeError, problem: str) -> None:
         """Report at once what waiting does not mend, though an impostor may have sent it."""

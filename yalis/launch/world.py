@@ -116,13 +116,15 @@ class World:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank. Collective; a value is anything that JSON can represent."""
         self._check()
+        self.progress.entered += 1
         if self.rank:
             self._controls[0].send(value)
             values: list[Any] = self._controls[0].receive()
-            return values
-        values = [value, *(self._controls[rank].receive() for rank in range(1, self.size))]
-        for link in self._controls.values():
-            link.send(values)
+        else:
+            values = [value, *(self._controls[rank].receive() for rank in range(1, self.size))]
+            for link in self._controls.values():
+                link.send(values)
+        self.progress.left += 1
         return values
 
     def open_links(self, leader: int | None) -> dict[int, Link]:
