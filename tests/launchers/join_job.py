@@ -1,13 +1,13 @@
 """A rank without an engine: joins its job; rank 0 prints how it got the secret, and the hosts of all ranks.
 
-Usage: join_job.py SIZE"""
+Usage: join_job.py SIZE [insecure]"""
 
 import json
 import sys
 
 from yalis.launch.join import join
 
-world = join(int(sys.argv[1]), [])
+world = join(int(sys.argv[1]), [], 10, insecure=sys.argv[2:] == ["insecure"])
 squares = world.all_gather_object(world.rank**2)
 links = world.open_links(0)
 if world.rank == 0:

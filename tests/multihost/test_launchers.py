@@ -21,8 +21,10 @@ from tests.multihost.hosts import Hosts
 from tests.system import needs
 from tests.system.processes import ROOT
 from tests.system.strangers import become_nobody, call, enter_namespace, running
+from yalis.launch import endpoint
 from yalis.launch.auth import HandshakeError, Method, authenticate
-from yalis.launch.endpoint import derive_ports
+from yalis.launch.endpoint import derive_ports, open_endpoint
+from yalis.launch.launchers import LaunchInfo
 from yalis.version import __version__
 
 JOIN = [sys.executable, str(ROOT / "tests/launchers/join_job.py")]
@@ -125,3 +127,41 @@ def test_mpirun_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert json.loads(out) == ["MPI broadcast", [[first, 0, 0], [first, 0, 1], [second, 1, 0]]]
+
+
+def run_by_hand(hosts: Hosts, *arguments: str) -> list[tuple[int, str, str]]:
+    """Run a rank on each host, without MUNGE and without a home directory. Returns statuses and outputs."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29777"}
+    variables |= {"HOME": "/proc", "YALIS_MUNGE_SOCKET": "/proc/none"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [hosts.run(host, [*JOIN, "2", *arguments], {**variables, "RANK": str(host)}, **pipes) for host in range(2)]
+    outputs = [rank.communicate(timeout=30) for rank in ranks]
+    return [(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+def test_without_a_secret_a_job_starts_only_if_the_user_insists(hosts: Hosts) -> None:
+    for status, out, errors in run_by_hand(hosts):
+        assert (status, out) == (1, "")
+        assert "/proc/.yalis cannot be created" in errors
+        assert "set YALIS_SECRET to the same random text" in errors
+    (rank0, rank1) = run_by_hand(hosts, "insecure")
+    assert json.loads(rank0[1])[0] == "insecure_rendezvous=True"
+    assert (rank0[0], rank1) == (0, (0, "", ""))
+    assert rank0[2].count("\n") == 1
+    assert "the ranks of this job are not authenticated" in rank0[2]
+
+
+def test_rank_0_listens_on_the_network_of_the_job_only(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the host's own name is a loopback address, and torchrun's variables were set by hand."""
+    info = LaunchInfo("srun", 0, 2, 0, 1, hosts.names[0], job="srun 9.9", peer=hosts.addresses[1])
+
+    def addresses(info: LaunchInfo, name: str) -> str:
+        enter_namespace(hosts.names[0])
+        monkeypatch.setattr(endpoint, "resolve", lambda host: [name])
+        with open_endpoint(info, b"", 1)[0] as server:
+            return str(server.getsockname()[0])
+
+    assert call(addresses, info, hosts.addresses[0]) == hosts.addresses[0]
+    assert call(addresses, info, "127.0.1.1") == hosts.addresses[0]
+    with pytest.raises(AssertionError, match=r"does not have the address 10.77.0.2 of .*; set MASTER_ADDR"):
+        call(addresses, info, hosts.addresses[1])

@@ -92,7 +92,7 @@ def _join_rank0(info: LaunchInfo, method: Method, timeout: float, persistent: bo
     client = RankClient(
         endpoint,
         method,
-        lambda: find_secret(info, method) if secret is None else secret,
+        lambda: _find_secret(info, method) if secret is None else secret,
         info.rank,
         info.size,
         timeout,
@@ -101,3 +101,12 @@ def _join_rank0(info: LaunchInfo, method: Method, timeout: float, persistent: bo
     members, key = client.join()
     links = client.links
     return make_world(info.rank, members, {0: links[CONTROL]}, {0: links[LIVENESS]}, key, persistent=persistent)
+
+
+def _find_secret(info: LaunchInfo, method: Method) -> bytes | None:
+    try:
+        return find_secret(info, method)
+    except YalisError as error:
+        if method is Method.GIVEN:
+            raise  # rank 0 reports the same
+        raise NotJoined(f"rank {info.rank} on {socket.gethostname()}: {error}") from error
