@@ -134,7 +134,9 @@ class LivenessMonitor(ABC):
         member = self.members[rank]
         return f"{member} (pid {member.pid}{f', {status}' if status else ''})"
 
-    def _describe_death(self, rank: int, phase: str, status: str | None = None) -> str:
+    def _describe_death(self, rank: int, lost: LinkLost, phase: str, status: str | None = None) -> str:
+        if lost.silent:
+            return f"{self._name(rank)} cannot be reached{while_in(phase)}: its host or network is down"
         return f"{self._name(rank, status)} died{while_in(phase)}"
 
     def _describe_silence(self, rank: int, seconds: float, phase: str) -> str:
@@ -330,9 +332,9 @@ class Rank0Monitor(LivenessMonitor):
         while link.poll(0):
             try:
                 message = link.receive()
-            except LinkLost:
+            except LinkLost as lost:
                 if rank not in self.departed:
-                    self._handle_death(rank)
+                    self._handle_death(rank, lost)
                 return False
             if "beat" in message:
                 self._states[rank].update(message["beat"])
@@ -344,12 +346,12 @@ class Rank0Monitor(LivenessMonitor):
                 self._mark_departed(rank)
         return True
 
-    def _handle_death(self, rank: int) -> None:
+    def _handle_death(self, rank: int, lost: LinkLost) -> None:
         if self._stopped_s:
             message = f"{self._name(0)} was stopped for {self._stopped_s:.0f} s, and the other ranks have ended"
         else:
             status = self._local.exit_status(rank, 0.3) if self._local and not self.failure else None
-            message = self._describe_death(rank, self._phase_of(rank), status)
+            message = self._describe_death(rank, lost, self._phase_of(rank), status)
         self._handle_failure(rank, message)
 
     def _handle_failure(self, rank: int, message: str, traceback: str | None = None) -> None:
@@ -441,9 +443,9 @@ class WorkerMonitor(LivenessMonitor):
             if self._link.poll(max(0.0, ticked + BEAT_S - time.monotonic())):
                 try:
                     message = self._link.receive()
-                except LinkLost:
+                except LinkLost as lost:
                     if not self.rank0_left.is_set() and not self.closing:
-                        print_error(self._describe_death(0, self.phase))
+                        print_error(self._describe_death(0, lost, self.phase))
                         os._exit(1)
                     return
                 silent_s, limit = 0.0, message.get("beat", limit)
