@@ -298,11 +298,15 @@ FAMILIES = {family.architecture: family for family in _RECORDS}
 
 def match_family(config: Mapping[str, Any]) -> Family | None:
     """Return the family of a config.json, or None if it is not supported."""
-    names = config.get("architectures") or []
+    names = _architectures(config)
     if not names:
         return next((family for family in _RECORDS if family.name == config.get("model_type")), None)
-    names = [names] if isinstance(names, str) else names
-    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    return next((FAMILIES[name] for name in names if isinstance(name, str) and name in FAMILIES), None)
+
+
+def _architectures(config: Mapping[str, Any]) -> list[Any]:
+    names = config.get("architectures") or []
+    return names if isinstance(names, list) else [names]
 
 
 def find_family(config: Mapping[str, Any], label: str) -> Family:
@@ -311,8 +315,8 @@ def find_family(config: Mapping[str, Any], label: str) -> Family:
     if family is not None:
         return family
     known = ", ".join(f"{family.architecture} ({family.models})" for family in _RECORDS)
-    names = config.get("architectures")
-    unknown = (names if isinstance(names, str) else names[0]) if names else config.get("model_type")
+    names = _architectures(config)
+    unknown = names[0] if names else config.get("model_type")
     if unknown is None:
         raise YalisError(f"{label} has no architectures entry; use a model whose config.json has one of: {known}")
     raise YalisError(f"{label} has architecture {unknown!r}, which is not supported; known: {known}")

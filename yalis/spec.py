@@ -120,7 +120,7 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
         vocab_size=config.integer("vocab_size"),
         max_position=max_position,
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_rope(family, config, head_dim, max_position),
+        rope=_check_rope(_rope(family, config, head_dim, max_position), label),
         windows=_windows(family, config, num_layers),
         attention_scale=head_dim**-0.5,
         activation=_activation(family, config),
@@ -190,7 +190,7 @@ def _rope(family: Family, reader: ConfigReader, head_dim: int, max_position: int
         if kind == "longrope":
             scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
             scale = float(rope.get("attention_factor") or scale)
-            short, long = tuple(rope["short_factor"]), tuple(rope["long_factor"])
+            short, long = tuple(map(float, rope["short_factor"])), tuple(map(float, rope["long_factor"]))
             if len(short) != dim // 2 or len(long) != dim // 2:
                 raise YalisError(
                     f"{label} has {len(short)} short and {len(long)} long RoPE factors; {dim // 2} of each are needed"
@@ -201,6 +201,21 @@ def _rope(family: Family, reader: ConfigReader, head_dim: int, max_position: int
     raise YalisError(
         f"{label} has RoPE scaling {kind!r}, which is not supported; supported: default, linear, llama3, yarn, longrope"
     )
+
+
+def _check_rope(rope: RopeSpec, label: str) -> RopeSpec:
+    """Return the settings; raises if no frequencies can be computed from them."""
+    factors = (rope.factor, rope.scale, *rope.short_factor, *rope.long_factor)
+    valid = 1 < rope.theta < math.inf and all(0 < factor < math.inf for factor in factors)
+    if rope.kind in ("llama3", "yarn"):
+        valid = valid and 1e-6 < rope.low < rope.high < 1e6 and rope.original_max > 0
+    if not valid:
+        raise YalisError(
+            f"the {rope.kind} RoPE settings of {label} are out of range: rope_theta must be above 1, every factor "
+            "positive, and low_freq_factor or beta_slow below high_freq_factor or beta_fast; compare config.json with "
+            "the original"
+        )
+    return rope
 
 
 def _rotated_dimensions(family: Family, kind: str, head_dim: int, partial_rotary_factor: float, label: str) -> int:

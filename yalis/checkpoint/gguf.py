@@ -164,6 +164,8 @@ def _other_splits(path: Path, count: object) -> list[Path]:
 
 
 def _read_vector(entry: GgufEntry) -> list[float]:
+    if len(entry.shape) != 1:
+        raise YalisError(f"tensor {entry.name!r} in {entry.file.path} is not a vector; fetch the file again")
     out = torch.empty(entry.shape)
     GgufTensor(entry.name, entry).read_into(out)
     return [float(value) for value in out]

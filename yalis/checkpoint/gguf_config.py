@@ -45,8 +45,8 @@ class GgufMetadata:
         """Return a positive number. Zero is accepted only where it is the default."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):  # some writers repeat the number for every layer
-            value = value[0] if len(set(value)) == 1 else "different by layer"
-        if value is None or isinstance(value, (bool, str)) or not (value > 0 or value == default):
+            value = value[0] if value and all(each == value[0] for each in value) else "different by layer"
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or value == default):
             wrong = "missing" if value is None else f"{value!r}"
             raise YalisError(f"{self.architecture}.{key} in {self.label} is {wrong}; use another file of this model")
         return value  # type: ignore[no-any-return]
@@ -127,7 +127,14 @@ def _rope_scaling(metadata: GgufMetadata, rope_factors: dict[str, list[float]], 
     """
     if "rope_freqs" in rope_factors:
         given = rope_factors["rope_freqs"]
-        llama3 = {"rope_type": "llama3", "factor": max(given), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        if not all(factor > 0 for factor in given):
+            raise YalisError(f"rope_freqs in {metadata.label} has factors that are not positive; fetch the file again")
+        llama3 = {
+            "rope_type": "llama3",
+            "factor": max(given, default=1.0),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         llama3["original_max_position_embeddings"] = 8192
         if 2 * len(given) == rotated:
             expected = _llama3_factors(llama3, metadata.number("rope.freq_base", 10000.0), rotated)

@@ -124,9 +124,16 @@ def _weight_files(folder: Path) -> list[Path]:
         # A file of the folder may be a symbolic link to anywhere, as in the cache of the Hugging Face hub.
         if Path(shard).is_absolute() or ".." in Path(shard).parts:
             raise YalisError(f"{index} names {shard!r}, which is not in its folder; fetch the model again")
-        if not (folder / shard).is_file():
+        if not _is_file(folder / shard):
             raise YalisError(f"{folder} lacks the shard {shard}, which its {INDEX} names; fetch that file")
     return [folder / shard for shard in shards]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long for any file
+        return False
 
 
 def _read_header(file: MappedFile) -> dict[str, _Entry]:
