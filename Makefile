@@ -3,6 +3,8 @@
 # make test-full   make test plus all combinations of options
 # make lint    ruff, mypy and the import direction only
 # make faults  every fault in every phase of every split, and how the job ends; JOBS=N at a time, CASES="kill-*-tp2-*"
+# make fuzz    20,000 mutated hellos and model files, each under limits of time and memory; COUNT=N, SEED=N
+# make soak    requests for MINUTES=10 over dp 2 and pp 2, with the memory of every rank sampled
 # make gpu-test   the GPU tests, with the python3 that has torch installed
 # make gpu-bench   benchmarks of one GPU against its lower bounds; OUT=FOLDER, STEPS="table profile"
 # make peers   install the engines that benchmarks compare with into their own environment (large, once)
@@ -22,7 +24,7 @@ SYSTEM ?= tests/system/install.sh
 JOB_TESTS := tests/multiprocess tests/launchers tests/multihost tests/faults
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: demo test test-full lint faults fetch system gpu-test gpu-bench peers clean help
+.PHONY: demo test test-full lint faults fuzz soak fetch system gpu-test gpu-bench peers clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -63,6 +65,12 @@ test-full: lint fetch system
 	$(PYTEST) -rs $(JOB_TESTS)
 
 # As root, so that hosts can be network namespaces. The whole matrix takes about 20 minutes on two cores.
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz --count $(or $(COUNT),20000) --seed $(or $(SEED),1) --out benchmarks/results/fuzz/fuzz.json
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) --dp 2 --pp 2 --out benchmarks/results/soak/soak.json
+
 FAULT_RESULTS := benchmarks/results/faults
 faults: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults $(if $(CASES),--cases '$(CASES)',--out $(FAULT_RESULTS)) $(if $(JOBS),--jobs $(JOBS))
