@@ -77,8 +77,7 @@ def test_a_killed_rank_under_torchrun(model: str, tmp_path: Path) -> None:
     )  # the tokens generated before, if there was time to print them
 
 
-@pytest.mark.parametrize("split", ["--tp", "--pp", "--dp"])
-@pytest.mark.parametrize("moment", PHASES)
+@pytest.mark.parametrize(("split", "moment"), [("--tp", "prefill"), ("--pp", "loading"), ("--dp", "decode")])
 def test_the_error_of_a_rank_is_reported(fork_server: ForkServer, model: str, split: str, moment: str) -> None:
     """And not the connections that break because of it."""
     ended = fork_server.run(generate(model, "--prompt-ids", "7,8", split, "2"), fault=f"1 raise {moment}")
@@ -99,28 +98,68 @@ def test_the_error_of_a_rank_under_a_launcher(fork_server: ForkServer, model: st
 
 # Stopped and hung ranks
 
-STOPPED = "has not answered for"
 
-
-@pytest.mark.parametrize("split", ["--tp", "--pp", "--dp"])
-def test_a_stopped_rank_is_named(fork_server: ForkServer, model: str, tmp_path: Path, split: str) -> None:
+def test_a_stopped_rank_is_named(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     note = tmp_path / "note"
-    argv = generate(model, "--prompt-ids", "7,8", split, "2", "--step-timeout", "3")
+    argv = generate(model, "--prompt-ids", "7,8", "--dp", "2", "--step-timeout", "3")
     ended = fork_server.run(argv, fault=f"1 stop decode {note}")
-    assert ended.within(8, note)
+    assert ended.within(9, note)
     assert ended.statuses == [1]
     (line,) = ended.errors.splitlines()
-    assert re.search(rf"rank 1 on {HOST} \(pid \d+\) {STOPPED} [345] s while running: it is stopped", line)
+    assert re.search(rf"rank 1 on {HOST} \(pid \d+\) has not answered for [345] s while running: it is stopped", line)
 
 
 def test_a_rank_that_hangs_in_a_step_is_named(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
     note = tmp_path / "note"
     ended = fork_server.run(generate(model, "--tp", "2", "--step-timeout", "3"), fault=f"1 sleep decode {note}")
-    assert ended.within(9, note)
+    assert ended.within(10, note)
     assert ended.statuses == [1]
     (line,) = ended.errors.splitlines()
     assert f"rank 1 on {HOST} (pid " in line
     assert "holds up a step that takes longer than 3 s; give a larger --step-timeout" in line
+
+
+def test_all_ranks_end_when_rank_0_is_stopped(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
+    """Once rank 0 is continued, it reports that it was stopped."""
+    note = tmp_path / "note"
+    job = fork_server.start(generate(model, "--tp", "2", "--step-timeout", "3"), fault=f"0 stop loading {note}")
+    wait_for(note)
+    while len(job.left()) > 1:
+        time.sleep(0.05)
+        assert time.time() - float(note.read_text()) < 8
+    os.kill(job.pids[0], signal.SIGCONT)
+    ended = job.finish(10)
+    assert ended.statuses == [1]
+    by_rank_1, by_rank_0 = ended.errors.splitlines()
+    assert by_rank_1.endswith("s while loading the model: it is stopped (SIGSTOP)")
+    assert re.search(rf"error: rank 0 on {HOST} \(pid \d+\) was stopped for \d s, and the other ranks", by_rank_0)
+
+
+def test_a_rank_that_is_stopped_at_the_end_is_killed(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    ended = fork_server.run(generate(model, "--tp", "2", "--max-tokens", "4"), fault=f"1 stop shutdown {note}")
+    assert ended.within(12, note)
+    assert ended.statuses == [0]  # the results are complete
+    assert "had to be killed after the last request: it is stopped (SIGSTOP)" in ended.errors.splitlines()[-1]
+
+
+def test_a_rank_killed_while_memory_is_shared_leaves_nothing(fork_server: ForkServer, model: str) -> None:
+    ended = fork_server.run(generate(model, "--tp", "2"), fault="1 kill connecting")  # finish() looks into /dev/shm
+    assert ended.statuses == [1]
+    assert "killed by SIGKILL) died while connecting" in ended.errors
+
+
+def test_one_sigterm_ends_a_job_with_a_stopped_rank(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    job = fork_server.start(generate(model, "--prompt-ids", "7,8", "--dp", "2"), fault=f"1 stop decode {note}")
+    wait_for(note)
+    terminate(job)
+    ended = job.finish()
+    assert ended.within(15, note)
+    assert ended.statuses == [143]
+    reason, stopped = ended.errors.splitlines()
+    assert re.search(r"while (running|closing): it is stopped \(SIGSTOP\)", reason)
+    assert stopped.startswith("yalis: stopped: ")
 
 
 def test_a_rank_that_never_arrives_is_named(fork_server: ForkServer, model: str, tmp_path: Path) -> None:

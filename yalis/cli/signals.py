@@ -27,7 +27,9 @@ def sigterm_as_ctrl_c() -> Iterator[list[int]]:
 
     def terminate(number: int, frame: FrameType | None) -> None:
         terminated.append(number)
-        signal.raise_signal(signal.SIGINT)  # an engine step in progress delays it until the step is complete
+        handler = signal.getsignal(signal.SIGINT)
+        assert callable(handler)
+        handler(signal.SIGINT, frame)  # an engine step in progress delays it until the step is complete
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not terminated and sigint_handler is signal.SIG_IGN:
