@@ -52,15 +52,18 @@ def main() -> int:
         outcomes = Runner(Path(folder), model, limits, report).run(cases, args.jobs)
     order = {case: number for number, case in enumerate(every)}
     outcomes.sort(key=lambda outcome: order[outcome.case])
+    seconds, host, versions = round(time.monotonic() - begin), machine.host(), machine.versions()
     text = markdown(outcomes, limits)
     print(f"\n{text}")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        head = {"versions": machine.versions(), "host": machine.host(), "revision": machine.revision()}
-        settings = {"jobs": args.jobs, "limits": vars(limits), "seconds": round(time.monotonic() - begin)}
-        result = {**head, **settings, "cases": [outcome.to_json() for outcome in outcomes]}
-        (args.out / "matrix.json").write_text(json.dumps(result, indent=1) + "\n")
-        (args.out / "matrix.md").write_text(text)
+        head = {"versions": versions, "host": host, "revision": machine.revision()}
+        settings = {"jobs": args.jobs, "limits": vars(limits), "seconds": seconds}
+        rows = ",\n".join(f"  {json.dumps(outcome.to_json())}" for outcome in outcomes)
+        top = json.dumps({**head, **settings}, indent=1).removesuffix("\n}")
+        (args.out / "matrix.json").write_text(f'{top},\n "cases": [\n{rows}\n ]\n}}\n')
+        where = f"{host['cores']} cores of {host['cpu']}, torch {versions['torch']}, {args.jobs} jobs at a time"
+        (args.out / "matrix.md").write_text(f"{text}\nMeasured on {where}, in {seconds / 60:.0f} minutes.\n")
     return 1 if any(outcome.problems for outcome in outcomes) else 0
 
 

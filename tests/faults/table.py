@@ -45,7 +45,7 @@ def markdown(outcomes: Sequence[Outcome], limits: Limits) -> str:
                 cells = (_cell([one for one in row if one.case.split == split]) for split in splits)
                 lines.append(f"| {fault} | {phase} | {' | '.join(cells)} |")
     if any(problems):
-        lines += ["", "## Wrong", "", "| case | problem | last error |", "| --- | --- | --- |"]
+        lines += ["", "## Wrong cases", "", "| case | problem | last error |", "| --- | --- | --- |"]
         wrong = sorted((one for one in outcomes if one.problems), key=lambda one: str(one.case))
         lines += [f"| {one.case} | {'; '.join(one.problems)} | {one.sentence} |" for one in wrong]
     return text + "\n".join(lines) + "\n"

@@ -17,7 +17,7 @@ OTHERS = [
     Case("link-down", "load", "tp2-hosts", 0),
 ]
 CASES = [*cover(), *OTHERS]
-LIMITS = Limits(step_timeout=3, join_timeout=4, end=9)
+LIMITS = Limits(step_timeout=3, join_timeout=4)
 NO_HOSTS = missing()
 
 

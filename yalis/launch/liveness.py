@@ -369,7 +369,9 @@ class Rank0Monitor(LivenessMonitor):
         print_it = self._launched or self._stop_signal is not None or self.phase == CLOSING
         if not self._broadcast_failure(message, print_it, traceback):
             return
-        deadline = time.monotonic() + (0.5 if kill == 0 else STUCK_S)
+        # A collective with a rank that does not react does not return, unless that rank can be killed here.
+        patience = STUCK_S if kill is None else STUCK_S / 2 if kill else 0.5
+        deadline = time.monotonic() + patience
         if self._local:
             if kill:
                 self._local.kill(kill)
