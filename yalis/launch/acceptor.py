@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from yalis.errors import YalisFailure
 from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, OtherMethod, Responder
 from yalis.launch.link import Link, plain_address
+from yalis.log import get_logger
+
+_log = get_logger(__name__)
 
 MAX_UNAUTHENTICATED = 128
 _DESCRIPTORS_PER_RANK = 8  # two channels, and links and connections of the engine and the communication backends
@@ -65,7 +68,8 @@ class Acceptor:
     def run_once(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for events and handle them."""
         for key, _ in self._selector.select(timeout):
-            if key.fd in self._selector.get_map():  # not closed by an earlier event
+            # An earlier event may have closed this connection, and a new one may have its descriptor.
+            if self._selector.get_map().get(key.fd) is key:
                 key.data(key.fileobj)
         now = time.monotonic()
         for sock in [sock for sock, state in self._open.items() if state.expires < now]:
@@ -124,6 +128,9 @@ class Acceptor:
         except HandshakeError as error:
             self._drop(sock, str(error))
         except OSError:
+            self._drop(sock)
+        except Exception:  # a stranger must not end the job
+            _log.exception("a connection from %s was closed after an unexpected error", state.address)
             self._drop(sock)
         else:
             if state.responder.done:
