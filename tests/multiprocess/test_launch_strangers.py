@@ -48,7 +48,7 @@ def send(port: int, data: bytes) -> bytes:
 
 
 def finish_with_rank_1(job: Job, **more: Any) -> None:
-    with Job("gather", 2, 20, ranks=[1], port=job.port, **more) as late:
+    with Job("gather", 2, 50, ranks=[1], port=job.port, **more) as late:
         assert job.read() == {"ranks": [0, 1]}
         assert job.finish(10)[0] == late.finish(10)[0] == [0]
 
@@ -203,6 +203,27 @@ def test_idle_connections_do_not_take_the_descriptors_of_ranks(limit: int, conne
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         os.close(reader)
         os.close(writer)
+
+
+def flood(port: int) -> None:
+    """Open connections as fast as possible, and close old ones."""
+    held: list[socket.socket] = []
+    while True:
+        sock = socket.socket()
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.connect(("127.0.0.1", port))
+        held.append(sock)
+        if len(held) > 700:
+            held.pop(0).close()
+
+
+def test_a_flood_of_connections_does_not_keep_a_rank_out() -> None:
+    with Job("gather", 2, 60, ranks=[0]) as job:
+        connect(job.port).close()
+        with nobody_running(flood, job.port):
+            time.sleep(0.5)
+            finish_with_rank_1(job)
 
 
 def test_the_limit_on_open_files_is_raised_for_many_ranks() -> None:

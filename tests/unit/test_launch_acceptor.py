@@ -10,12 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from yalis.errors import YalisFailure
 from yalis.launch.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from yalis.launch.auth import JobKey, Method, Responder, authenticate
 from yalis.launch.link import Link, listen
+from yalis.launch.peer_links import accept_followers, connect_to_leader
+from yalis.launch.rank_info import RankInfo
 
 KEY = JobKey(Method.GIVEN, "job", b"0123456789abcdef")
 PURPOSE = b"test"
+LEADER = RankInfo(0, "a", 0, 0, "127.0.0.1", 1)
 
 
 @pytest.fixture
@@ -76,3 +80,26 @@ def test_an_unexpected_error_closes_the_connection_only(
             assert stranger.recv(1) == b""
     assert "closed after an unexpected error" in caplog.text
     join(acceptor, links)
+
+
+def test_a_follower_connects_again_until_the_leader_accepts_it() -> None:
+    """A leader with too many connections closes some of them before their handshake."""
+    server = listen("127.0.0.1", 0)
+    port = server.getsockname()[1]
+    found: dict[int, Link] = {}
+
+    def lead() -> None:
+        for _ in range(8):
+            server.accept()[0].close()
+        found.update(accept_followers(server, KEY, PURPOSE, [1], lambda: None))
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    link = connect_to_leader(LEADER, port, KEY, PURPOSE, 1)
+    leader.join()
+    found[1].send("hello")
+    assert link.receive() == "hello"
+    for end in (link, found[1]):
+        end.close()
+    with pytest.raises(YalisFailure, match=f"cannot reach rank 0 on a at 127.0.0.1, port {port} .*refused"):
+        connect_to_leader(LEADER, port, KEY, PURPOSE, 1)

@@ -1,13 +1,16 @@
 """Accepting connections of ranks: a connection becomes a `Link` after its handshake.
 
-Connections without a complete handshake cannot exhaust this process: there are at most 128 of them, the oldest is
-closed for a new one, and each is closed after ten seconds. A rank whose connection is closed connects again.
+Connections without a complete handshake cannot exhaust this process: there are at most 128 of them, a random one is
+closed for a new one, and each is closed after ten seconds. A rank whose connection is closed connects again. Because
+the choice is random, and what has arrived is read before new connections are accepted, a rank succeeds after a few
+attempts even while a stranger opens connections as fast as it can.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import resource
 import selectors
 import socket
@@ -25,7 +28,7 @@ _log = get_logger(__name__)
 MAX_UNAUTHENTICATED = 128
 _DESCRIPTORS_PER_RANK = 8  # two channels, and links and connections of the engine and the communication backends
 _OTHER_DESCRIPTORS = 256
-_ACCEPTS = 64  # connections accepted in a row, before those that are open are read
+_ACCEPTS = 16  # connections accepted in a row, before those that are open are read
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
@@ -53,7 +56,7 @@ class Acceptor:
         self.server = server
         self.refusal = ""  # why the last connection was refused; contains no text of the peer
         self._key, self._purpose, self._accepted = key, purpose, accepted
-        self._open: dict[socket.socket, _Unauthenticated] = {}  # oldest first
+        self._open: dict[socket.socket, _Unauthenticated] = {}
         self._selector = selectors.DefaultSelector()
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ, self._accept)
@@ -67,7 +70,8 @@ class Acceptor:
 
     def run_once(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for events and handle them."""
-        for key, _ in self._selector.select(timeout):
+        events = sorted(self._selector.select(timeout), key=lambda event: event[0].fileobj is self.server)
+        for key, _ in events:  # new connections last, because they may replace those that can be read
             # An earlier event may have closed this connection, and a new one may have its descriptor.
             if self._selector.get_map().get(key.fd) is key:
                 key.data(key.fileobj)
@@ -95,11 +99,11 @@ class Acceptor:
                         "this process has no file descriptor left for the connections of other ranks; raise the limit "
                         "with `ulimit -n`"
                     ) from error
-                for unauthenticated in list(self._open):
-                    self._drop(unauthenticated)
+                for _ in range((len(self._open) + 1) // 2):
+                    self._drop_random()
                 continue
             if len(self._open) >= MAX_UNAUTHENTICATED:
-                self._drop(next(iter(self._open)))
+                self._drop_random()
             sock.setblocking(False)
             responder = Responder(self._key, self._purpose, sock)
             self._open[sock] = _Unauthenticated(responder, plain_address(address[0]), time.monotonic() + HANDSHAKE_S)
@@ -137,6 +141,9 @@ class Acceptor:
                 self._selector.unregister(sock)
                 del self._open[sock]
                 self._accepted(Link(sock, state.address))
+
+    def _drop_random(self) -> None:
+        self._drop(random.choice(list(self._open)), "is one of too many that have not authenticated themselves")
 
     def _drop(self, sock: socket.socket, reason: str = "") -> None:
         state = self._open.pop(sock)

@@ -13,7 +13,6 @@ from yalis.launch.link import MAX_FRAME, Link, LinkLost
 from yalis.launch.rank_info import RankInfo
 
 CONNECT_S = 60.0
-_TRIES = 5  # the leader closes the oldest connection if there are too many without a handshake
 _MAX_HELLO = 1 << 10
 
 
@@ -40,6 +39,7 @@ def accept_followers(
             link.send(None)  # the follower knows now that its connection was not closed to make room for another
         except LinkLost:
             del links[rank]
+            link.close()
 
     def accepted(link: Link) -> None:
         link.limit = _MAX_HELLO
@@ -63,23 +63,34 @@ def accept_followers(
 
 
 def connect_to_leader(leader: RankInfo, port: int, key: JobKey, purpose: bytes, rank: int) -> Link:
-    """Return this rank's link to its leader. Raises YalisFailure if the leader cannot be reached."""
-    for attempt in range(_TRIES):
+    """Return this rank's link to its leader. Raises YalisFailure if the leader cannot be reached.
+
+    Tries again if the connection is closed: the leader does that if there are too many without a handshake.
+    """
+    deadline = time.monotonic() + CONNECT_S
+    pause = 0.02
+    while True:
         try:
-            sock = socket.create_connection((leader.address, port), timeout=CONNECT_S)
-        except OSError as error:
-            problem = error.strerror or str(error)
-            break
-        try:
-            authenticate(sock, key.method, key.job, key.secret, purpose)
-            link = Link(sock, str(leader))
-            link.send(rank)
-            if link.poll(HANDSHAKE_S):
-                link.receive()
-                return link
-            problem = "no answer"
+            return _try_leader(leader, port, key, purpose, rank)
         except (OSError, HandshakeError, LinkLost) as error:
-            problem = str(error)
-        sock.close()
-        time.sleep(0.05 * 2**attempt)
+            problem = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() + pause > deadline:
+                break  # refused: the leader listened before this rank learned the port, so it has ended
+        time.sleep(pause)
+        pause = min(pause * 1.5, 1.0)
     raise YalisFailure(f"cannot reach {leader} at {leader.address}, port {port} ({problem})")
+
+
+def _try_leader(leader: RankInfo, port: int, key: JobKey, purpose: bytes, rank: int) -> Link:
+    sock = socket.create_connection((leader.address, port), timeout=HANDSHAKE_S)
+    try:
+        authenticate(sock, key.method, key.job, key.secret, purpose)
+        link = Link(sock, str(leader))
+        link.send(rank)
+        if not link.poll(HANDSHAKE_S):
+            raise TimeoutError("no answer")
+        link.receive()
+        return link
+    except BaseException:
+        sock.close()
+        raise

@@ -272,7 +272,7 @@ class RankClient:
         self._find_secret = find_secret
         self._parent_watch = StopWatch(parent_pid) if parent_pid is not None else None
         self._key: JobKey | None = None  # known from the first handshake on
-        self._targets: Sequence[tuple[str, int]] = ()  # address and port of rank 0 from then on
+        self._targets: Sequence[tuple[str, int]] = ()  # address and port at which rank 0 has proved itself
         self._hello = {"version": __version__, "rank": rank, "size": size}
         self._hello |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine_id()}
         self._warned = False
@@ -295,12 +295,15 @@ class RankClient:
             members = self._receive_table()
         except LinkLost as error:
             _close(self.links)
-            raise NotJoined(f"rank 0 on {self.endpoint.host} ended before all ranks had joined") from error
+            raise self._rank0_ended() from error
         except BaseException:
             _close(self.links)
             raise
         assert self._key is not None
         return members, self._key
+
+    def _rank0_ended(self) -> NotJoined:
+        return NotJoined(f"rank 0 on {self.endpoint.host} ended before all ranks had joined")
 
     def _check_parent(self) -> None:
         """Raise if rank 0 started this rank, and has ended or is stopped."""
@@ -336,6 +339,8 @@ class RankClient:
                         problem = f"the process at {target[0]}, port {target[1]} {error}"
                         self._warn_once(error, problem)
                     except OSError as error:
+                        if isinstance(error, ConnectionRefusedError) and self._targets:
+                            raise self._rank0_ended() from error
                         problem = error.strerror or str(error)
                     except LinkLost as error:
                         problem = str(error)
@@ -363,9 +368,10 @@ class RankClient:
             link = Link(sock, f"rank 0 on {self.endpoint.host}", limit=_MAX_HELLO)
             link.send({**self._hello, "channel": channel, "address": link.addresses()[0]})
             answer = link.receive() if link.poll(seconds) else {}
-        except LinkLost as error:  # after the handshake, so it was rank 0
+        except LinkLost:  # rank 0 has proved itself, and has ended or closed this connection to accept others
+            self._targets = (target,)
             sock.close()
-            raise NotJoined(f"rank 0 on {self.endpoint.host} ended before all ranks had joined") from error
+            raise
         except BaseException:
             sock.close()
             raise
