@@ -11,7 +11,7 @@ import torch
 from yalis.config import EngineConfig
 from yalis.perfmodel.timeline import categorize
 from yalis.study.profile import TOLERANCE, ProfilePlan, measure
-from yalis.study.workloads import Workload
+from yalis.workloads import Workload
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -14,7 +14,7 @@ from yalis.config import EngineConfig
 from yalis.engine.slice_rank import SliceRank
 from yalis.spec import read_spec
 from yalis.study.slice import Slice, SlicePlan, measure
-from yalis.study.workloads import Workload
+from yalis.workloads import Workload
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

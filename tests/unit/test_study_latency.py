@@ -22,7 +22,7 @@ from yalis.study.peers import engines as peer_engines
 from yalis.study.peers.peer import Peer, PeerSetup, Timing
 from yalis.study.peers.process import PEERS, start_peer
 from yalis.study.topology import has_floor, note_peer_devices
-from yalis.study.workloads import Workload
+from yalis.workloads import Workload
 
 
 class Broken:

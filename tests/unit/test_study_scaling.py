@@ -23,7 +23,7 @@ from yalis.study.results import Result
 from yalis.study.scaling.settings import LOG, ScalingPlan, Setting, command_args, command_line, list_settings
 from yalis.study.scaling.slurm import SlurmPlan, write_scripts
 from yalis.study.scaling.summary import failed, find_result, gather
-from yalis.study.workloads import Workload
+from yalis.workloads import Workload
 
 CONFIG = EngineConfig("m", prefix_reuse=False)
 TINY = {

@@ -25,7 +25,7 @@ from yalis.perfmodel.floors import decode_work
 from yalis.spec import ModelSpec, read_spec
 from yalis.study import bandwidth, results, slice
 from yalis.study.slice import Slice, SlicePlan, measure
-from yalis.study.workloads import Workload
+from yalis.workloads import Workload
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 

@@ -22,8 +22,8 @@ from yalis.study.peers.engines import even_steps
 from yalis.study.requests import ThroughputPlan, TimedRequest, digest_requests, make_requests, read_dataset
 from yalis.study.spread import percentiles
 from yalis.study.throughput import Run, YalisEngine, find_floor
-from yalis.study.workloads import NAMED, Workload, parse_workload
 from yalis.types import SamplingParams
+from yalis.workloads import NAMED, Workload, parse_workload
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from yalis.cli.terminal import print_status
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
 from yalis.errors import YalisError
 from yalis.progress_line import ProgressLine
-from yalis.study.workloads import NAMED, parse_workload
+from yalis.workloads import NAMED, parse_workload
 
 if TYPE_CHECKING:
     from yalis.study.results import Result

@@ -11,7 +11,7 @@ from yalis.cli.flags import HELP, add_common_flags, add_engine_flags, engine_con
 from yalis.config import parse_grid
 from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.launch.launchers import EXTERNAL_LAUNCHERS, detect_launcher
-from yalis.study.workloads import NAMED, Workload, parse_workload
+from yalis.workloads import NAMED, Workload, parse_workload
 
 if TYPE_CHECKING:
     from yalis.config import GridShape

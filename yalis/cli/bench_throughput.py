@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_float, parse_int
 from yalis.errors import YalisError
-from yalis.study.workloads import NAMED, parse_workload
+from yalis.workloads import NAMED, parse_workload
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig

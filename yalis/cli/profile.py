@@ -14,7 +14,7 @@ from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, p
 from yalis.cli.terminal import print_status
 from yalis.engine.interrupts import if_stopped, interrupts_held
 from yalis.progress_line import ProgressLine
-from yalis.study.workloads import NAMED, parse_workload
+from yalis.workloads import NAMED, parse_workload
 
 _NUMBERS = {
     "steps": (32, "decode steps to profile, around the middle of the output"),

@@ -31,8 +31,8 @@ from yalis.study.peers.peer import Peer, PeerSetup, Timing
 from yalis.study.peers.process import PEERS, start_peer
 from yalis.study.spread import spread
 from yalis.study.topology import has_floor, llm_topology, note_peer_devices
-from yalis.study.workloads import Workload, random_prompt
 from yalis.types import SamplingParams
+from yalis.workloads import Workload, random_prompt
 
 
 @dataclass(frozen=True)

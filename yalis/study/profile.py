@@ -27,8 +27,8 @@ from yalis.study.latency import size_engine
 from yalis.study.results.kinds.profile import CATEGORIES, summarize_ranks
 from yalis.study.scaling.settings import Setting
 from yalis.study.topology import llm_topology
-from yalis.study.workloads import Workload, random_prompt
 from yalis.types import SamplingParams
+from yalis.workloads import Workload, random_prompt
 
 #: Largest relative difference between the sum of the categories and the wall time that needs no note.
 TOLERANCE = 0.02

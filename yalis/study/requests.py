@@ -12,8 +12,8 @@ from pathlib import Path
 from yalis.batch.input import InvalidLine, parse, read_raw
 from yalis.errors import YalisError, count_of
 from yalis.study.peers.process import PEERS
-from yalis.study.workloads import Workload, random_prompt
 from yalis.types import Prompt, SamplingParams
+from yalis.workloads import Workload, random_prompt
 
 _MAX_REQUESTS = 1_000_000  # all of them are generated before the first is submitted
 

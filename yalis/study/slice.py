@@ -35,8 +35,8 @@ from yalis.study import bandwidth, results
 from yalis.study.latency import check_length, find_decode_steps, find_floors, size_engine
 from yalis.study.peers.peer import Timing, explain_failure
 from yalis.study.spread import spread
-from yalis.study.workloads import Workload, random_prompt
 from yalis.types import SamplingParams
+from yalis.workloads import Workload, random_prompt
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.perfmodel.timeline import Interval, Span, break_down, categorize, flatten, time_by_name
-from yalis.study.workloads import random_prompt
 from yalis.types import SamplingParams
+from yalis.workloads import random_prompt
 
 _WARMUP_TOKENS = 8  # of each sequence, before profiling starts
 
