@@ -162,13 +162,12 @@ def prefill_shapes(case: Workload, max_batch_tokens: int) -> list[StepShape]:
         for index, count in enumerate(done):
             if budget <= 0:
                 break
-            if count >= case.prompt_len:
-                tokens = 1
-                decodes, context, sampled = decodes + 1, context + count + 1, sampled + 1
+            tokens = min(budget, max(1, case.prompt_len - count))
+            sampled += count + tokens >= case.prompt_len
+            if count and tokens == 1:  # as in StepShape.of
+                decodes, context = decodes + 1, context + count + 1
             else:
-                tokens = min(budget, case.prompt_len - count)
                 chunks.append((count, tokens))
-                sampled += count + tokens == case.prompt_len
             budget -= tokens
             done[index] += tokens
         shapes.append(StepShape(decodes, context, tuple(chunks), sampled))

@@ -78,6 +78,8 @@ class Accuracy(ResultKind):
             for axis, model in zip(axes[line], models, strict=False):
                 found = [row for row in result.rows if row["model"] == model and row["phase"] == phase]
                 _draw_slices(axis, f"{model}, {phase}", found)
+                if line == 1:
+                    axis.legend(title="batch x in x out")
         for axis in axes.flat:
             if not axis.has_data():
                 axis.set_axis_off()
@@ -147,7 +149,6 @@ def _draw_slices(axis: Any, title: str, rows: Sequence[Row]) -> None:
     axis.set_xticks(range(len(splits)), [str(split) for split in splits])
     axis.set_xlabel("tensor-parallel ranks")
     axis.set_ylabel("ms; marks: measured, lines: predicted")
-    axis.legend(title="batch x in x out")
 
 
 def _work(row: Row) -> str:
