@@ -125,9 +125,11 @@ def _fit_cpu(result: Result, machine: Machine, source: str, delay_us: float | No
     found = {}
     for name, library in _CPU_LIBRARIES.items():
         rows = _rows(result, name, delay_us)
-        if len(rows) < 2 or group.nodes < 2:
-            continue
         known = {**common, **(mpi if name == "mpi" else {})}
+        if group.nodes < 2 and rows and name in machine.libraries:
+            found[name] = {**machine.libraries[name], **known}
+        if group.nodes < 2 or len(rows) < 2:
+            continue
         model = library(machine, {key: float(one) for key, one in known.items()})
         found[name] = {**known, **_fit_rounds(group, rows, model, links, shared, source)}
     return found
