@@ -55,13 +55,13 @@ def test_a_lab_fitted_on_two_hosts_predicts_four(library: str) -> None:
     two = make_result(machine, {library: library}, Shape(2, 2), 1e3, "cpu", links=links, lab={"hosts": 2})
     fitted = fit_libraries(two, machine, "two.json", 1e3)[library]
     assert fitted["net_hop_s"].value == pytest.approx(1e-3, rel=0.02)
-    assert fitted["byte_s"].value == pytest.approx(1e-9, rel=0.1)
+    assert fitted["byte_s"].value == pytest.approx(1e-9, rel=0.05)
     assert fitted["net_hop_s"].origin == "measured"
     assert fitted["net_hop_s"].source == "two.json"
     four = make_result(machine, {library: library}, Shape(4, 2), 1e3, "cpu", lab={"hosts": 4})
     found = compare(replace(machine, libraries={library: fitted}), four, 1e3)
     assert [one.bytes for one in found] == list(SIZES)
-    assert max(abs(one.error) for one in found) < 0.05
+    assert max(abs(one.error) for one in found) < 0.03
 
 
 def test_networks_of_gpus_are_fitted_through_nccl_mpi_and_puts() -> None:

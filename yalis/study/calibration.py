@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from yalis.errors import YalisError
-from yalis.perfmodel.collectives import Load, Shape, fit
+from yalis.perfmodel.collectives import Link, Load, Shape, fit
 from yalis.planner.collective_libraries import CpuLibrary, CpuMpi, Gloo, Hierarchical
 from yalis.planner.communication import CommModel
 from yalis.planner.machine import Machine
@@ -139,23 +141,33 @@ def _fit_rounds(
     group: Shape, rows: list[Row], model: CpuLibrary, links: dict[str, Any], shared: bool, source: str
 ) -> Parameters:
     sharing = group.size if shared else 1
-    measured = []
-    messages = []
+    loads, seconds = [], []
     for row in rows:
         intra, inter = model.load(group, row["bytes"])
-        seconds = max(1e-6 * row["median_us"] - model.inside_seconds(intra), 1e-9)
-        measured.append((Load(inter.rounds, 0, sharing * inter.bytes), seconds))
-        messages.append(sharing * inter.messages)
-    link = fit(measured)
-    hop = min(links["between"]["latency"], link.latency) if "between" in links else link.latency
-    rest = median(
-        load.rounds * (link.latency - hop) / count for (load, _), count in zip(measured, messages, strict=True)
-    )
+        loads.append(Load(inter.rounds, sharing * inter.messages, sharing * inter.bytes))
+        seconds.append(max(1e-6 * row["median_us"] - model.inside_seconds(intra), 1e-9))
+    link = fit(list(zip(loads, seconds, strict=True)))
+    if "between" in links and (hop := links["between"]["latency"]) < link.latency:
+        link = _fit_messages(loads, seconds, hop)
     return {
-        "net_hop_s": _measured(hop, source),
-        "message_s": _measured(rest, source),
+        "net_hop_s": _measured(link.latency, source),
+        "message_s": _measured(link.overhead, source),
         "byte_s": _measured(link.seconds_per_byte, source),
     }
+
+
+def _fit_messages(loads: list[Load], seconds: list[float], hop: float) -> Link:
+    """Fit the costs per message and byte for a known latency, by least squares of the relative error."""
+    weights = 1 / np.array(seconds)
+    costs = np.array([(load.messages, load.bytes) for load in loads]) * weights[:, None]
+    rest = (np.array(seconds) - [load.rounds * hop for load in loads]) * weights
+    message, byte = (float(one) for one in np.linalg.lstsq(costs, rest, rcond=None)[0])
+    # Neither is negative. If noise makes one so, set it to 0 and fit the other alone.
+    if message < 0 or byte < 0:
+        column = costs[:, 1 if message < 0 else 0]
+        alone = max(0.0, float(column @ rest / (column @ column)))
+        message, byte = (0.0, alone) if message < 0 else (alone, 0.0)
+    return Link(hop, byte, message)
 
 
 def _fit_gpu(result: Result, machine: Machine, source: str, delay_us: float | None) -> dict[str, Parameters]:
