@@ -98,7 +98,11 @@ NVRAR = {
 
 
 def nvrar(library: str = "nvrar", **changes: float) -> Nvrar:
-    model = CommModel(with_values(load_machine("perlmutter"), library, **{**NVRAR, **changes}), library).library
+    nccl, ours = (
+        with_values(load_machine("perlmutter"), name, **values).libraries
+        for name, values in (("nccl", NCCL), (library, {**NVRAR, **changes}))
+    )
+    model = CommModel(replace(load_machine("perlmutter"), libraries={**nccl, **ours}), library).library
     assert isinstance(model, Nvrar)
     return model
 
@@ -114,6 +118,16 @@ def test_nvrar_by_hand() -> None:
     assert model.all_reduce(group, size) <= min(ll, signal)
     one_node = 5 * US + 2 * US + 2 * 2 * 0.75 * 8 * KIB / 300e9
     assert model.seconds(Shape(1, 4), 8 * KIB, chunks=1, ll=True) == pytest.approx(one_node)
+
+
+def test_nccl_gathers_and_sends_for_nvrar() -> None:
+    machine = load_machine("perlmutter")
+    ours, theirs = (CommModel(machine, library) for library in ("nvrar", "nccl"))
+    assert ours.all_gather(Shape(4, 4), KIB) == theirs.all_gather(Shape(4, 4), KIB)
+    assert ours.send(KIB, False) == theirs.send(KIB, False)
+    alone = replace(machine, libraries={"nvrar": machine.libraries["nvrar"]})
+    with pytest.raises(YalisError, match="has no parameters of nccl; it has: nvrar"):
+        CommModel(alone, "nvrar")
 
 
 def test_published_nvrar_launches_six_times_and_waits_for_its_partner() -> None:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar
 
 from yalis.perfmodel.collectives import Load, Shape, gloo_ring, hierarchical, rabenseifner
-from yalis.planner.library import Library
+from yalis.planner.library import FullLibrary, Library
 from yalis.planner.machine import Machine
 
 _CHUNKS = (1, 2, 4, 8, 16, 32)  # numbers of chunks that a tuned all-reduce chooses from
@@ -25,7 +25,7 @@ class _Links:
         self.net = float(machine.nic_bytes_per_s) * share * parameters["net_efficiency"]
 
 
-class Mpi(Library):
+class Mpi(FullLibrary):
     """GPU-aware MPI: the host starts every message, and a kernel adds what a round has received.
 
     The host first waits for the stream, and the stream for the host at the end; both are `launch_s`."""
@@ -99,25 +99,6 @@ class Nvrar(Library):
         transfer = max(nvlink, network) + min(nvlink, network) / chunks
         return value["launches"] * value["launch_s"] + latency + issue + transfer
 
-    def all_gather(self, group: Shape, bytes_per_rank: float) -> float:
-        """Return the seconds of the second half of the all-reduce: each rank puts its part to every other rank."""
-        value, others = self._values, group.size - 1
-        if not others:
-            return 0.0
-        far = group.size - group.ranks_per_node
-        near = others - far
-        latency = (value["intra_hop_s"] if near else 0.0) + (
-            value["put_s"] + (far - 1) * value["put_issue_s"] if far else 0.0
-        )
-        transfer = max(near * bytes_per_rank / self._links.intra, far * bytes_per_rank / self._links.net)
-        return value["launches"] * value["launch_s"] + latency + transfer
-
-    def send(self, bytes: float, same_node: bool) -> float:
-        """Return the seconds of a put with a signal."""
-        value = self._values
-        latency = value["intra_hop_s"] if same_node else 2 * value["put_s"]
-        return value["launch_s"] + latency + bytes / (self._links.intra if same_node else self._links.net)
-
 
 class PublishedNvrar(Nvrar):
     """NVRAR as published: six launches, LL only, and each round waits `ready_s` until its partner is ready."""
@@ -125,7 +106,7 @@ class PublishedNvrar(Nvrar):
     protocols = (True,)
 
 
-class CpuLibrary(Library):
+class CpuLibrary(FullLibrary):
     """A CPU backend over TCP. Latencies of rounds add up; each message and byte between hosts costs CPU time.
 
     With `shared_machine` 1 the hosts are network namespaces of one machine, a lab: its cores and its switch work for
