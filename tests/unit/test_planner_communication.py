@@ -174,7 +174,7 @@ def test_rounds_of_rabenseifner_and_gloo() -> None:
 
 
 CPU = {
-    "net_hop_s": 1e-3, "message_s": 1e-5, "byte_s": 1e-9, "intra_hop_s": 1e-4, "intra_byte_s": 1e-10,
+    "launch_s": 5e-4, "net_hop_s": 1e-3, "byte_s": 1e-9, "intra_hop_s": 1e-4, "intra_byte_s": 1e-10,
     "shared_machine": 1.0,
 }  # fmt: skip
 
@@ -182,15 +182,15 @@ CPU = {
 def test_hosts_of_a_lab_by_hand() -> None:
     lab, group, size = load_machine("lab"), Shape(4, 2), 64 * KIB
     gloo = CommModel(with_values(lab, "gloo", **CPU), "gloo")
-    # 14 rounds of two latencies; 4 of 8 ranks send 14 messages and 14/8 of the bytes to other hosts.
-    assert gloo.all_reduce(group, size) == pytest.approx(28e-3 + 4 * (14 * 1e-5 + 14 / 8 * size * 1e-9))
+    # 14 rounds of two latencies; 4 of 8 ranks send 14/8 of the bytes to other hosts.
+    assert gloo.all_reduce(group, size) == pytest.approx(5e-4 + 28e-3 + 4 * 14 / 8 * size * 1e-9)
     ours = CommModel(with_values(lab, "hierarchical", **CPU), "hierarchical")
     inside = 2 * 1e-4 + size * 1e-10
-    assert ours.all_reduce(group, size) == pytest.approx(inside + 2e-3 + 8 * (2 * 1e-5 + size * 1e-9))
+    assert ours.all_reduce(group, size) == pytest.approx(5e-4 + inside + 2e-3 + 8 * size * 1e-9)
     # Above 256 KB: recursive halving, twice the rounds.
     assert ours.all_reduce(group, 1 << 20) > 4e-3
     mpi = CommModel(with_values(lab, "mpi", **CPU, eager_bytes=65536, rendezvous_hops=3), "mpi")
-    short = 2 * 1e-4 + size * 1e-10 + 4e-3 + 8 * (4 * 1e-5 + 2 * 3 / 8 * size * 1e-9)
+    short = 5e-4 + 2 * 1e-4 + size * 1e-10 + 4e-3 + 8 * 2 * 3 / 8 * size * 1e-9
     assert mpi.all_reduce(group, size) == pytest.approx(short, rel=1e-3)
     assert mpi.all_reduce(group, 512 * KIB) > 12e-3  # all four exchanges between hosts ask first
 

@@ -107,13 +107,13 @@ class PublishedNvrar(Nvrar):
 
 
 class CpuLibrary(FullLibrary):
-    """A CPU backend over TCP. Latencies of rounds add up; each message and byte between hosts costs CPU time.
+    """A CPU backend over TCP: a cost per operation, a latency per round, and CPU time for each byte between hosts.
 
     With `shared_machine` 1 the hosts are network namespaces of one machine, a lab: its cores and its switch work for
-    all ranks, so messages and bytes count over all of them. On hosts of their own (0) they count per rank."""
+    all ranks, so the bytes of all of them count. On hosts of their own (0) those of one rank count."""
 
     required: ClassVar[tuple[str, ...]] = (
-        "net_hop_s", "message_s", "byte_s", "intra_hop_s", "intra_byte_s", "shared_machine",
+        "launch_s", "net_hop_s", "byte_s", "intra_hop_s", "intra_byte_s", "shared_machine",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, parameters: Mapping[str, float]) -> None:
@@ -135,8 +135,8 @@ class CpuLibrary(FullLibrary):
     def send(self, bytes: float, same_node: bool) -> float:
         value = self._values
         if same_node:
-            return value["intra_hop_s"] + bytes * value["intra_byte_s"]
-        return value["net_hop_s"] + value["message_s"] + bytes * value["byte_s"]
+            return value["launch_s"] + value["intra_hop_s"] + bytes * value["intra_byte_s"]
+        return value["launch_s"] + value["net_hop_s"] + bytes * value["byte_s"]
 
     def inside_seconds(self, intra: Load) -> float:
         """Return the seconds of the load on links inside a host."""
@@ -145,8 +145,8 @@ class CpuLibrary(FullLibrary):
     def _seconds(self, group: Shape, intra: Load, inter: Load) -> float:
         value = self._values
         sharing = group.size if value["shared_machine"] >= 0.5 else 1
-        work = inter.messages * value["message_s"] + inter.bytes * value["byte_s"]
-        return self.inside_seconds(intra) + inter.rounds * value["net_hop_s"] + sharing * work
+        latency = value["launch_s"] + self.inside_seconds(intra) + inter.rounds * value["net_hop_s"]
+        return latency + sharing * inter.bytes * value["byte_s"]
 
 
 class Gloo(CpuLibrary):

@@ -108,10 +108,10 @@ def _links(result: Result, delay_us: float | None) -> dict[str, Any]:
 
 
 def _fit_cpu(result: Result, machine: Machine, source: str, delay_us: float | None) -> dict[str, Parameters]:
-    """Fit latency, cost per message and cost per byte of each CPU backend.
+    """Fit the cost of an operation, the latency of a round and the cost per byte of each CPU backend.
 
-    The ping of the benchmark gives the latency of a hop. Where an algorithm's time for short messages is more than its
-    hops, the rest is CPU time of its messages; where it is less, its hops are faster than those of the ping."""
+    The ping of the benchmark gives the latency. Where an algorithm takes longer for short messages than its rounds, the
+    rest is the cost of the operation; where it takes less, its rounds are faster than the ping."""
     group, links = shape_of(result), _links(result, delay_us)
     shared = bool(result.parameters.get("lab"))
     inside = links.get("inside", {"latency": 0.0, "seconds_per_byte": 0.0})
@@ -144,30 +144,31 @@ def _fit_rounds(
     loads, seconds = [], []
     for row in rows:
         intra, inter = model.load(group, row["bytes"])
-        loads.append(Load(inter.rounds, sharing * inter.messages, sharing * inter.bytes))
+        loads.append(Load(inter.rounds, 0, sharing * inter.bytes))
         seconds.append(max(1e-6 * row["median_us"] - model.inside_seconds(intra), 1e-9))
-    link = fit(list(zip(loads, seconds, strict=True)))
+    link, launch = fit(list(zip(loads, seconds, strict=True))), 0.0
     if "between" in links and (hop := links["between"]["latency"]) < link.latency:
-        link = _fit_messages(loads, seconds, hop)
+        launch, byte = _fit_launch(loads, seconds, hop)
+        link = Link(hop, byte)
     return {
+        "launch_s": _measured(launch, source),
         "net_hop_s": _measured(link.latency, source),
-        "message_s": _measured(link.overhead, source),
         "byte_s": _measured(link.seconds_per_byte, source),
     }
 
 
-def _fit_messages(loads: list[Load], seconds: list[float], hop: float) -> Link:
-    """Fit the costs per message and byte for a known latency, by least squares of the relative error."""
+def _fit_launch(loads: list[Load], seconds: list[float], hop: float) -> tuple[float, float]:
+    """Return the costs per operation and byte for a known latency, by least squares of the relative error."""
     weights = 1 / np.array(seconds)
-    costs = np.array([(load.messages, load.bytes) for load in loads]) * weights[:, None]
+    costs = np.array([(1.0, load.bytes) for load in loads]) * weights[:, None]
     rest = (np.array(seconds) - [load.rounds * hop for load in loads]) * weights
-    message, byte = (float(one) for one in np.linalg.lstsq(costs, rest, rcond=None)[0])
+    launch, byte = (float(one) for one in np.linalg.lstsq(costs, rest, rcond=None)[0])
     # Neither is negative. If noise makes one so, set it to 0 and fit the other alone.
-    if message < 0 or byte < 0:
-        column = costs[:, 1 if message < 0 else 0]
+    if launch < 0 or byte < 0:
+        column = costs[:, 1 if launch < 0 else 0]
         alone = max(0.0, float(column @ rest / (column @ column)))
-        message, byte = (0.0, alone) if message < 0 else (alone, 0.0)
-    return Link(hop, byte, message)
+        launch, byte = (0.0, alone) if launch < 0 else (alone, 0.0)
+    return launch, byte
 
 
 def _fit_gpu(result: Result, machine: Machine, source: str, delay_us: float | None) -> dict[str, Parameters]:
