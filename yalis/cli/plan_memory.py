@@ -1,19 +1,14 @@
-"""Show the weights and KV cache of each rank of a split, from the model's config alone: nothing is loaded.
-With --gpu-memory, also whether they fit such GPUs and how many sequences the KV cache then holds."""
+"""The memory of each rank of a split, for `yalis plan`: weights, KV cache, and whether they fit a GPU."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_float, parse_int
 from yalis.config import EngineConfig
-from yalis.errors import YalisError, YalisFailure, count_of
-from yalis.launch.launchers import process_rank
+from yalis.errors import YalisError, count_of
 from yalis.log import get_logger
 
 if TYPE_CHECKING:
@@ -96,33 +91,6 @@ class SplitPlan:
         return None if self.gpu is None else all(one.kv_left is not None and one.kv_left >= 0 for one in self.ranks)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpu-memory", metavar="GIB", type=parse_float,
-        help="plan for GPUs with this much memory, in GiB; one sold as 80 GB has a little less than 80",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seq-len", metavar="N", type=parse_int,
-        help="show how many sequences of N tokens the KV cache holds (default: --max-model-len)",
-    )  # fmt: skip
-    add_engine_flags(parser)
-    parser.set_defaults(uses_engine=False)
-    add_common_flags(parser, json="print the plan as one JSON object")
-
-
-def run(args: argparse.Namespace) -> int:
-    plan = make_plan(engine_config(args), args.gpu_memory, args.seq_len)
-    if process_rank() > 0:
-        return 0
-    if args.json:
-        print(json.dumps(_as_json(plan)))
-    else:
-        _print_table(plan)
-    if plan.gpu is not None and not plan.fits:
-        raise YalisFailure(_describe_fit(plan, plan.gpu))
-    return 0
-
-
 def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: int | None = None) -> SplitPlan:
     """Return the plan of a configuration, for GPUs of `gpu_memory` GiB and sequences of `seq_len` tokens."""
     import torch
@@ -197,7 +165,7 @@ def group_equal(groups: Iterable[RankGroup]) -> list[RankGroup]:
     return list(by_size.values())
 
 
-def _as_json(plan: SplitPlan) -> dict[str, Any]:
+def as_json(plan: SplitPlan) -> dict[str, Any]:
     return {
         "model": plan.model,
         "split": {**asdict(plan.split), "ranks": plan.split.size},
@@ -242,7 +210,7 @@ def _part_json(part: Part) -> dict[str, Any]:
     return {**asdict(part), "repeated_bytes": part.repeated}
 
 
-def _print_table(plan: SplitPlan) -> None:
+def print_table(plan: SplitPlan) -> None:
     ranks = "1 rank" if plan.split.size == 1 else f"{plan.split.size} ranks"
     print(f"{plan.model} · {plan.split} · {ranks} · {plan.dtype} · {plan.device}")
     if plan.assumed_cpu:
@@ -279,7 +247,7 @@ def _print_table(plan: SplitPlan) -> None:
         f"KV {whole.kv_token_bytes} / (rows {split.rows} x pp {split.stages}) = {plan.even_kv_token_bytes:.0f} B/token"
     )
     if plan.gpu is not None and plan.fits:
-        print(_describe_fit(plan, plan.gpu))
+        print(describe_fit(plan, plan.gpu))
     if plan.kv_blocks:
         size, sequences, in_memory = whole.block_size, plan.sequences or 0, plan.sequences_in_memory or 0
         limit = f"; limited by --max-num-seqs, memory would hold {in_memory}" if in_memory > sequences else ""
@@ -289,7 +257,7 @@ def _print_table(plan: SplitPlan) -> None:
         )
 
 
-def _describe_fit(plan: SplitPlan, gpu: GpuMemory) -> str:
+def describe_fit(plan: SplitPlan, gpu: GpuMemory) -> str:
     needed = [one.memory.weight_bytes + one.memory.rotary.bytes for one in plan.ranks]
     rank = max(range(len(needed)), key=needed.__getitem__)
     answer = "fit" if plan.fits else "do not fit"

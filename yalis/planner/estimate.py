@@ -17,6 +17,7 @@ class Estimate:
     """Times of a job in seconds."""
 
     seconds: float  # from the first arrival to the last token
+    latency: float  # of a request from its arrival to its last token, mean
     ttft: float  # mean time to first token
     itl: float  # mean inter-token latency
     breakdown: StepTime  # of one rank over the whole job, a mean over the pipeline stages
@@ -28,7 +29,7 @@ def estimate(job: Job, split: Split, capacity: Capacity, model: StepTimeModel) -
     Every replica runs as many requests at a time as fit. They are prefilled together and then decode together.
     """
     requests = math.ceil(len(job.requests) / split.replicas)
-    running = min(requests, job.max_num_seqs, capacity.sequences)
+    running = min(requests, job.config.max_num_seqs, capacity.sequences)
     rounds = requests / running
     prompt = job.prompt_tokens / len(job.requests)
     output = job.output_tokens / len(job.requests)
@@ -36,10 +37,13 @@ def estimate(job: Job, split: Split, capacity: Capacity, model: StepTimeModel) -
     decode, decode_busy = _decode(split, model, running, prompt + output / 2)
     steps = max(output - 1, 0.0)
     last_arrival = max(request.arrival for request in job.requests)
-    seconds = max(rounds * (prefill + steps * decode), last_arrival + prefill + steps * decode)
+    alone = prefill + steps * decode  # of requests that run together
+    seconds = max(rounds * alone, last_arrival + alone)
+    # The requests of round k wait for k - 1 rounds, unless they arrive while those run.
+    latency = max(alone, (math.ceil(rounds) + 1) / 2 * alone - last_arrival / 2)
     busy = (prefill_busy + decode_busy.scaled(steps)).scaled(rounds)
     breakdown = busy + StepTime(idle=max(0.0, seconds - busy.total))
-    return Estimate(seconds, prefill, decode, breakdown)
+    return Estimate(seconds, latency, prefill, decode, breakdown)
 
 
 def decode_shape(sequences: int, context: float) -> StepShape:
@@ -82,7 +86,7 @@ def _decode(split: Split, model: StepTimeModel, running: int, context: float) ->
 
 def _prefill(job: Job, split: Split, model: StepTimeModel, running: int, prompt: float) -> tuple[float, StepTime]:
     tokens = running * prompt
-    budget = job.max_batch_tokens
+    budget = job.config.max_batch_tokens
     if split.stages > 1:  # the scheduler divides the waiting tokens over the stages
         budget = max(1, min(budget, math.ceil(tokens / split.stages)))
     shapes = prefill_shapes(running, max(1, round(prompt)), budget)

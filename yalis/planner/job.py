@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from yalis.config import EngineConfig
 from yalis.parallel.memory import rank_memory
 from yalis.parallel.plan import Split
 from yalis.planner.machine import Machine
 from yalis.planner.step import SimRequest
 from yalis.planner.step_time import largest_slices
 from yalis.scheduling.scheduler import SchedulerConfig
+from yalis.scheduling.settings import scheduler_settings
 from yalis.spec import ModelSpec
 
+#: Tokens of a KV block on a GPU, as engine/device.py resolves it.
+GPU_BLOCK_SIZE = 64
 #: Bytes of a GPU that CUDA, NCCL and the kernels hold themselves: about what engine/device.py sets aside.
 _CONTEXT_BYTES = 2 << 30
 #: Copies of the hidden states that are alive at the peak of a layer: residual, normed input, output, and one in a norm.
@@ -21,32 +25,25 @@ _HIDDEN_COPIES = 4
 #: Copies of the logits while sampling, in float32: logits, sorted values and ids.
 _LOGIT_COPIES = 3
 _FLOAT32 = 4
-#: Share of the weights that CUDA graphs hold for about twenty sizes; on the H200 0.6 GiB beside 15 GiB.
+#: Bytes that CUDA graphs of about twenty sizes hold.
 _GRAPH_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Job:
-    """A workload for a model, with the settings of the engine that runs it."""
+    """A workload for a model. `config` has the limits of the engine; its split and its model are not used."""
 
-    model: str
+    model: str  # its name in messages
     spec: ModelSpec
     itemsize: int
     requests: Sequence[SimRequest]
-    max_num_seqs: int = 64
-    max_batch_tokens: int = 2048
-    block_size: int = 64
-    memory_fraction: float = 0.9
-    max_model_len: int | None = None  # None: the longest request
+    config: EngineConfig = field(default_factory=EngineConfig)
 
     @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
-        return max(request.prompt_len + request.output_len for request in self.requests)
-
-    @property
     def model_len(self) -> int:
-        return self.max_model_len or self.longest
+        """Tokens of the longest sequence: max_model_len, or prompt and output of the longest request."""
+        longest = max(request.prompt_len + request.output_len for request in self.requests)
+        return self.config.max_model_len or longest
 
     @cached_property
     def output_tokens(self) -> int:
@@ -56,20 +53,14 @@ class Job:
     def prompt_tokens(self) -> int:
         return sum(request.prompt_len for request in self.requests)
 
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size or GPU_BLOCK_SIZE
+
     def scheduler(self, split: Split) -> SchedulerConfig:
-        """Return the configuration that engine/engine.py gives the scheduler on GPUs."""
-        pipelined = split.stages > 1
-        return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_batch_tokens=self.max_batch_tokens,
-            max_model_len=self.model_len,
-            block_size=self.block_size,
-            max_in_flight=split.stages if pipelined else 2,
-            feed_on_device=not pipelined,
-            recompute_at=self.spec.rope.switch_at,
-            prefix_reuse=False,
-            pipelined=pipelined,
-        )
+        """Return the configuration of a replica's scheduler on GPUs."""
+        config = replace(self.config, pp=split.stages)
+        return scheduler_settings(config, self.spec, True, self.model_len, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class Capacity:
 
 def capacity(job: Job, machine: Machine, split: Split) -> Capacity:
     """Return what a GPU of the machine holds of the job. Ranks with the largest slices of each stage are compared."""
-    usable = machine.gpu.memory_bytes.value * job.memory_fraction
+    usable = machine.gpu.memory_bytes.value * job.config.memory_fraction
     tightest: Capacity | None = None
     for stage in sorted({0, min(1, split.stages - 1), split.stages - 1}):
         for rank in largest_slices(job.spec, split, stage):
@@ -110,9 +101,9 @@ def activation_bytes(job: Job, split: Split, width: int, vocabulary: int) -> int
 
     The embedding is reduced over the whole hidden size, and the MLP holds gate, up and their product.
     """
-    spec = job.spec
+    spec, config = job.spec, job.config
     hidden = spec.hidden_size * (1 + _HIDDEN_COPIES / split.cols)
-    tokens = min(job.max_batch_tokens, job.model_len * job.max_num_seqs)
-    rows = min(job.max_num_seqs, tokens)
+    tokens = min(config.max_batch_tokens, job.model_len * config.max_num_seqs)
+    rows = min(config.max_num_seqs, tokens)
     layer = tokens * (hidden + 3 * width) * job.itemsize
     return int(_CONTEXT_BYTES + _GRAPH_BYTES + layer + _LOGIT_COPIES * rows * vocabulary * _FLOAT32)

@@ -6,7 +6,7 @@ Every prediction has an interval from the bounds of the quantities it rests on (
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -231,12 +231,6 @@ def scaling(candidates: Sequence[Candidate], objective: str) -> list[Candidate]:
     return sorted(best.values(), key=lambda one: (one.scheme, one.nodes))
 
 
-def node_counts(low: int, high: int) -> list[int]:
-    """Return the powers of two from low to high, and both ends."""
-    doubled = [1 << power for power in range(high.bit_length())]
-    return sorted({low, high, *(count for count in doubled if low < count < high)})
-
-
 def divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
 
@@ -262,5 +256,3 @@ def _possible(split: Split, spec: ModelSpec) -> bool:
         return False
     return True
 
-
-__all__ = ["Candidate", "Choices", "Planner", "Replay", "Slo", "replace"]

@@ -12,7 +12,7 @@ from yalis.perfmodel.floors import ModelDims
 from yalis.planner.collectives import Collective, StageGroups, collectives, same_node
 from yalis.planner.communication import CommModel
 from yalis.planner.compute import ComputeModel, ComputeTime
-from yalis.planner.control import step_seconds
+from yalis.planner.control import control_time
 from yalis.planner.machine import Machine
 from yalis.planner.step import StepShape, StepTime
 from yalis.spec import ModelSpec
@@ -55,8 +55,15 @@ class StepTimeModel:
         return [times[stage] for stage in self._same_as]
 
     def host(self, shape: StepShape) -> float:
-        """Return the seconds of the driver's host: scheduling, packing, sending the plan to all ranks, launching."""
-        return self._compute[0][0].step(shape).host + step_seconds(self.machine, self.split.per_replica - 1)
+        """Return the seconds of the driver's host: scheduling, packing, sending the plan to all ranks, launching.
+
+        In a pipeline a sequence is scheduled again once its token is back, so the time until the last rank has the plan
+        counts as well. Without one, the plan of the next step is sent while this step runs.
+        """
+        sequences = shape.decodes + len(shape.chunks)
+        control = control_time(self.machine.host, self.split.per_replica - 1, sequences)
+        sent = control.delivery if self.split.stages > 1 else control.driver
+        return self._compute[0][0].step(shape).host + sent
 
     def all_reduces(self, tokens: int, sampled: int) -> list[Collective]:
         """Return the all-reduces of a step, over all stages."""
