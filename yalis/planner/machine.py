@@ -27,6 +27,10 @@ class Gpu:
     #: Measured efficiencies of the engine's kernels, a file of planner/efficiencies/ without its suffix. They are
     #: relative to the two rates above, so that a table measured on one GPU can be applied to another.
     efficiencies: str
+    #: What launch configurations depend on; the defaults are those of H100, GH200 and H200.
+    num_sms: int = 132
+    shared_memory_kib: int = 227  # largest of a thread block
+    has_tma: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Machine:
             "gpu": {
                 "name": gpu.name,
                 "efficiencies": gpu.efficiencies,
+                **{name: getattr(gpu, name) for name in _GPU_LIMITS},
                 **{name: getattr(gpu, name).to_json() for name in _GPU_QUANTITIES},
             },
             **{name: getattr(self, name) for name in _COUNTS},
@@ -87,6 +92,7 @@ class Machine:
         return Machine.from_json(data, self.name)
 
 
+_GPU_LIMITS = ("num_sms", "shared_memory_kib", "has_tma")  # optional
 _GPU_QUANTITIES = ("memory_bytes", "read_bytes_per_s", "matmul_flops_per_s")
 _QUANTITIES = ("intra_bytes_per_s", "nic_bytes_per_s")
 _COUNTS = ("gpus_per_node", "max_nodes", "nics_per_node")
@@ -100,11 +106,10 @@ class _Reader:
 
     def machine(self) -> Machine:
         gpu = self._object("gpu")
-        device = Gpu(
-            self._text(gpu, "name", "gpu.name"),
-            **{name: self._quantity(gpu, name, f"gpu.{name}") for name in _GPU_QUANTITIES},
-            efficiencies=self._text(gpu, "efficiencies", "gpu.efficiencies"),
-        )
+        fields: dict[str, Any] = {name: self._quantity(gpu, name, f"gpu.{name}") for name in _GPU_QUANTITIES}
+        fields |= {name: gpu[name] for name in _GPU_LIMITS if self._is_limit(gpu, name)}
+        fields["efficiencies"] = self._text(gpu, "efficiencies", "gpu.efficiencies")
+        device = Gpu(self._text(gpu, "name", "gpu.name"), **fields)
         libraries = {
             name: {key: self._quantity(one, key, f"libraries.{name}.{key}") for key in self._checked(one, name)}
             for name, one in self._object("libraries").items()
@@ -147,6 +152,19 @@ class _Reader:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise YalisError(f"{self.label}: {name} must be a whole number of at least 1")
         return value
+
+    def _is_limit(self, gpu: dict[str, Any], name: str) -> bool:
+        """Return whether this optional limit of the GPU is given; refuses one of the wrong type."""
+        value = gpu.get(name)
+        if name == "has_tma":
+            valid = value is None or isinstance(value, bool)
+        else:
+            valid = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+        if not valid:
+            raise YalisError(
+                f"{self.label}: gpu.{name} is {value!r}; give a whole number, or true or false for has_tma"
+            )
+        return value is not None
 
     def _quantity(self, data: dict[str, Any], name: str, where: str) -> Quantity:
         return Quantity.from_json(data.get(name), f"{self.label}: {where}")

@@ -1,0 +1,189 @@
+"""The time that one rank computes in a step, without communication: a roofline of each operation on its slice."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from yalis.engine.step_layouts import MAX_GRAPH_SEQUENCES, PROMPT_SIZES, DecodeLayout, StepLimits
+from yalis.kernels.gpu_limits import GpuLimits
+from yalis.parallel.dims import rank_dims
+from yalis.parallel.plan import Split
+from yalis.perfmodel.floors import ModelDims
+from yalis.planner.cpu_times import CpuTimes
+from yalis.planner.efficiency import Efficiencies, load_efficiencies
+from yalis.planner.kernel_times import KernelTimes
+from yalis.planner.machine import Machine
+from yalis.planner.step import StepShape
+from yalis.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ComputeTime:
+    """Seconds of one rank's slice of a step. The host prepares a step while the device still runs the one before."""
+
+    matmul: float
+    attention: float
+    other: float
+    host: float  # to schedule, pack and launch the step
+    replayed: bool  # whether the engine replays a recorded step (CUDA graph)
+    host_ahead: float = 0.0  # the part of `host` that passes before the device gets the first kernel
+
+    @property
+    def device(self) -> float:
+        return self.matmul + self.attention + self.other
+
+    @property
+    def alone(self) -> float:
+        """Seconds from the start of the host's work to the end of the device's, if the device was idle."""
+        return self.host_ahead + max(self.device, self.host - self.host_ahead)
+
+    @property
+    def back_to_back(self) -> float:
+        """Seconds of the step among equal steps, where the host prepares each while the one before it runs."""
+        return max(self.device, self.host)
+
+
+@dataclass
+class _Sum:
+    matmul: float = 0.0
+    attention: float = 0.0
+    other: float = 0.0
+    kernels: int = 0
+
+    def add(self, part: str, seconds: float, times: int = 1) -> None:
+        setattr(self, part, getattr(self, part) + times * seconds)
+        self.kernels += times
+
+
+class ComputeModel:
+    """Predicts the time of one rank's slice of steps on a machine."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        spec: ModelSpec,
+        split: Split,
+        itemsize: int,
+        rank: int = 0,
+        max_num_seqs: int = MAX_GRAPH_SEQUENCES,
+        efficiencies: Efficiencies | None = None,
+    ) -> None:
+        """`itemsize`: bytes of a weight and of a KV element. `max_num_seqs`: the engine's, which sets the size of the
+        largest recorded decode step."""
+        gpu = machine.gpu
+        self.table = efficiencies or load_efficiencies(gpu.efficiencies)
+        self.spec, self.split, self.itemsize = spec, split, itemsize
+        self.dims: ModelDims = rank_dims(spec, split, rank, itemsize, itemsize)
+        self._read, self._matmul = gpu.read_bytes_per_s.value, gpu.matmul_flops_per_s.value
+        limits = GpuLimits(gpu.num_sms, gpu.shared_memory_kib << 10, has_tma=gpu.has_tma)
+        self._kernels = KernelTimes(self.table, self._read, self._matmul, limits, itemsize)
+        self._cpu = CpuTimes(self.table, self._read, self._matmul, itemsize) if self.table.device == "cpu" else None
+        self._sizes = DecodeLayout.choose_sizes(StepLimits(max_num_seqs, 1, 1, 1))
+        self._pdl = split.per_replica == 1
+
+    def step(self, shape: StepShape) -> ComputeTime:
+        """Return the time of this rank's slice of a step."""
+        if self._cpu is not None:
+            return self._cpu_step(self._cpu, shape)
+        size = self._recorded_size(shape)
+        total = self._device_times(shape, shape.tokens if size is None else size)
+        host, ahead = self._host_times(shape, total.kernels, size is not None)
+        return ComputeTime(total.matmul, total.attention, total.other, host, size is not None, ahead)
+
+    def _recorded_size(self, shape: StepShape) -> int | None:
+        """Return the tokens of the CUDA graph that the engine replays; None if it runs the step eagerly."""
+        sizes: list[int] | tuple[int, ...]
+        if not shape.chunks and shape.sampled == shape.decodes:
+            sizes = self._sizes
+        elif not shape.decodes and len(shape.chunks) == 1 and shape.sampled == 1:
+            sizes = PROMPT_SIZES
+        else:
+            return None
+        index = bisect_left(sizes, shape.tokens)
+        return sizes[index] if index < len(sizes) else None
+
+    def _device_times(self, shape: StepShape, tokens: int) -> _Sum:
+        dims, kernels = self.dims, self._kernels
+        total = _Sum()
+        hidden, heads, kv_heads, dim = dims.hidden_shard, dims.heads, dims.kv_heads, dims.head_dim
+        width = (heads + 2 * kv_heads) * dim
+        rows = shape.sampled if not (shape.decodes == shape.tokens == shape.sampled) else tokens
+        last_rows = rows if dims.head and rows < tokens else tokens
+        for window, count in _count(dims.layer_windows()):
+            attention, launches = self._attention(shape, window)
+            total.attention += count * attention
+            total.kernels += count * launches
+        total.add("other", kernels.elementwise(tokens, width, width), dims.layers)  # rotary embedding, KV cache write
+        total.add("matmul", kernels.linear(tokens, width, hidden), dims.layers)
+        self._add_norms(total, tokens, dims.layers)
+        for tail_rows, layers in ((tokens, dims.layers - 1), (last_rows, 1)):
+            if tail_rows == 0 or layers == 0:
+                continue
+            total.add("matmul", kernels.linear(tail_rows, hidden, heads * dim), layers)
+            self._add_norms(total, tail_rows, layers)
+            gated = dims.columns == 1  # with columns an all-reduce separates the matmul from the activation
+            total.add("matmul", kernels.linear(tail_rows, 2 * dims.intermediate, hidden, gated), layers)
+            if not gated:
+                total.add("other", kernels.elementwise(tail_rows, 2 * dims.intermediate, dims.intermediate), layers)
+            total.add("matmul", kernels.linear(tail_rows, hidden, dims.intermediate), layers)
+        if dims.embedding:
+            total.add("other", kernels.elementwise(tokens, dims.hidden, dims.hidden))
+        if dims.head and rows:
+            self._add_norms(total, rows, 1)
+            total.add("matmul", kernels.linear(rows, dims.vocab, dims.hidden))
+            self._add_sampling(total, rows)
+        total.other += self.table["step_s"]
+        if self._pdl and tokens <= 64:
+            total.other -= total.kernels * self.table["pdl_s"]
+        return total
+
+    def _attention(self, shape: StepShape, window: int | None) -> tuple[float, int]:
+        """Return seconds and launches of one layer's attention."""
+        dims, seconds, launches = self.dims, 0.0, 0
+        if shape.chunks:
+            chunks = [(min(first, window or first), count) for first, count in shape.chunks]
+            seconds += self._kernels.prefill_attention(chunks, dims.heads, dims.kv_heads, dims.head_dim)
+            launches += 1
+        if shape.decodes:
+            mean = shape.decode_context / shape.decodes
+            keys = min(mean, window or mean)
+            seconds += self._kernels.decode_attention([(shape.decodes, keys)], dims.heads, dims.kv_heads, dims.head_dim)
+            launches += 1
+        return seconds, launches
+
+    def _add_norms(self, total: _Sum, rows: int, count: int) -> None:
+        """Add `count` fused residual additions and norms; with columns, they are separate torch operations."""
+        hidden = self.dims.hidden_shard
+        norms = (2 if self.dims.sandwich_norms else 1) * count
+        total.add("other", self._kernels.elementwise(rows, 2 * hidden, 2 * hidden), norms)
+        if self.dims.columns > 1:
+            total.add("other", self._kernels.elementwise(rows, 2 * hidden, 2 * hidden), 4 * norms)
+
+    def _add_sampling(self, total: _Sum, rows: int) -> None:
+        """Add the choice of greedy tokens: inside the recorded step with one rank, else by separate kernels."""
+        name = "greedy_s" if self.split.per_stage == 1 else "sampler_s"
+        logits = rows * self.dims.vocab * self.itemsize
+        total.add("other", self.table[name] + logits / (self._read * self.table["elementwise_eff"]))
+
+    def _host_times(self, shape: StepShape, kernels: int, replayed: bool) -> tuple[float, float]:
+        """Return the host's seconds, and those before the device gets its first kernel."""
+        table = self.table
+        sequences = shape.decodes + len(shape.chunks)
+        ahead = table["host_step_s"] + table["host_sequence_s"] * sequences + table["host_token_s"] * shape.tokens
+        sampler = table["host_sampler_s"] if self.split.per_stage > 1 or not replayed else 0.0
+        if replayed:
+            return ahead + sampler, ahead
+        layer = table["host_layer_s"] if self.split.per_stage == 1 else table["host_layer_tp_s"]
+        return ahead + sampler + self.dims.layers * layer, ahead
+
+    def _cpu_step(self, cpu: CpuTimes, shape: StepShape) -> ComputeTime:
+        matmul, attention, other = cpu.step(self.dims, shape)
+        sequences = shape.decodes + len(shape.chunks)
+        host = self.table["host_step_s"] + self.table["host_sequence_s"] * sequences
+        replayed = not shape.chunks and shape.decodes <= cpu.max_recorded and self.split.per_replica == 1
+        return ComputeTime(matmul, attention, other, host, replayed, host)
+
+
+def _count(windows: tuple[int | None, ...]) -> list[tuple[int | None, int]]:
+    return [(window, windows.count(window)) for window in dict.fromkeys(windows)]
