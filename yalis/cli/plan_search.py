@@ -171,7 +171,7 @@ def _memory(config: EngineConfig, search: Search, best: Candidate) -> SplitPlan:
 
 def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search, best: Candidate) -> str:
     """Return the srun line that runs the job with the best split."""
-    from yalis.planner.communication import backend_of
+    from yalis.planner.search import backend_of
 
     split, machine = best.split, search.machine
     words = launch_command("srun", split.size, [machine.gpus_per_node] * best.nodes) if split.size > 1 else []

@@ -24,6 +24,10 @@ from yalis.planner.uncertainty import Interval, combine, relevant_paths, sensiti
 from yalis.spec import ModelSpec
 
 OBJECTIVES = ("latency", "throughput", "cost")
+#: Names of communication backends (`--allreduce`) for libraries with another name. Of the others, a library without a
+#: backend can be compared, but not run, so the search leaves it out.
+_BACKENDS = {"nccl": "torch", "gloo": "torch"}
+_NOT_RUN = ("nvrar-published",)
 #: Candidates that are replayed on the virtual clock.
 REPLAYED = 5
 
@@ -176,7 +180,7 @@ class Planner:
                     f"{self.machine.name} has no parameters for the all-reduce {name!r}; give one of "
                     f"{', '.join(known)}, or measure it there with `yalis calibrate`"
                 )
-        return choices.libraries or known
+        return choices.libraries or [name for name in known if name not in _NOT_RUN]
 
     def _nothing_fits(self, nodes: Sequence[int], tried: int) -> str:
         job, machine = self.job, self.machine
@@ -213,6 +217,11 @@ def splits(spec: ModelSpec, gpus: int, gpus_per_node: int, choices: Choices = Ch
                 split = Split(per_stage // cols, cols, stages, gpus // per_stage // stages)
                 if _chosen(split, choices) and _possible(split, spec):
                     yield split
+
+
+def backend_of(library: str) -> str:
+    """Return the `--allreduce` that uses a library."""
+    return _BACKENDS.get(library, library)
 
 
 def best_libraries(candidates: Sequence[Candidate], objective: str) -> list[Candidate]:

@@ -89,7 +89,7 @@ def make_result(search: Search, answer: Answer, run: str, command: str) -> Resul
 
 def _row(one: Candidate, replay: Replay | None, interval: Interval | None) -> dict[str, Any]:
     guess, room = one.estimate, one.capacity
-    row: dict[str, Any] = results.kind_named("plan", "this result").empty_row()
+    row: dict[str, Any] = results.empty_row("plan")
     row |= {
         "nodes": one.nodes,
         "gpus": one.gpus,
