@@ -80,7 +80,8 @@ def _decode(split: Split, model: StepTimeModel, running: int, context: float) ->
         return max(times[0].total, host), times[0]
     slowest = max(host, *(time.total for time in times))
     # A micro-batch returns once all stages have computed it; until then every stage computes the others.
-    cycle = max(micro_batches * slowest, sum(time.total for time in times) + host)
+    around = sum(time.total for time in times) + host + model.return_seconds(shape.decodes)
+    cycle = max(micro_batches * slowest, around)
     return cycle, _mean(times).scaled(micro_batches)
 
 

@@ -153,17 +153,16 @@ class Planner:
         """Run the job on the virtual clock, with the real scheduler."""
         split, job = candidate.split, self.job
         model = self.model(split, candidate.library)
-        engine = SimEngine(job.scheduler(split), candidate.capacity.kv_blocks, model.stages, model.host)
+        sequences = min(job.config.max_num_seqs, -(-len(job.requests) // split.replicas))
+        engine = SimEngine(
+            job.scheduler(split), candidate.capacity.kv_blocks, model.stages, model.host, model.replayed,
+            return_seconds=model.return_seconds(max(1, sequences // split.stages)),
+        )  # fmt: skip
         run = simulate(job.requests, engine, split.replicas)
         seconds = self.interval(candidate).around(run.seconds)
         rate = Interval(*(job.output_tokens / end for end in (seconds.value, seconds.high, seconds.low)))
         latency = sum(one.end - one.arrival for one in run.requests) / len(run.requests)
-        return Replay(
-            candidate, run, seconds, rate,
-            ttft=percentile([one.ttft for one in run.requests], 0.9),
-            itl=percentile([one.itl for one in run.requests], 0.9),
-            latency=latency,
-        )  # fmt: skip
+        return Replay(candidate, run, seconds, rate, run.ttft(90), run.itl(90) or 0.0, latency)
 
     def _compute(self, machine: Machine, spec: ModelSpec, split: Split, itemsize: int, rank: int = 0) -> Any:
         dims = rank_dims(spec, split, rank, itemsize, itemsize)
@@ -242,12 +241,6 @@ def scaling(candidates: Sequence[Candidate], objective: str) -> list[Candidate]:
 
 def divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that is not exceeded by at least this share of the values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def _chosen(split: Split, choices: Choices) -> bool:

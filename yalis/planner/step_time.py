@@ -12,7 +12,7 @@ from yalis.perfmodel.floors import ModelDims
 from yalis.planner.collectives import Collective, StageGroups, collectives, same_node
 from yalis.planner.communication import CommModel
 from yalis.planner.compute import ComputeModel, ComputeTime
-from yalis.planner.control import control_time
+from yalis.planner.control import DEFAULTS, ControlTime, control_time
 from yalis.planner.machine import Machine
 from yalis.planner.step import StepShape, StepTime
 from yalis.spec import ModelSpec
@@ -55,15 +55,26 @@ class StepTimeModel:
         return [times[stage] for stage in self._same_as]
 
     def host(self, shape: StepShape) -> float:
-        """Return the seconds of the driver's host: scheduling, packing, sending the plan to all ranks, launching.
+        """Return the seconds of the driver's host: scheduling, packing, sending the plan to all ranks, launching."""
+        return self._compute[0][0].step(shape).host + self._control(shape.decodes + len(shape.chunks)).driver
 
-        In a pipeline a sequence is scheduled again once its token is back, so the time until the last rank has the plan
-        counts as well. Without one, the plan of the next step is sent while this step runs.
+    def replayed(self, shape: StepShape) -> bool:
+        """Return whether the engine replays a recorded step."""
+        return self._compute[0][0].step(shape).replayed
+
+    def return_seconds(self, sequences: int) -> float:
+        """Return the delay of a pipeline's control plane: a plan to the last rank, and its tokens to the driver.
+
+        Without a pipeline it is 0: the plan of the next step is sent while this step runs.
         """
-        sequences = shape.decodes + len(shape.chunks)
-        control = control_time(self.machine.host, self.split.per_replica - 1, sequences)
-        sent = control.delivery if self.split.stages > 1 else control.driver
-        return self._compute[0][0].step(shape).host + sent
+        if self.split.stages == 1:
+            return 0.0
+        time = self._control(sequences)
+        hop = self.machine.host.get("control_hop_s", DEFAULTS["control_hop_s"])
+        return time.delivery - time.driver + float(hop)
+
+    def _control(self, sequences: int) -> ControlTime:
+        return control_time(self.machine.host, self.split.per_replica - 1, sequences)
 
     def all_reduces(self, tokens: int, sampled: int) -> list[Collective]:
         """Return the all-reduces of a step, over all stages."""
