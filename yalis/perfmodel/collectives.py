@@ -26,7 +26,7 @@ class Load:
     """Traffic over one type of link, of the rank that sends the most."""
 
     rounds: int = 0  # messages that each wait for the previous one
-    messages: int = 0
+    messages: float = 0
     bytes: float = 0.0
 
     def __add__(self, other: Load) -> Load:
@@ -66,7 +66,7 @@ Algorithm = Callable[[Shape, float], Cost]
 
 
 def ring(shape: Shape, bytes: float) -> Cost:
-    """Reduce-scatter and all-gather around a ring.
+    """Reduce-scatter and all-gather around a ring, in lock-step.
 
     With several nodes every round waits for the network. One ring per rank of a node uses all network links."""
     rounds = 2 * (shape.size - 1)
@@ -74,6 +74,36 @@ def ring(shape: Shape, bytes: float) -> Cost:
     if shape.nodes == 1:
         return shape.cost(Load(rounds, rounds, sent), Load())
     return shape.cost(Load(), Load(rounds, rounds, sent / shape.ranks_per_node))
+
+
+def gloo_ring(shape: Shape, bytes: float) -> Cost:
+    """The ring of gloo: one ring, and a message leaves only after its receiver has reported a posted receive.
+
+    So each round takes two latencies."""
+    rounds = 2 * (shape.size - 1)
+    load = Load(2 * rounds, rounds, rounds * bytes / shape.size)
+    return Cost(load, Load()) if shape.nodes == 1 else Cost(Load(), load)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One round of an algorithm: every rank exchanges a message of so many bytes with a partner."""
+
+    bytes: float
+    inter: bool  # whether the partner is on another node
+
+
+def rabenseifner(shape: Shape, bytes: float) -> list[Exchange]:
+    """Recursive halving, then recursive doubling, over all ranks regardless of nodes, as in MPI libraries.
+
+    Partners at distance 1, 2, 4, ... exchange a half, a quarter, ... of the message. Ranks beyond a power of two fold
+    in and out."""
+    depth = _log2(shape.size)
+    halving = [
+        Exchange(bytes / 2 ** (step + 1), inter=shape.ranks_per_node % (2 << step) != 0) for step in range(depth)
+    ]
+    fold = [Exchange(bytes, inter=shape.nodes > 1)] if 1 << depth != shape.size else []
+    return [*fold, *halving, *reversed(halving), *fold]
 
 
 def one_shot(shape: Shape, bytes: float) -> Cost:
