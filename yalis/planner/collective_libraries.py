@@ -125,20 +125,22 @@ class PublishedNvrar(Nvrar):
     protocols = (True,)
 
 
-class LabLibrary(Library):
-    """A CPU backend between the hosts of a lab: network namespaces that share the cores of one machine.
+class CpuLibrary(Library):
+    """A CPU backend over TCP. Latencies of rounds add up; each message and byte between hosts costs CPU time.
 
-    Latencies of rounds add up. Each message and byte that crosses a link costs CPU time of the machine that all hosts
-    share, so these costs count over all ranks. On hosts of their own they would count per rank."""
+    With `shared_machine` 1 the hosts are network namespaces of one machine, a lab: its cores and its switch work for
+    all ranks, so messages and bytes count over all of them. On hosts of their own (0) they count per rank."""
 
-    required: ClassVar[tuple[str, ...]] = ("net_hop_s", "message_s", "byte_s", "intra_hop_s")
+    required: ClassVar[tuple[str, ...]] = (
+        "net_hop_s", "message_s", "byte_s", "intra_hop_s", "intra_byte_s", "shared_machine",
+    )  # fmt: skip
 
     def __init__(self, machine: Machine, parameters: Mapping[str, float]) -> None:
         self._values = parameters
 
     @abstractmethod
     def load(self, group: Shape, bytes: float) -> tuple[Load, Load]:
-        """Return the load of one rank on links inside a host and between hosts."""
+        """Return the mean load of a rank on links inside a host and between hosts."""
 
     def all_reduce(self, group: Shape, bytes: float) -> float:
         return self._seconds(group, *self.load(group, bytes))
@@ -151,27 +153,32 @@ class LabLibrary(Library):
 
     def send(self, bytes: float, same_node: bool) -> float:
         value = self._values
-        return value["intra_hop_s" if same_node else "net_hop_s"] + value["message_s"] + bytes * value["byte_s"]
+        if same_node:
+            return value["intra_hop_s"] + bytes * value["intra_byte_s"]
+        return value["net_hop_s"] + value["message_s"] + bytes * value["byte_s"]
+
+    def inside_seconds(self, intra: Load) -> float:
+        """Return the seconds of the load on links inside a host."""
+        return intra.rounds * self._values["intra_hop_s"] + intra.bytes * self._values["intra_byte_s"]
 
     def _seconds(self, group: Shape, intra: Load, inter: Load) -> float:
         value = self._values
-        latency = intra.rounds * value["intra_hop_s"] + inter.rounds * value["net_hop_s"]
+        sharing = group.size if value["shared_machine"] >= 0.5 else 1
         work = inter.messages * value["message_s"] + inter.bytes * value["byte_s"]
-        return latency + group.size * work
+        return self.inside_seconds(intra) + inter.rounds * value["net_hop_s"] + sharing * work
 
 
-class LabGloo(LabLibrary):
+class Gloo(CpuLibrary):
     """gloo's own all-reduce: a ring in lock-step that waits for every receiver."""
 
     def load(self, group: Shape, bytes: float) -> tuple[Load, Load]:
         cost = gloo_ring(group, bytes)
-        # Only the last rank of a host sends to another host.
-        share = 1 / group.ranks_per_node
+        share = 1 / group.ranks_per_node  # only the last rank of a host sends to another host
         inter = cost.inter
         return cost.intra, Load(inter.rounds, inter.messages * share, inter.bytes * share)
 
 
-class LabHierarchical(LabLibrary):
+class Hierarchical(CpuLibrary):
     """The `hierarchical` backend with the algorithms that it uses without a tuning table."""
 
     def load(self, group: Shape, bytes: float) -> tuple[Load, Load]:
@@ -180,10 +187,10 @@ class LabHierarchical(LabLibrary):
         return cost.intra, cost.inter
 
 
-class LabMpi(LabLibrary):
+class CpuMpi(CpuLibrary):
     """Open MPI over TCP: Rabenseifner's algorithm; a message above the eager limit first asks for its receive."""
 
-    required = (*LabLibrary.required, "eager_bytes", "rendezvous_hops")
+    required = (*CpuLibrary.required, "eager_bytes", "rendezvous_hops")
 
     def load(self, group: Shape, bytes: float) -> tuple[Load, Load]:
         loads = {False: Load(), True: Load()}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from yalis.errors import YalisError
 from yalis.perfmodel.collectives import Shape
-from yalis.planner.collective_libraries import LabGloo, LabHierarchical, LabMpi, Mpi, Nvrar, PublishedNvrar
+from yalis.planner.collective_libraries import CpuMpi, Gloo, Hierarchical, Mpi, Nvrar, PublishedNvrar
 from yalis.planner.library import Library
 from yalis.planner.machine import Machine
 from yalis.planner.nccl import Nccl
@@ -19,11 +19,11 @@ from yalis.planner.nccl import Nccl
 #: GPUs, `gloo` is torch's own all-reduce on CPUs. nvrar-published is the published algorithm; no backend runs it.
 LIBRARIES: Mapping[str, tuple[type[Library], ...]] = {
     "nccl": (Nccl,),
-    "mpi": (Mpi, LabMpi),
+    "mpi": (Mpi, CpuMpi),
     "nvrar": (Nvrar,),
     "nvrar-published": (PublishedNvrar,),
-    "gloo": (LabGloo,),
-    "hierarchical": (LabHierarchical,),
+    "gloo": (Gloo,),
+    "hierarchical": (Hierarchical,),
 }
 
 
