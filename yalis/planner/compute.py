@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 
 from yalis.engine.step_layouts import MAX_GRAPH_SEQUENCES, PROMPT_SIZES, DecodeLayout, StepLimits
 from yalis.kernels.gpu_limits import GpuLimits
+from yalis.kernels.skinny_config import MAX_ROWS, TMA_ROWS
 from yalis.parallel.dims import rank_dims
 from yalis.parallel.plan import Split
 from yalis.perfmodel.floors import ModelDims
@@ -20,7 +22,7 @@ from yalis.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """Seconds of one rank's slice of a step. The host prepares a step while the device still runs the one before."""
+    """Seconds of one rank's slice of a step."""
 
     matmul: float
     attention: float
@@ -28,6 +30,7 @@ class ComputeTime:
     host: float  # to schedule, pack and launch the step
     replayed: bool  # whether the engine replays a recorded step (CUDA graph)
     host_ahead: float = 0.0  # the part of `host` that passes before the device gets the first kernel
+    overlapped: bool = True  # whether the host prepares a step while the device runs the one before; not on a CPU
 
     @property
     def device(self) -> float:
@@ -41,7 +44,7 @@ class ComputeTime:
     @property
     def back_to_back(self) -> float:
         """Seconds of the step among equal steps, where the host prepares each while the one before it runs."""
-        return max(self.device, self.host)
+        return max(self.device, self.host) if self.overlapped else self.device + self.host
 
 
 @dataclass
@@ -80,6 +83,7 @@ class ComputeModel:
         self._kernels = KernelTimes(self.table, self._read, self._matmul, limits, itemsize)
         self._cpu = CpuTimes(self.table, self._read, self._matmul, itemsize) if self.table.device == "cpu" else None
         self._sizes = DecodeLayout.choose_sizes(StepLimits(max_num_seqs, 1, 1, 1))
+        self._windows = Counter(self.dims.layer_windows()).items()
         self._pdl = split.per_replica == 1
 
     def step(self, shape: StepShape) -> ComputeTime:
@@ -88,7 +92,7 @@ class ComputeModel:
             return self._cpu_step(self._cpu, shape)
         size = self._recorded_size(shape)
         total = self._device_times(shape, shape.tokens if size is None else size)
-        host, ahead = self._host_times(shape, total.kernels, size is not None)
+        host, ahead = self._host_times(shape, size is not None)
         return ComputeTime(total.matmul, total.attention, total.other, host, size is not None, ahead)
 
     def _recorded_size(self, shape: StepShape) -> int | None:
@@ -110,11 +114,11 @@ class ComputeModel:
         width = (heads + 2 * kv_heads) * dim
         rows = shape.sampled if not (shape.decodes == shape.tokens == shape.sampled) else tokens
         last_rows = rows if dims.head and rows < tokens else tokens
-        for window, count in _count(dims.layer_windows()):
+        for window, count in self._windows:
             attention, launches = self._attention(shape, window)
             total.attention += count * attention
             total.kernels += count * launches
-        total.add("other", kernels.elementwise(tokens, width, width), dims.layers)  # rotary embedding, KV cache write
+        total.add("other", kernels.elementwise(tokens, 2 * width), dims.layers)  # rotary embedding, KV cache write
         total.add("matmul", kernels.linear(tokens, width, hidden), dims.layers)
         self._add_norms(total, tokens, dims.layers)
         for tail_rows, layers in ((tokens, dims.layers - 1), (last_rows, 1)):
@@ -125,18 +129,25 @@ class ComputeModel:
             gated = dims.columns == 1  # with columns an all-reduce separates the matmul from the activation
             total.add("matmul", kernels.linear(tail_rows, 2 * dims.intermediate, hidden, gated), layers)
             if not gated:
-                total.add("other", kernels.elementwise(tail_rows, 2 * dims.intermediate, dims.intermediate), layers)
+                total.add("other", kernels.elementwise(tail_rows, 3 * dims.intermediate), layers)
             total.add("matmul", kernels.linear(tail_rows, hidden, dims.intermediate), layers)
         if dims.embedding:
-            total.add("other", kernels.elementwise(tokens, dims.hidden, dims.hidden))
+            total.add("other", kernels.elementwise(tokens, 2 * dims.hidden))
         if dims.head and rows:
             self._add_norms(total, rows, 1)
             total.add("matmul", kernels.linear(rows, dims.vocab, dims.hidden))
             self._add_sampling(total, rows)
+        total.matmul *= self._throttling(total.matmul, shape)
         total.other += self.table["step_s"]
-        if self._pdl and tokens <= 64:
+        if self._pdl and (tokens <= MAX_ROWS or (tokens == TMA_ROWS and self._kernels.uses_tma(self.dims))):
             total.other -= total.kernels * self.table["pdl_s"]
         return total
+
+    def _throttling(self, matmul: float, shape: StepShape) -> float:
+        """Return the factor by which the power limit lengthens matmuls: the clock falls in long compute-bound steps."""
+        if not shape.chunks:
+            return 1.0
+        return 1 + self.table["throttle"] * matmul / (matmul + self.table["throttle_after_s"])
 
     def _attention(self, shape: StepShape, window: int | None) -> tuple[float, int]:
         """Return seconds and launches of one layer's attention."""
@@ -156,9 +167,9 @@ class ComputeModel:
         """Add `count` fused residual additions and norms; with columns, they are separate torch operations."""
         hidden = self.dims.hidden_shard
         norms = (2 if self.dims.sandwich_norms else 1) * count
-        total.add("other", self._kernels.elementwise(rows, 2 * hidden, 2 * hidden), norms)
+        total.add("other", self._kernels.norm(rows, hidden), norms)
         if self.dims.columns > 1:
-            total.add("other", self._kernels.elementwise(rows, 2 * hidden, 2 * hidden), 4 * norms)
+            total.add("other", self._kernels.elementwise(rows, 4 * hidden), 4 * norms)
 
     def _add_sampling(self, total: _Sum, rows: int) -> None:
         """Add the choice of greedy tokens: inside the recorded step with one rank, else by separate kernels."""
@@ -166,7 +177,7 @@ class ComputeModel:
         logits = rows * self.dims.vocab * self.itemsize
         total.add("other", self.table[name] + logits / (self._read * self.table["elementwise_eff"]))
 
-    def _host_times(self, shape: StepShape, kernels: int, replayed: bool) -> tuple[float, float]:
+    def _host_times(self, shape: StepShape, replayed: bool) -> tuple[float, float]:
         """Return the host's seconds, and those before the device gets its first kernel."""
         table = self.table
         sequences = shape.decodes + len(shape.chunks)
@@ -174,16 +185,14 @@ class ComputeModel:
         sampler = table["host_sampler_s"] if self.split.per_stage > 1 or not replayed else 0.0
         if replayed:
             return ahead + sampler, ahead
-        layer = table["host_layer_s"] if self.split.per_stage == 1 else table["host_layer_tp_s"]
-        return ahead + sampler + self.dims.layers * layer, ahead
+        launch = table["host_eager_s"] + self.dims.layers * table["host_layer_s"]
+        if self.split.per_stage > 1:
+            launch *= table["host_tp"]
+        return ahead + sampler + launch, ahead
 
     def _cpu_step(self, cpu: CpuTimes, shape: StepShape) -> ComputeTime:
         matmul, attention, other = cpu.step(self.dims, shape)
         sequences = shape.decodes + len(shape.chunks)
         host = self.table["host_step_s"] + self.table["host_sequence_s"] * sequences
         replayed = not shape.chunks and shape.decodes <= cpu.max_recorded and self.split.per_replica == 1
-        return ComputeTime(matmul, attention, other, host, replayed, host)
-
-
-def _count(windows: tuple[int | None, ...]) -> list[tuple[int | None, int]]:
-    return [(window, windows.count(window)) for window in dict.fromkeys(windows)]
+        return ComputeTime(matmul, attention, other, host, replayed, host, overlapped=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -24,7 +24,11 @@ class Efficiencies:
     name: str
     device: str  # "cuda" or "cpu"
     parameters: Mapping[str, Quantity]
-    calibration: tuple[Mapping[str, Any], ...]  # the rows of results that parameters were fitted to
+    calibration: tuple[Mapping[str, str], ...] = ()  # rows of results that parameters were fitted to
+    excluded: tuple[
+        Mapping[str, str], ...
+    ] = ()  # rows that count neither as calibration nor as validation, with reason
+    error: float = 0.0  # relative error that 9 of 10 predictions of rows outside the calibration stay within
 
     def __getitem__(self, name: str) -> float:
         try:
@@ -38,7 +42,7 @@ class Efficiencies:
             name: Quantity.of(value, self.parameters[name].origin, self.parameters[name].source)
             for name, value in values.items()
         }
-        return Efficiencies(self.name, self.device, {**self.parameters, **changed}, self.calibration)
+        return replace(self, parameters={**self.parameters, **changed})
 
     @classmethod
     def from_json(cls, data: Any, label: str) -> Efficiencies:
@@ -49,7 +53,8 @@ class Efficiencies:
         parameters = {
             name: Quantity.from_json(one, f"{label}: parameters.{name}") for name, one in data["parameters"].items()
         }
-        return cls(label, data["device"], parameters, tuple(data.get("calibration", ())))
+        rows = [tuple(data.get(name, ())) for name in ("calibration", "excluded")]
+        return cls(label, data["device"], parameters, *rows, float(data.get("error", 0.0)))
 
 
 def efficiency_names() -> list[str]:
