@@ -68,23 +68,32 @@ def agree(world: World, config: EngineConfig | None) -> EngineConfig | None:
 def agree_on_model(world: World, checkpoint: Checkpoint, eos: frozenset[int] | None) -> frozenset[int]:
     """Check that every rank opened the same checkpoint, and return rank 0's end-of-sequence token ids."""
     _agreed(world, {"torch": torch.__version__, "the checkpoint's fingerprint": checkpoint.fingerprint()})
-    found = world.all_gather_object(None if eos is None else sorted(eos))[0]
-    return frozenset(found)
+    return frozenset(world.broadcast_object(None if eos is None else sorted(eos)))
 
 
 def _agreed(world: World, values: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return rank 0's values; raise YalisError where another rank has different ones. None takes no part."""
     values = json.loads(json.dumps(values))  # tuples become lists, as in the values that other ranks receive
-    by_rank = world.all_gather_object(values)
-    expected: dict[str, Any] | None = by_rank[0]
+    expected, difference = world.reduce_object(values, partial(_compare, world))
+    if difference is not None:
+        raise YalisError(difference)
+    agreed: dict[str, Any] | None = expected
+    return agreed
+
+
+def _compare(world: World, by_rank: list[dict[str, Any] | None]) -> tuple[dict[str, Any] | None, str | None]:
+    """Return rank 0's values, and a sentence about the first rank that has others."""
+    expected = by_rank[0]
+    if expected is None:
+        return None, None
     for rank, found in enumerate(by_rank):
-        for name, value in expected.items() if expected is not None and found is not None else ():
-            if found[name] != value:
-                raise YalisError(
+        for name, value in expected.items():
+            if found is not None and found[name] != value:
+                return expected, (
                     f"the ranks do not agree: {name} is {found[name]!r} on {world.name(rank)} and {value!r} on "
                     f"{world.name(0)}; start every rank with the same command, versions and files"
                 )
-    return expected
+    return expected, None
 
 
 @dataclass(frozen=True)

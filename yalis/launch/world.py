@@ -137,6 +137,10 @@ class World:
         self.progress.left += 1
         return combined
 
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's value, after all ranks have called this. Collective."""
+        return self.reduce_object(None if self.rank else value, lambda values: values[0])
+
     def open_links(self, leader: int | None) -> dict[int, Link]:
         """Open a link between each leader and its followers. Collective: each rank passes the rank of its leader.
 
@@ -146,7 +150,7 @@ class World:
         above, below = self._open(self._gather_leaders(leader))
         return {**above, **below}
 
-    def open_fan_out(self, leader: int | None) -> FanOut:
+    def open_fan_out(self, leader: int | None, fan_out: int = FAN_OUT) -> FanOut:
         """Open links as open_links() does, and if there are many followers a tree for the leader's messages."""
         leaders = self._gather_leaders(leader)
         above, below = self._open(leaders)
@@ -155,10 +159,10 @@ class World:
             if chosen is not None and chosen != rank:
                 groups.setdefault(chosen, [chosen]).append(rank)
         tree_above, tree_below = above, below
-        if any(len(group) - 1 > FAN_OUT for group in groups.values()):
+        if any(len(group) - 1 > fan_out for group in groups.values()):
             parents: list[int | None] = [None] * self.size
             for group in groups.values():
-                for rank, parent in zip(group, tree_parents(len(group) - 1), strict=True):
+                for rank, parent in zip(group, tree_parents(len(group) - 1, fan_out), strict=True):
                     parents[rank] = group[parent]
             tree_above, tree_below = self._open(parents)
         return FanOut({**above, **below}, next(iter(tree_above.values()), None), list(tree_below.values()))
