@@ -83,7 +83,7 @@ def capacity(job: Job, machine: Machine, split: Split) -> Capacity:
     usable = machine.gpu.memory_bytes.value * job.config.memory_fraction
     tightest: Capacity | None = None
     for stage in sorted({0, min(1, split.stages - 1), split.stages - 1}):
-        for rank in largest_slices(job.spec, split, stage):
+        for rank in largest_slices(job.spec, replace(split, replicas=1), stage):
             memory = rank_memory(job.spec, split, rank, job.itemsize, job.block_size, job.model_len)
             weights = memory.weight_bytes + memory.rotary.bytes
             last = stage == split.stages - 1

@@ -1,29 +1,30 @@
-"""Enumerates the splits of a model over nodes, ranks them by a fast estimate, and replays the best on the virtual clock.
+"""Lists the splits of a model over nodes, ranks them by a fast estimate, and replays the best on the virtual clock.
 
-Every prediction has an interval from the bounds of the quantities it rests on (uncertainty.py).
+Every prediction has an interval from the bounds of the quantities it rests on (intervals.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from yalis.errors import YalisError, YalisFailure, count_of
-from yalis.parallel.dims import rank_dims
 from yalis.parallel.plan import Split
 from yalis.planner.clock import SimEngine, Simulation, simulate
 from yalis.planner.communication import libraries_of
 from yalis.planner.compute import ComputeModel
 from yalis.planner.estimate import Estimate, estimate
+from yalis.planner.intervals import Interval, interval, prefixes_of
 from yalis.planner.job import Capacity, Job, capacity
 from yalis.planner.machine import Machine
-from yalis.planner.step_time import StepTimeModel
-from yalis.planner.uncertainty import Interval, combine, relevant_paths, sensitivities
+from yalis.planner.step_time import StepTimeModel, largest_slices
 from yalis.spec import ModelSpec
 
 OBJECTIVES = ("latency", "throughput", "cost")
+#: Mean error of the step-time model on a GPU with measured efficiencies (docs/scale.md, validation).
+MODEL_ERROR = 0.06
 #: Names of communication backends (`--allreduce`) for libraries with another name. Of the others, a library without a
 #: backend can be compared, but not run, so the search leaves it out.
 _BACKENDS = {"nccl": "torch", "gloo": "torch"}
@@ -51,6 +52,10 @@ class Slo:
 
     def met(self, ttft: float, itl: float) -> bool:
         return (self.ttft is None or ttft <= self.ttft) and (self.itl is None or itl <= self.itl)
+
+
+ANY_SPLIT = Choices()
+NO_SLO = Slo()
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Planner:
         self.machine, self.job = machine, job
         self._slices: dict[Any, _CachedCompute] = {}
 
-    def candidates(self, nodes: Sequence[int], choices: Choices = Choices(), slo: Slo = Slo()) -> list[Candidate]:  # noqa: B008
+    def candidates(self, nodes: Sequence[int], choices: Choices = ANY_SPLIT, slo: Slo = NO_SLO) -> list[Candidate]:
         """Return every split that fits, with its best library first among equal splits; unordered."""
         libraries = self._libraries(choices)
         found: list[Candidate] = []
@@ -146,8 +151,7 @@ class Planner:
         def seconds(machine: Machine) -> float:
             return self.estimate(candidate.split, candidate.library, candidate.capacity, machine).seconds
 
-        paths = relevant_paths(self.machine, candidate.library)
-        return combine(candidate.estimate.seconds, sensitivities(self.machine, seconds, paths))
+        return interval(self.machine, seconds, prefixes_of(candidate.library), MODEL_ERROR)
 
     def replay(self, candidate: Candidate) -> Replay:
         """Run the job on the virtual clock, with the real scheduler."""
@@ -165,7 +169,7 @@ class Planner:
         return Replay(candidate, run, seconds, rate, run.ttft(90), run.itl(90) or 0.0, latency)
 
     def _compute(self, machine: Machine, spec: ModelSpec, split: Split, itemsize: int, rank: int = 0) -> Any:
-        dims = rank_dims(spec, split, rank, itemsize, itemsize)
+        dims = largest_slices(spec, replace(split, replicas=1), split.coords(rank).stage)[rank]
         key = (machine.gpu, tuple(machine.host.items()), dims, split.rows, split.cols, itemsize)
         if key not in self._slices:
             self._slices[key] = _CachedCompute(ComputeModel(machine, spec, split, itemsize, rank))
@@ -203,7 +207,7 @@ class _CachedCompute:
         self.step = lru_cache(maxsize=8192)(model.step)
 
 
-def splits(spec: ModelSpec, gpus: int, gpus_per_node: int, choices: Choices = Choices()) -> Iterator[Split]:  # noqa: B008
+def splits(spec: ModelSpec, gpus: int, gpus_per_node: int, choices: Choices = ANY_SPLIT) -> Iterator[Split]:
     """Yield every split of a model over exactly so many GPUs.
 
     A tensor-parallel group fills whole nodes, or several of them fill a node, so that all groups are placed alike.
@@ -257,4 +261,3 @@ def _possible(split: Split, spec: ModelSpec) -> bool:
     except YalisError:
         return False
     return True
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from yalis.parallel.dims import rank_dims
@@ -30,20 +30,14 @@ class StepTimeModel:
     ) -> None:  # fmt: skip
         self.machine, self.spec, self.split, self.itemsize, self.library = machine, spec, split, itemsize, library
         self._comm = CommModel(machine, library)
-        self._groups = [StageGroups.of(split, machine.gpus_per_node, stage) for stage in range(split.stages)]
-        self._near = [same_node(split, machine.gpus_per_node, stage) for stage in range(split.stages - 1)]
-        self._compute: dict[int, list[ComputeModel]] = {}
-        #: Stages with equal slices, placement and neighbours have equal times: each stage's first equal one.
-        self._same_as: list[int] = []
-        known: dict[object, int] = {}
-        for stage in range(split.stages):
-            slices = largest_slices(spec, split, stage)
-            near = self._near[stage] if stage < split.stages - 1 else None
-            first = known.setdefault((tuple(slices.values()), self._groups[stage], near), stage)
-            self._same_as.append(first)
-            if first == stage:
-                self._compute[stage] = [compute(machine, spec, split, itemsize, rank) for rank in slices]
+        #: Stages with equal slices, placement and neighbours have equal times: the first equal one of each stage.
+        self._same_as, self._layouts = _layouts(spec, replace(split, replicas=1), machine.gpus_per_node)
+        self._compute = {
+            stage: [compute(machine, spec, split, itemsize, rank) for rank in layout.ranks]
+            for stage, layout in self._layouts.items()
+        }
         self._communication = lru_cache(maxsize=4096)(self._communication_seconds)
+        self._control = lru_cache(maxsize=4096)(self._control_time)
 
     def stages(self, shape: StepShape) -> list[StepTime]:
         """Return the time of each stage: its slowest rank, with communication and the send to the next stage."""
@@ -73,20 +67,23 @@ class StepTimeModel:
         hop = self.machine.host.get("control_hop_s", DEFAULTS["control_hop_s"])
         return time.delivery - time.driver + float(hop)
 
-    def _control(self, sequences: int) -> ControlTime:
+    def _control_time(self, sequences: int) -> ControlTime:
         return control_time(self.machine.host, self.split.per_replica - 1, sequences)
 
     def all_reduces(self, tokens: int, sampled: int) -> list[Collective]:
         """Return the all-reduces of a step, over all stages."""
-        found = [one for stage in range(self.split.stages) for one in self._collectives(stage, tokens, sampled)]
+        found = [one for stage in self._same_as for one in self._collectives(stage, tokens, sampled)]
         return [one for one in found if one.operation == "all_reduce"]
 
     def _slowest(self, stage: int, shape: StepShape) -> ComputeTime:
-        times = [model.step(shape) for model in self._compute[stage]]
+        models = self._compute[stage]
+        if len(models) == 1:
+            return models[0].step(shape)
+        times = [model.step(shape) for model in models]
         return max(times, key=lambda time: time.matmul + time.attention + time.other)
 
     def _collectives(self, stage: int, tokens: int, sampled: int) -> list[Collective]:
-        groups = self._groups[stage]
+        groups = self._layouts[stage].groups
         return list(collectives(self.spec, self.split, groups, stage, self.itemsize, tokens, sampled))
 
     def _communication_seconds(self, stage: int, tokens: int, sampled: int) -> float:
@@ -96,10 +93,38 @@ class StepTimeModel:
             total += one.count * max(operation(shape, one.bytes) for shape in one.shapes)
         if stage < self.split.stages - 1:
             hidden = self.spec.hidden_size // self.split.cols
-            total += self._comm.send(tokens * hidden * self.itemsize, self._near[stage])
+            total += self._comm.send(tokens * hidden * self.itemsize, self._layouts[stage].near)
         return total
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """What the time of a pipeline stage depends on."""
+
+    ranks: tuple[int, ...]  # with the largest slices
+    groups: StageGroups
+    near: bool  # whether the next stage is on the same node
+
+
+@lru_cache(maxsize=4096)
+def _layouts(spec: ModelSpec, split: Split, gpus_per_node: int) -> tuple[list[int], dict[int, _Layout]]:
+    """Return for each stage the first one that is equal to it, and the layouts of those."""
+    same_as: list[int] = []
+    layouts: dict[int, _Layout] = {}
+    known: dict[object, int] = {}
+    for stage in range(split.stages):
+        slices = largest_slices(spec, split, stage)
+        groups = StageGroups.of(split, gpus_per_node, stage)
+        last = stage == split.stages - 1
+        near = not last and same_node(split, gpus_per_node, stage)
+        first = known.setdefault((tuple(slices.values()), groups, near, last), stage)
+        same_as.append(first)
+        if first == stage:
+            layouts[stage] = _Layout(tuple(slices), groups, near)
+    return same_as, layouts
+
+
+@lru_cache(maxsize=65536)
 def largest_slices(spec: ModelSpec, split: Split, stage: int) -> dict[int, ModelDims]:
     """Return ranks of a stage, of which one is the slowest at any step, with their dimensions.
 

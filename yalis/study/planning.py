@@ -7,11 +7,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from yalis.planner.explain import explain, spell_split
+from yalis.planner.intervals import Interval
 from yalis.planner.job import Job
 from yalis.planner.machine import Machine
-from yalis.planner.search import REPLAYED, Candidate, Choices, Planner, Replay, Slo, best_libraries, scaling
+from yalis.planner.search import (
+    ANY_SPLIT,
+    NO_SLO,
+    REPLAYED,
+    Candidate,
+    Choices,
+    Planner,
+    Replay,
+    Slo,
+    best_libraries,
+    scaling,
+)
 from yalis.planner.step import StepTime
-from yalis.planner.uncertainty import Interval
 from yalis.study import results
 from yalis.study.results import Result
 from yalis.study.results.kinds.plan import CATEGORIES
@@ -29,8 +40,8 @@ class Search:
     dtype: str
     nodes: Sequence[int]
     objective: str = "latency"
-    choices: Choices = Choices()
-    slo: Slo = Slo()
+    choices: Choices = ANY_SPLIT
+    slo: Slo = NO_SLO
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,7 @@ def run_search(search: Search) -> Answer:
     replays.sort(key=lambda one: (not search.slo.met(one.ttft, one.itl), one.score(search.objective)))
     first = [one.candidate for one in replays]
     curve = {one: planner.interval(one) for one in scaling(found, search.objective)}
-    return Answer(
-        first[0], first + ranked[len(first) :], replays, curve, explain(first[0], found, search.objective)
-    )
+    return Answer(first[0], first + ranked[len(first) :], replays, curve, explain(first[0], found, search.objective))
 
 
 def make_result(search: Search, answer: Answer, run: str, command: str) -> Result:

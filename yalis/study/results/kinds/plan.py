@@ -98,7 +98,9 @@ class Plan(ResultKind):
 
     def remarks(self, result: Result) -> list[str]:
         facts = result.parameters
-        more = f", of which the table shows {len(shown_rows(result))}" if len(shown_rows(result)) < facts["splits"] else ""
+        more = (
+            f", of which the table shows {len(shown_rows(result))}" if len(shown_rows(result)) < facts["splits"] else ""
+        )
         return [
             f"{facts['splits']} splits fit{more}. Percentages are shares of the time of one rank. Sequences of "
             f"{facts['seq_len']} tokens that a replica holds."
@@ -132,7 +134,9 @@ class Plan(ResultKind):
         time.set_xlabel("GPUs")
         time.set_ylabel("seconds of the job, with interval")
         time.legend(title="best split of")
-        fastest = [min((row for row in best if row["gpus"] == count), key=lambda row: row["seconds"]) for count in counts]
+        fastest = [
+            min((row for row in best if row["gpus"] == count), key=lambda row: row["seconds"]) for count in counts
+        ]
         draw_breakdown(shares, [f"{row['gpus']}\n{row['split']}" for row in fastest], fastest)
         shares.set_xlabel("GPUs and fastest split")
         return figure
@@ -169,6 +173,6 @@ def _interval(row: Row) -> str | None:
 def _share(name: str) -> Any:
     def cell(row: Row) -> str:
         total = sum(row[f"{one}_s"] for one in CATEGORIES)
-        return f"{row[f'{name}_s'] / total:.0%}"
+        return f"{max(0.0, row[f'{name}_s']) / total:.0%}"
 
     return cell
