@@ -140,7 +140,7 @@ def load_on_all_ranks(world: World, device: torch.device) -> TuningTable:
     loaded: dict[str, Any] = {}
     if world.rank == 0:
         loaded = {shape: [asdict(timing) for timing in held.timings] for shape, held in load(device).shapes.items()}
-    received = world.all_gather_object(loaded)[0]
+    received = world.broadcast_object(loaded)
     return TuningTable({shape: _parse_timings(timings) for shape, timings in received.items()})
 
 

@@ -4,14 +4,15 @@ Every rank of a replica holds one shard of the model (tensor parallelism) of one
 them, the driver, also runs the scheduler. A step goes through the ranks like this:
 
 1. The driver's `launch(plan)` encodes the StepPlan (scheduling/wire.py sends only what changed since the last plan) and
-   sends ["plan", encoded] over a TCP link to each other rank. It then launches the step on its own runner.
+   sends ["plan", encoded] to each other rank: over TCP links of its own to up to eight ranks, through a tree to more
+   (launch/fan_out.py). It then launches the step on its own runner.
 2. Each other rank runs `serve()`: it receives the message, decodes the plan and launches the step on its own runner.
    Activations and partial sums travel in the runner's collectives and sends, never over these links.
 3. The ranks of the last pipeline stage sample the tokens and all get the same ones. If the driver is in that stage it
    reads them from its own runner. Otherwise one rank of the last stage, the reporter, sends the encoded StepOutput over
-   its link, and the driver's `RemoteStep.result()` receives it.
+   its direct link to the driver, whose `RemoteStep.result()` receives it.
 
-The same links carry requests for memory and timing reports, and the start and end of profiling.
+The same connections carry requests for memory and timing reports, and the start and end of profiling.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from yalis.engine.oom import check_host_memory
 from yalis.engine.runner import PendingStep, Runner
 from yalis.engine.step_profiler import RankProfile, StepInfo
 from yalis.errors import PeerLost, YalisError, YalisFailure, describe_error
+from yalis.launch.fan_out import FanOut
 from yalis.launch.heartbeat import LOADING
 from yalis.launch.link import Link
 from yalis.launch.world import World
@@ -66,23 +68,32 @@ def agree(world: World, config: EngineConfig | None) -> EngineConfig | None:
 def agree_on_model(world: World, checkpoint: Checkpoint, eos: frozenset[int] | None) -> frozenset[int]:
     """Check that every rank opened the same checkpoint, and return rank 0's end-of-sequence token ids."""
     _agreed(world, {"torch": torch.__version__, "the checkpoint's fingerprint": checkpoint.fingerprint()})
-    found = world.all_gather_object(None if eos is None else sorted(eos))[0]
-    return frozenset(found)
+    return frozenset(world.broadcast_object(None if eos is None else sorted(eos)))
 
 
 def _agreed(world: World, values: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return rank 0's values; raise YalisError where another rank has different ones. None takes no part."""
     values = json.loads(json.dumps(values))  # tuples become lists, as in the values that other ranks receive
-    by_rank = world.all_gather_object(values)
-    expected: dict[str, Any] | None = by_rank[0]
+    expected, difference = world.reduce_object(values, partial(_compare, world))
+    if difference is not None:
+        raise YalisError(difference)
+    agreed: dict[str, Any] | None = expected
+    return agreed
+
+
+def _compare(world: World, by_rank: list[dict[str, Any] | None]) -> tuple[dict[str, Any] | None, str | None]:
+    """Return rank 0's values, and a sentence about the first rank that has others."""
+    expected = by_rank[0]
+    if expected is None:
+        return None, None
     for rank, found in enumerate(by_rank):
-        for name, value in expected.items() if expected is not None and found is not None else ():
-            if found[name] != value:
-                raise YalisError(
+        for name, value in expected.items():
+            if found is not None and found[name] != value:
+                return expected, (
                     f"the ranks do not agree: {name} is {found[name]!r} on {world.name(rank)} and {value!r} on "
                     f"{world.name(0)}; start every rank with the same command, versions and files"
                 )
-    return expected
+    return expected, None
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,8 @@ class ReplicaRanks:
             raise
         self._bytes_read = checkpoint.bytes_read
         self.is_driver = world.rank == driver
-        self._links = world.open_links(driver) if world.size > 1 else {}
+        self._fan_out = world.open_fan_out(driver) if world.size > 1 else FanOut({}, None, ())
+        self._links = self._fan_out.links
         self._reporter = self.split.reporter(coords.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
         world.phase = "running" if world.rank else "idle"  # rank 0 sets it to "running" during calls of the user
@@ -168,18 +180,19 @@ class ReplicaRanks:
 
     def launch(self, plan: StepPlan) -> PendingStep | RemoteStep:
         """Launch the step on every rank. On a GPU this returns before the step has run."""
-        self._send_all(["plan", self._encoder.encode(plan)] if self._links else None)
+        if self._links:
+            self._fan_out.send(["plan", self._encoder.encode(plan)])
         pending = self.runner.launch(plan)
         return RemoteStep(partial(self._receive, self._links[self._reporter])) if pending is None else pending
 
     def reports(self) -> list[RankReport]:
         """Return a report of each rank of this replica. No step may be in flight."""
-        self._send_all(["report"])
+        self._fan_out.send(["report"])
         return [self._report(), *(RankReport(**self._receive(link)) for link in self._links.values())]
 
     def start_profiling(self) -> Sequence[StepInfo]:
         """Start the profiler of every rank; returns the growing list of steps. No step may be in flight."""
-        self._send_all(["start_profiling"])
+        self._fan_out.send(["start_profiling"])
         steps = self.runner.profiler.start()
         for link in self._links.values():
             self._receive(link)
@@ -187,7 +200,7 @@ class ReplicaRanks:
 
     def stop_profiling(self) -> list[RankProfile]:
         """Stop the profiler of every rank; returns what each recorded, driver first. No step may be in flight."""
-        self._send_all(["stop_profiling"])
+        self._fan_out.send(["stop_profiling"])
         return [
             self.runner.profiler.stop(),
             *(RankProfile.from_json(self._receive(link)) for link in self._links.values()),
@@ -197,9 +210,8 @@ class ReplicaRanks:
         """Close this rank's links and communicators; on the driver, end serve() on the other ranks first."""
         if self.is_driver and self.world.failure is None:
             with contextlib.suppress(YalisFailure):  # a rank that dies now has no work left
-                self._send_all(["end"])
-        for link in self._links.values():
-            link.close()
+                self._fan_out.send(["end"])
+        self._fan_out.close()
         if self._comm is not None:
             if self.world.failure is None:
                 self.runner.executor.release_graphs()  # CUDA graphs keep communicators alive, so they go first
@@ -212,10 +224,6 @@ class ReplicaRanks:
         self.world.progress.left += 1
         return message
 
-    def _send_all(self, message: Any) -> None:
-        for link in self._links.values():
-            link.send(message)
-
     # On the other ranks
 
     def serve(self) -> None:
@@ -227,10 +235,10 @@ class ReplicaRanks:
         while True:
             # Waiting for tokens would delay the next launch on a GPU, so plans that have arrived go first. On a CPU
             # launch() has computed the tokens already.
-            while unreported and not (on_gpu and driver.poll(0)):
+            while unreported and not (on_gpu and self._fan_out.poll(0)):
                 driver.send(encode_output(unreported.popleft().result()))
             progress.entered += 1
-            message, *arguments = driver.receive()
+            message, *arguments = self._fan_out.receive()
             progress.left += 1
             if message == "end":
                 return

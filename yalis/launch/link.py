@@ -69,10 +69,13 @@ class Link:
         self._read_write_poller.register(sock, select.POLLIN | select.POLLOUT)
 
     def send(self, value: Any) -> None:
-        data = json.dumps(value, separators=(",", ":")).encode()
-        if len(data) > self.limit:
-            raise ValueError(f"a message of {len(data)} bytes exceeds the link's limit of {self.limit}")
-        unsent = memoryview(_HEADER.pack(len(data)) + data)
+        self.send_frame(encode_frame(value))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send an encoded message; several links can send the same one."""
+        if len(frame) - _HEADER.size > self.limit:
+            raise ValueError(f"a message of {len(frame) - _HEADER.size} bytes exceeds the link's limit of {self.limit}")
+        unsent = memoryview(frame)
         while unsent:
             try:
                 unsent = unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
@@ -83,6 +86,10 @@ class Link:
 
     def receive(self) -> Any:
         """Wait for the next message and return it."""
+        return self.decode(self.receive_frame())
+
+    def receive_frame(self) -> bytes:
+        """Wait for the next message and return it as it was sent, for `decode` and for `send_frame` of other links."""
         with self._reading:
             while not self._has_message():
                 if self._lost:
@@ -93,10 +100,14 @@ class Link:
                     self.check_job()
             (length,) = _HEADER.unpack_from(self._buffer)
             end = _HEADER.size + length
-            data = bytes(memoryview(self._buffer)[_HEADER.size : end])
+            frame = bytes(memoryview(self._buffer)[:end])
             del self._buffer[:end]
+        return frame
+
+    def decode(self, frame: bytes) -> Any:
+        """Return the value of a received message."""
         try:
-            return json.loads(data)
+            return json.loads(frame[_HEADER.size :])
         except (ValueError, RecursionError):  # RecursionError: too deeply nested
             self._lost = LinkLost(f"{self.peer} sent data that is not a message", self.peer)
             raise self._lost from None
@@ -181,6 +192,14 @@ class Link:
 
     def _explain(self, lost: LinkLost) -> YalisFailure:
         return (self.failure_source.explain(lost) if self.failure_source else None) or lost
+
+
+def encode_frame(value: Any) -> bytes:
+    """Return the bytes that carry a value over a link."""
+    data = json.dumps(value, separators=(",", ":")).encode()
+    if len(data) > MAX_FRAME:
+        raise ValueError(f"a message of {len(data)} bytes exceeds the limit of {MAX_FRAME}")
+    return _HEADER.pack(len(data)) + data
 
 
 def wait_any(links: Sequence[Link]) -> None:

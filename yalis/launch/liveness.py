@@ -32,7 +32,7 @@ from yalis.launch.heartbeat import (
     silence_limit,
     while_in,
 )
-from yalis.launch.link import Link, LinkLost
+from yalis.launch.link import Link, LinkLost, encode_frame
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo
 from yalis.log import get_logger
@@ -127,8 +127,11 @@ class LivenessMonitor(ABC):
             return True
 
     def _send(self, link: Link, message: Any) -> None:
+        self._send_frame(link, encode_frame(message))
+
+    def _send_frame(self, link: Link, frame: bytes) -> None:
         with self._sending, contextlib.suppress(LinkLost):  # the reading side handles it
-            link.send(message)
+            link.send_frame(frame)
 
     def _name(self, rank: int, status: str | None = None) -> str:
         member = self.members[rank]
@@ -274,9 +277,10 @@ class Rank0Monitor(LivenessMonitor):
 
     def _send_heartbeats(self) -> None:
         """Send the seconds after which a rank without heartbeats from rank 0 ends, as a sign of life."""
+        frame = encode_frame({"beat": silence_limit(self.step_timeout)})
         for rank, link in self._links.items():
             if rank not in self.departed:
-                self._send(link, {"beat": silence_limit(self.step_timeout)})
+                self._send_frame(link, frame)
 
     def _is_stuck(self, seconds: float) -> bool:
         """Return whether no rank has made progress for so long."""

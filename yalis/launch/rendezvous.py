@@ -22,7 +22,7 @@ from yalis.launch.acceptor import Acceptor, reserve_descriptors
 from yalis.launch.auth import HandshakeError, JobKey, Method, OtherMethod, authenticate
 from yalis.launch.endpoint import Endpoint, resolve
 from yalis.launch.heartbeat import StopWatch
-from yalis.launch.link import MAX_FRAME, Link, LinkLost, is_loopback
+from yalis.launch.link import MAX_FRAME, Link, LinkLost, encode_frame, is_loopback
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo, list_ranks
 from yalis.launch.secret import SecretMissing
@@ -84,8 +84,9 @@ class RendezvousServer:
             if self._error:
                 raise YalisFailure(self._error)
             members = self._make_table()
+            frame = encode_frame({"members": [asdict(member) for member in members]})
             for rank, link in self.links[CONTROL].items():
-                self._send(rank, link, {"members": [asdict(member) for member in members]})
+                self._send_table(rank, link, frame)
             return members
         except BaseException as error:
             message = str(error) if isinstance(error, YalisFailure) else "rank 0 gave up before all ranks had joined"
@@ -194,9 +195,9 @@ class RendezvousServer:
         self._give_up(rank, message)
         return message
 
-    def _send(self, rank: int, link: Link, message: Any) -> None:
+    def _send_table(self, rank: int, link: Link, frame: bytes) -> None:
         try:
-            link.send(message)
+            link.send_frame(frame)
         except LinkLost as error:
             raise YalisFailure(f"rank {rank} on {self._hellos[rank]['host']} died during the rendezvous") from error
 

@@ -8,14 +8,15 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from traceback import format_exception
 from typing import Any
 
 from yalis.errors import PeerLost, RankTraceback, YalisError, YalisFailure, describe_error
 from yalis.launch.auth import JobKey
+from yalis.launch.fan_out import FAN_OUT, FanOut, tree_parents
 from yalis.launch.heartbeat import Progress
-from yalis.launch.link import Link, LinkLost, listen
+from yalis.launch.link import Link, LinkLost, encode_frame, listen
 from yalis.launch.liveness import LivenessMonitor, Rank0Monitor, WorkerMonitor
 from yalis.launch.local import LocalRanks
 from yalis.launch.peer_links import CONNECT_S, accept_followers, connect_to_leader
@@ -114,18 +115,31 @@ class World:
                 self._monitor.stop_serving()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank. Collective; a value is anything that JSON can represent."""
+        """Return the values of all ranks, by rank. Collective; a value is anything that JSON can represent.
+
+        All ranks receive all values: use reduce_object() for large ones.
+        """
+        values: list[Any] = self.reduce_object(value, lambda values: values)
+        return values
+
+    def reduce_object(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Return `combine` of the values of all ranks, by rank. Collective; only rank 0 calls `combine`."""
         self._check()
         self.progress.entered += 1
         if self.rank:
             self._controls[0].send(value)
-            values: list[Any] = self._controls[0].receive()
+            combined = self._controls[0].receive()
         else:
-            values = [value, *(self._controls[rank].receive() for rank in range(1, self.size))]
+            combined = combine([value, *(self._controls[rank].receive() for rank in range(1, self.size))])
+            frame = encode_frame(combined)
             for link in self._controls.values():
-                link.send(values)
+                link.send_frame(frame)
         self.progress.left += 1
-        return values
+        return combined
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's value, after all ranks have called this. Collective."""
+        return self.reduce_object(None if self.rank else value, lambda values: values[0])
 
     def open_links(self, leader: int | None) -> dict[int, Link]:
         """Open a link between each leader and its followers. Collective: each rank passes the rank of its leader.
@@ -133,21 +147,52 @@ class World:
         A leader passes its own rank and gets a link to each follower; a follower gets {leader: link}. A rank that
         passes None gets no link.
         """
+        above, below = self._open(self._gather_leaders(leader))
+        return {**above, **below}
+
+    def open_fan_out(self, leader: int | None, fan_out: int = FAN_OUT) -> FanOut:
+        """Open links as open_links() does, and if there are many followers a tree for the leader's messages."""
+        leaders = self._gather_leaders(leader)
+        above, below = self._open(leaders)
+        groups: dict[int, list[int]] = {}
+        for rank, chosen in enumerate(leaders):
+            if chosen is not None and chosen != rank:
+                groups.setdefault(chosen, [chosen]).append(rank)
+        tree_above, tree_below = above, below
+        if any(len(group) - 1 > fan_out for group in groups.values()):
+            parents: list[int | None] = [None] * self.size
+            for group in groups.values():
+                for rank, parent in zip(group, tree_parents(len(group) - 1, fan_out), strict=True):
+                    parents[rank] = group[parent]
+            tree_above, tree_below = self._open(parents)
+        return FanOut({**above, **below}, next(iter(tree_above.values()), None), list(tree_below.values()))
+
+    def _gather_leaders(self, leader: int | None) -> list[int | None]:
         leaders = self.all_gather_object(leader)
         for rank, chosen in enumerate(leaders):
             if chosen is not None and leaders[chosen] != chosen:
                 raise ValueError(f"rank {rank} follows rank {chosen}, which is not a leader")
-        followers = [rank for rank, chosen in enumerate(leaders) if chosen == self.rank != rank]
+        return leaders
+
+    def _open(self, parents: Sequence[int | None]) -> tuple[dict[int, Link], dict[int, Link]]:
+        """Open a link between each rank and its parent. Collective; `parents` is the same on every rank.
+
+        Returns this rank's link to its parent and those to its children, by rank. A rank without a parent passes None
+        or its own rank. Parents are connected before their children, because they accept only then.
+        """
+        parent = parents[self.rank]
+        children = [rank for rank, chosen in enumerate(parents) if chosen == self.rank != rank]
         self._openings += 1
-        server = listen(self.members[self.rank].address, 0) if followers else None
+        server = listen(self.members[self.rank].address, 0) if children else None
         try:
             ports = self.all_gather_object(server.getsockname()[1] if server else None)
-            if server:
-                return self._accept_followers(server, followers)
+            above: dict[int, Link] = {}
+            if parent is not None and parent != self.rank:
+                above = {parent: self._connect(parent, ports[parent])}
+            return above, self._accept_followers(server, children) if server else {}
         finally:
             if server:
                 server.close()
-        return {} if leader is None or leader == self.rank else {leader: self._connect(leader, ports[leader])}
 
     def fail(self, error: BaseException | str, background: bool = False) -> None:
         """End the job because this rank cannot continue. Returns on rank 0 only; other ranks exit.
