@@ -25,6 +25,7 @@ from yalis.engine.recording import CudaGraphRecorder, DeviceMemory
 from yalis.engine.step_layouts import PROMPT_SIZES, DecodeLayout, PromptLayout, StepLimits
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels import ops
+from yalis.scheduling import settings
 from yalis.scheduling.plan import LAST_SAMPLED, SequenceStep
 from yalis.scheduling.scheduler import SchedulerConfig
 
@@ -71,10 +72,10 @@ def ref(tmp_path_factory):
 def open_llm(path, monkeypatch, **fields) -> LLM:
     """As on a GPU: plans overlap, sampled tokens stay on the device, steps are replayed from what was captured."""
 
-    def ahead(**settings):
-        return SchedulerConfig(**{**settings, "max_in_flight": 2, "feed_on_device": True})
+    def ahead(**fields):
+        return SchedulerConfig(**{**fields, "max_in_flight": 2, "feed_on_device": True})
 
-    monkeypatch.setattr(engine, "SchedulerConfig", ahead)
+    monkeypatch.setattr(settings, "SchedulerConfig", ahead)
     monkeypatch.setattr(ops, "use_last_tokens", token_feedback.use_last_tokens)
     llm = LLM(
         str(path),

@@ -6,7 +6,7 @@ import pytest
 
 from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
-from yalis.engine import engine
+from yalis.scheduling import settings
 from yalis.scheduling.scheduler import SchedulerConfig
 
 STEPS = 12
@@ -17,7 +17,7 @@ def overlapped(monkeypatch):
     def ahead(**fields):
         return SchedulerConfig(**{**fields, "max_in_flight": 2, "feed_on_device": True})
 
-    monkeypatch.setattr(engine, "SchedulerConfig", ahead)
+    monkeypatch.setattr(settings, "SchedulerConfig", ahead)
 
 
 @pytest.fixture(scope="module", params=["llama-mha-tied", "gemma2", "phi3-longrope"])

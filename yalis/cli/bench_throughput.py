@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_float, parse_int
 from yalis.errors import YalisError
-from yalis.workloads import NAMED, parse_workload
+from yalis.workloads import ANY_WORKLOAD, parse_any_workload
 
 if TYPE_CHECKING:
     from yalis.config import EngineConfig
@@ -38,15 +38,16 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that describe the requests."""
     add = parser.add_argument
     add(
-        "--workload", type=parse_workload, action="append", metavar="NAME",
-        help=f"{', '.join(NAMED)}, or batch x prompt x output (default: 16x64x64); may be repeated, which mixes them",
+        "--workload", type=parse_any_workload, action="append", metavar="NAME",
+        help=f"{ANY_WORKLOAD} (default: 16x64x64); may be repeated, which mixes them",
     )  # fmt: skip
     add("--dataset", metavar="FILE", help="JSONL file of requests as for `yalis batch`, instead of --workload")
+    add("--trace", metavar="FILE", help="JSONL file of lengths and arrival times, instead of --workload")
     add(
         "--requests",
         type=parse_int,
         metavar="N",
-        help="number of requests: random ones of the workloads, or the first of the dataset (default: all)",
+        help="number of requests: random ones of the workloads, or the first of the file (default: all)",
     )
     add(
         "--vary",
@@ -68,13 +69,14 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
 def work_plan(args: argparse.Namespace) -> ThroughputPlan:
     from yalis.study.requests import ThroughputPlan
 
-    if args.workload and args.dataset is not None:
-        raise YalisError("--workload and --dataset exclude each other; give one of them")
-    names = ("dataset", "requests", "vary", "rate", "warmup", "repeats", "seed")
+    sources = ("workload", "dataset", "trace")
+    if len(given := [f"--{name}" for name in sources if getattr(args, name)]) > 1:
+        raise YalisError(f"{' and '.join(given)} exclude each other; give one of them")
+    names = ("dataset", "trace", "requests", "vary", "rate", "warmup", "repeats", "seed")
     fields: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.workload:
         fields["workloads"] = tuple(args.workload)
-    elif args.dataset is not None:
+    elif args.dataset is not None or args.trace is not None:
         fields["workloads"] = ()
     return ThroughputPlan(**fields)
 

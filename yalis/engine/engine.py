@@ -18,7 +18,8 @@ from yalis.errors import YalisFailure, describe_error
 from yalis.log import get_logger
 from yalis.scheduling.plan import Emitted
 from yalis.scheduling.request import Request
-from yalis.scheduling.scheduler import Scheduler, SchedulerConfig
+from yalis.scheduling.scheduler import Scheduler
+from yalis.scheduling.settings import scheduler_settings
 from yalis.spec import ModelSpec
 from yalis.types import FinishReason, SamplingParams
 
@@ -43,29 +44,9 @@ class Engine:
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, ranks: ReplicaRanks, eos: frozenset[int]) -> None:
         self.ranks, self.runner = ranks, ranks.runner
-        # On a GPU the host schedules the next step while this one runs; on a CPU there is nothing to overlap. In a
-        # pipeline each stage has a step in flight, and a sequence is scheduled again once its token has come back from
-        # the last stage.
-        pipelined = config.pp > 1
-        on_gpu = self.runner.device.type == "cuda"
-        if pipelined:
-            max_in_flight = config.micro_batches or config.pp
-        else:
-            max_in_flight = 2 if on_gpu else 1
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_batch_tokens=config.max_batch_tokens,
-                max_model_len=self.runner.max_model_len,
-                block_size=self.runner.block_size,
-                max_in_flight=max_in_flight,
-                feed_on_device=on_gpu and not pipelined,
-                recompute_at=spec.rope.switch_at,
-                prefix_reuse=config.prefix_reuse,
-                pipelined=pipelined,
-            ),
-            self.runner.num_blocks,
-        )
+        runner, on_gpu = self.runner, self.runner.device.type == "cuda"
+        settings = scheduler_settings(config, spec, on_gpu, runner.max_model_len, runner.block_size)
+        self.scheduler = Scheduler(settings, runner.num_blocks)
         self.eos = eos
         self.stats = EngineStats(graph_bytes=self.runner.executor.graph_bytes)
         self._launched: deque[PendingStep | RemoteStep] = deque()

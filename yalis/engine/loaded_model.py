@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -125,6 +126,13 @@ class LoadedModel:
     @property
     def stats(self) -> EngineStats:
         return self._running().engine.stats
+
+    @property
+    def scheduler_settings(self) -> dict[str, Any]:
+        """The fields of SchedulerConfig, and the KV blocks of one replica as `num_blocks`."""
+        engine = self._engine
+        scheduler = (engine.local if isinstance(engine, ReplicaRouter) else engine).scheduler
+        return {**asdict(scheduler.config), "num_blocks": scheduler.blocks.num_blocks}
 
     @property
     def topology(self) -> RankTopology:

@@ -18,6 +18,11 @@ class Interval:
     low: float
     high: float
 
+    def around(self, value: float) -> Interval:
+        """Return an interval of the same relative width around another value of the same prediction."""
+        factor = value / self.value
+        return Interval(value, self.low * factor, self.high * factor)
+
 
 @dataclass(frozen=True)
 class Effect:
@@ -46,14 +51,23 @@ def effects(
     return found
 
 
-def interval(machine: Machine, predict: Callable[[Machine], float], prefixes: Iterable[str] = ("",)) -> Interval:
-    """Return the prediction with the root of the summed squares of all effects in each direction."""
+def interval(
+    machine: Machine, predict: Callable[[Machine], float], prefixes: Iterable[str] = ("",), model_error: float = 0.0
+) -> Interval:
+    """Return the prediction with the root of the summed squares of all effects in each direction.
+
+    `model_error`: error of the model itself, as a share of the value, which counts as one more effect."""
     value = predict(machine)
-    below = above = 0.0
+    below = above = abs(value) * model_error
     for one in effects(machine, predict, prefixes):
         below = hypot(below, max(0.0, value - min(one.at_low, one.at_high)))
         above = hypot(above, max(0.0, max(one.at_low, one.at_high) - value))
     return Interval(value, value - below, value + above)
+
+
+def prefixes_of(library: str) -> tuple[str, ...]:
+    """Return the prefixes of the quantities that a prediction with this communication library may depend on."""
+    return ("gpu.", "intra_", "nic_", "host.", f"libraries.{library}.")
 
 
 def _spread(quantity: Quantity, spread: float) -> tuple[float, float]:

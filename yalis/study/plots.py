@@ -24,7 +24,7 @@ def write_plot(result: Result, file: Path) -> list[Path]:
     """Write a result's plot as PNG and SVG. Returns both paths."""
     kind = results.kind_of(result)
     title = f"{kind.section.title}: {kind.title(result)}"
-    notes = [*kind.notes(result), results.machine_name(results.machine_of(result))]
+    notes = [*kind.notes(result), *map(results.machine_name, kind.machines(result))]
     try:
         return drawing.save(kind.plot(result), file, title, notes)
     except OSError as error:

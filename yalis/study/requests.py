@@ -13,7 +13,16 @@ from yalis.batch.input import InvalidLine, parse, read_raw
 from yalis.errors import YalisError, count_of
 from yalis.study.peers.process import PEERS
 from yalis.types import Prompt, SamplingParams
-from yalis.workloads import Workload, random_prompt
+from yalis.workloads import (
+    AnyWorkload,
+    ChatWorkload,
+    RequestSize,
+    Workload,
+    draw_arrivals,
+    draw_sizes,
+    random_prompt,
+    read_trace,
+)
 
 _MAX_REQUESTS = 1_000_000  # all of them are generated before the first is submitted
 
@@ -22,9 +31,10 @@ _MAX_REQUESTS = 1_000_000  # all of them are generated before the first is submi
 class ThroughputPlan:
     """What `yalis bench throughput` runs. The fields are written to the result as its parameters."""
 
-    workloads: tuple[Workload, ...] = (Workload(16, 64, 64),)  # mixed if several; empty with a dataset
-    dataset: str | None = None  # a JSONL file
-    requests: int | None = None  # None: every line of the dataset, or the batch sizes of the workloads added up
+    workloads: tuple[AnyWorkload, ...] = (Workload(16, 64, 64),)  # mixed if several; empty with a dataset or trace
+    dataset: str | None = None  # a JSONL file of requests
+    trace: str | None = None  # a JSONL file of lengths and arrival times
+    requests: int | None = None  # None: every line of the file, or the batch sizes of the workloads added up
     vary: float = 0.0  # each length is drawn uniformly from (1 - vary) to (1 + vary) times the workload's
     rate: float | None = None  # requests per second of a Poisson process; None: all at once
     warmup: int = 1
@@ -47,26 +57,41 @@ class ThroughputPlan:
             raise YalisError(f"rate is {self.rate:g}; give requests per second above 0, or omit --rate")
         if not 0 <= self.vary < 1:
             raise YalisError(f"vary is {self.vary:g}; give a fraction of at least 0 and below 1, such as 0.5")
-        if self.dataset is not None and self.vary:
-            raise YalisError("--vary applies to workloads, but a dataset has its own lengths; omit --vary")
-        if self.dataset is None and not self.workloads:
-            raise YalisError("there are no requests to run; give --workload, such as 16x64x64, or --dataset")
+        if self.dataset is not None and self.trace is not None:
+            raise YalisError("--dataset and --trace exclude each other; give one of them")
+        if self.vary:
+            for source, used in (
+                ("a dataset", self.dataset is not None),
+                ("a trace", self.trace is not None),
+                ("chat", any(isinstance(one, ChatWorkload) for one in self.workloads)),
+            ):
+                if used:
+                    raise YalisError(f"--vary applies to equal requests, but {source} has its own lengths; omit --vary")
+        if self.trace is not None and self.rate is not None:
+            raise YalisError("--rate draws arrival times, but a trace has its own; omit --rate")
+        if self.dataset is None and self.trace is None and not self.workloads:
+            raise YalisError("there are no requests to run; give --workload, such as 16x64x64, --dataset or --trace")
         for name in self.peer:
             if name not in PEERS.names():
                 raise YalisError(f"unknown peer {name!r}; accepted: {', '.join(PEERS.names())}")
-        if self.peer and (self.dataset is not None or self.rate is not None or self.vary or len(self.workloads) > 1):
+        from_file = self.dataset is not None or self.trace is not None
+        equal = not from_file and len(self.workloads) == 1 and isinstance(self.workloads[0], Workload)
+        if self.peer and (not equal or self.rate is not None or self.vary):
             raise YalisError(
-                "peers run one batch of equal requests; with --peer give one --workload, and omit --dataset, --vary "
-                "and --rate"
+                "peers run one batch of equal requests; with --peer give one --workload, such as 16x64x64, and omit "
+                "--dataset, --trace, --vary and --rate"
             )
 
     @property
     def description(self) -> str:
         """A phrase such as "16 requests of 64 + 64 tokens"."""
-        if self.dataset is not None:
-            return f"{'all' if self.requests is None else self.requests} lines of {Path(self.dataset).name}"
+        if file := self.dataset or self.trace:
+            return f"{'all' if self.requests is None else self.requests} lines of {Path(file).name}"
         count = self.requests or sum(one.batch for one in self.workloads)
-        lengths = " or ".join(f"{one.prompt_len} + {one.output_len}" for one in self.workloads)
+        lengths = " or ".join(
+            "chat" if isinstance(one, ChatWorkload) else f"{one.prompt_len} + {one.output_len}"
+            for one in self.workloads
+        )
         return f"{count_of(count, 'request')} of {lengths} tokens" + (f" ± {self.vary:.0%}" if self.vary else "")
 
 
@@ -107,11 +132,23 @@ def digest_requests(requests: Iterable[TimedRequest]) -> str:
     return digest.hexdigest()[:16]
 
 
+def request_sizes(plan: ThroughputPlan) -> list[RequestSize]:
+    """Return lengths and arrival times of a plan without a dataset, the same in every repeat."""
+    if plan.trace is not None:
+        return read_trace(Path(plan.trace), plan.requests)
+    sizes = draw_sizes(plan.workloads, plan.seed, plan.requests, plan.vary)
+    arrivals = draw_arrivals(len(sizes), plan.rate, plan.seed)
+    return [replace(size, arrival=arrival) for size, arrival in zip(sizes, arrivals, strict=True)]
+
+
 def check_length(plan: ThroughputPlan, limit: int) -> None:
     """Refuse workloads whose sequences may exceed `limit` tokens."""
     if plan.dataset is not None:
         return  # the engine refuses requests that are too long one by one
-    max_len = max(_max_len(one.prompt_len, plan.vary) + _max_len(one.output_len, plan.vary) for one in plan.workloads)
+    if plan.trace is not None:
+        max_len = max(size.total_len for size in request_sizes(plan))
+    else:
+        max_len = max(_max_len(one, plan.vary) for one in plan.workloads)
     if max_len > limit:
         raise YalisError(
             f"prompt and output of the workload take {max_len} tokens, but the context length is {limit}; "
@@ -119,39 +156,25 @@ def check_length(plan: ThroughputPlan, limit: int) -> None:
         )
 
 
-def _max_len(length: int, vary: float) -> int:
-    return int(length * (1 + vary))
+def _max_len(workload: AnyWorkload, vary: float) -> int:
+    if isinstance(workload, ChatWorkload):
+        return workload.total_len
+    return int(workload.prompt_len * (1 + vary)) + int(workload.output_len * (1 + vary))
 
 
 def make_requests(
     plan: ThroughputPlan, dataset: list[TimedRequest] | None, vocab_size: int, turn: int
 ) -> list[TimedRequest]:
     """Return the requests of one run in order of arrival. Runs with another `turn` differ only in random prompts."""
-    requests = dataset if dataset is not None else _random_requests(plan, vocab_size, turn)
-    if plan.rate is None:
-        return requests
-    gaps = random.Random(f"{plan.seed}/arrivals")
-    now, arriving = 0.0, []
-    for index, request in enumerate(requests):
-        now += gaps.expovariate(plan.rate) if index else 0.0  # the first arrives at once
-        arriving.append(replace(request, arrival=now))
-    return arriving
-
-
-def _random_requests(plan: ThroughputPlan, vocab_size: int, turn: int) -> list[TimedRequest]:
-    lengths, tokens = random.Random(f"{plan.seed}/lengths"), random.Random(f"{plan.seed}/{turn}")
-    shapes = [one for one in plan.workloads for _ in range(one.batch)]
-    if plan.requests is not None:
-        shapes = lengths.choices(shapes, k=plan.requests)
-    elif len(plan.workloads) > 1:
-        lengths.shuffle(shapes)
-
-    def draw_length(middle: int) -> int:
-        return lengths.randint(max(1, middle - int(middle * plan.vary)), _max_len(middle, plan.vary))
-
-    requests = []
-    for shape in shapes:
-        prompt = random_prompt(tokens, draw_length(shape.prompt_len), vocab_size)
-        sampling = SamplingParams(max_tokens=draw_length(shape.output_len), ignore_eos=True)
-        requests.append(TimedRequest(prompt, sampling, 0.0))
-    return requests
+    if dataset is not None:
+        arrivals = draw_arrivals(len(dataset), plan.rate, plan.seed)
+        return [replace(request, arrival=arrival) for request, arrival in zip(dataset, arrivals, strict=True)]
+    tokens = random.Random(f"{plan.seed}/{turn}")
+    return [
+        TimedRequest(
+            random_prompt(tokens, size.prompt_len, vocab_size),
+            SamplingParams(max_tokens=size.output_len, ignore_eos=True),
+            size.arrival,
+        )
+        for size in request_sizes(plan)
+    ]

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Protocol
@@ -57,6 +57,11 @@ class Run:
     prompt_tokens: int
     cached_tokens: int = 0
     preemptions: int = 0
+    #: prompt tokens, output tokens and arrival of each completion, in order of arrival; empty for peers
+    sizes: list[tuple[int, int, float]] = field(default_factory=list)
+    steps: int | None = None  # of all replicas together; None if the engine does not count them
+    schedule_seconds: float | None = None  # host time of the driver, as in EngineStats
+    launch_seconds: float | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -81,7 +86,7 @@ class YalisEngine:
 
     def run(self, requests: Sequence[TimedRequest], report: Report) -> Run:
         llm = self._llm
-        tokens_before, preemptions_before = llm.stats.output_tokens, llm.stats.preemptions
+        before = replace(llm.stats)
         waiting = deque(requests)
         delays: dict[int, float] = {}  # by request id: seconds between arrival and submission
         done: dict[int, RequestOutput] = {}
@@ -96,9 +101,10 @@ class YalisEngine:
                 time.sleep(waiting[0].arrival - now)
                 continue
             done.update(llm.poll())
-            tokens, seconds = llm.stats.output_tokens - tokens_before, time.perf_counter() - start
+            tokens, seconds = llm.stats.output_tokens - before.output_tokens, time.perf_counter() - start
             report(f"{len(done)} of {count_of(len(requests), 'request')}, {tokens / seconds:.1f} tokens/s")
         seconds = time.perf_counter() - start
+        stats = llm.stats
         outputs = [done[id] for id in delays]  # in order of arrival
         for request, output in zip(requests, outputs, strict=True):
             for completion in output.completions:
@@ -112,7 +118,15 @@ class YalisEngine:
             tokens=[one.token_ids for _, one in completions],
             prompt_tokens=sum(output.metrics.prompt_tokens for output in outputs),
             cached_tokens=sum(output.metrics.cached_tokens for output in outputs),
-            preemptions=llm.stats.preemptions - preemptions_before,
+            preemptions=stats.preemptions - before.preemptions,
+            sizes=[
+                (output.metrics.prompt_tokens, len(one.token_ids), request.arrival)
+                for request, output in zip(requests, outputs, strict=True)
+                for one in output.completions
+            ],
+            steps=stats.steps - before.steps,
+            schedule_seconds=stats.schedule_seconds - before.schedule_seconds,
+            launch_seconds=stats.launch_seconds - before.launch_seconds,
         )
 
 
@@ -181,7 +195,7 @@ def measure(
             engines, turns, plan.warmup, lambda engine, requests, progress: engine.run(requests, progress), report
         )
         device_facts = bandwidth.describe_device(llm.device)
-        topology = llm_topology(llm)
+        topology, scheduler = llm_topology(llm), llm.scheduler_settings
     ours = runs[0]
     assert not isinstance(ours, str)
     floor = None
@@ -199,6 +213,9 @@ def measure(
         **({} if rates is None else asdict(rates)),
         "prompts_digest": digest_requests(turns[plan.warmup]),  # of the run whose answers follow
         "answers": [_digest(tokens) for tokens in ours[0].tokens],
+        # What the planner needs to replay the run: see study/replay.py.
+        "sizes": ours[0].sizes,
+        "scheduler": scheduler,
     }
     notes = note_peer_devices(config, plan.peer)
     return results.new("throughput", parameters, rows, command, [device_facts], notes, topology)
@@ -269,6 +286,8 @@ def _row(
         preemptions=sum(run.preemptions for run in runs),
         ratio=median(seconds) / median(run.seconds for run in ours),
     )
+    if runs is ours:
+        row.update(steps=runs[-1].steps, schedule_s=runs[-1].schedule_seconds, launch_s=runs[-1].launch_seconds)
     row["seconds_low"], row["seconds_high"] = spread(seconds)
     row["tokens_per_s_low"], row["tokens_per_s_high"] = spread(throughputs)
     if floor is not None:

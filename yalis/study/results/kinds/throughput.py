@@ -46,6 +46,9 @@ class Throughput(ResultKind):
         Column("token_ms_p99", float, "ms"),
         Column("cached_tokens", int, "tokens"),  # prompt tokens found in the prefix cache; last repeat
         Column("preemptions", int),  # in all repeats
+        Column("steps", int, positive=True, since=6),  # of all replicas together; last repeat
+        Column("schedule_s", float, "s", since=6),  # host time of scheduling; last repeat
+        Column("launch_s", float, "s", since=6),  # host time of packing and launching; on a CPU, of running
         Column("floor_s", float, "s"),
         Column("share_of_floor", float),
         Column("ratio", float),  # this engine's seconds over ours
@@ -59,7 +62,8 @@ class Throughput(ResultKind):
         Metric("first_token_ms"),
         Metric("token_ms"),
     )
-    may_differ = frozenset({"peer", "answers", "read_bytes_per_s", "read_by", "matmul_flops_per_s"})
+    may_differ = frozenset({"peer", "answers", "scheduler", "read_bytes_per_s", "read_by", "matmul_flops_per_s"})
+    added_parameters = frozenset({"sizes"})
     section = Section("Throughput", "Whole jobs, from the first arrival to the last token.")
     report_order = 60
 
