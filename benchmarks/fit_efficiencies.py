@@ -21,12 +21,6 @@ from yalis.study.results import StoredResult
 
 FOLDER = Path("benchmarks/results/h200")
 TABLE = Path("yalis/planner/efficiencies/h200.json")
-RESULTS = (
-    "latency-llama-3.1-8b-alone", "latency-llama-3.1-8b-batches", "latency-llama-3.1-8b-contexts",
-    "latency-llama-3.1-8b-job-alone", "latency-llama-3.1-8b", "latency-llama-3.1-8b-job", "latency-llama-3.1-8b-turns-a",
-    "latency-llama-3.1-8b-turns-b", "latency-llama-3.2-1b", "latency-qwen3-4b", "latency-qwen2.5-32b",
-    "slice-llama-3.1-70b", "slice-llama-3.1-405b",
-)  # fmt: skip
 #: (result, split, workload): phases
 CALIBRATION = {
     ("latency-llama-3.1-8b-alone", "1x1x1", "1x128x257"): ("first token", "decode step"),
@@ -88,7 +82,9 @@ def predict_kernel(row: dict, kernels: KernelTimes) -> float | None:
 
 class Fit:
     def __init__(self, table: Efficiencies, machine: Machine) -> None:
-        stored = [StoredResult(FOLDER / f"{name}.json", results.read(FOLDER / f"{name}.json")) for name in RESULTS]
+        stored = [
+            StoredResult(FOLDER / f"{name}.json", results.read(FOLDER / f"{name}.json")) for name in table.results
+        ]
         self.table, self.machine = table, machine
         self.points = planner_accuracy.read_points(stored)
         used = {tuple(row.values()) for row in calibration_rows()}
@@ -143,17 +139,10 @@ def main() -> None:
     fit = Fit(Efficiencies.from_json(data, "h200"), load_machine("h200"))
     fitted = fit.run()
     predictions = planner_accuracy.predict_all(fit.points, fit.machine, fitted)
-    for one in predictions:
-        point = one.point
-        print(
-            f"{'fit' if one.calibration else '   '} {point.source:30} {point.split!s:20} {point.case!s:13} "
-            f"{point.phase:11} {1e3 * point.measured:9.3f} ms {1e3 * one.seconds:9.3f} {one.error:+7.1%}"
-        )
-    for calibration in (True, False):
-        chosen = [one for one in predictions if one.calibration == calibration]
-        print("calibration" if calibration else "validation", planner_accuracy.summarize(chosen))
-    for name in fit.names:
-        print(f"{name:24} {fitted[name]:.4g}")
+    rows = [planner_accuracy.make_row(one.point, one.seconds, "yalis", one.calibration) for one in predictions]
+    result = results.new("accuracy", {"predictor": "fit", "machine": "h200"}, rows, "", fit.kernels.devices)
+    lines = [*results.kind_of(result).text(result), *(f"{name:24} {fitted[name]:.4g}" for name in fit.names)]
+    sys.stdout.write("\n".join(lines) + "\n")
     if "--write" in sys.argv:
         for name in fit.names:
             data["parameters"][name]["value"] = float(f"{fitted[name]:.4g}")

@@ -28,6 +28,7 @@ class Efficiencies:
     excluded: tuple[
         Mapping[str, str], ...
     ] = ()  # rows that count neither as calibration nor as validation, with reason
+    results: tuple[str, ...] = ()  # files of the engine as it is now: calibration rows, and the others as validation
     error: float = 0.0  # relative error that 9 of 10 predictions of rows outside the calibration stay within
 
     def __getitem__(self, name: str) -> float:
@@ -53,8 +54,8 @@ class Efficiencies:
         parameters = {
             name: Quantity.from_json(one, f"{label}: parameters.{name}") for name, one in data["parameters"].items()
         }
-        rows = [tuple(data.get(name, ())) for name in ("calibration", "excluded")]
-        return cls(label, data["device"], parameters, *rows, float(data.get("error", 0.0)))
+        lists = {name: tuple(data.get(name, ())) for name in ("calibration", "excluded", "results")}
+        return cls(label, data["device"], parameters, error=float(data.get("error", 0.0)), **lists)
 
 
 def efficiency_names() -> list[str]:

@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 
 from yalis.kernels.gpu_limits import GpuLimits
 from yalis.kernels.integer_math import cdiv, next_power_of_2
+from yalis.kernels.ops import FUSED_GATE_MIN_ROWS
 from yalis.kernels.skinny_config import MAX_ROWS, TMA_ROWS, TUNED, GemmShape, choose_config
 from yalis.perfmodel.floors import ModelDims
 from yalis.planner.efficiency import Efficiencies
 
-_ATTENTION_BLOCK = 32  # keys of a tile of the decode kernel
-_PROGRAMS_PER_SM = 4  # decode attention programs that fill an SM
-_MERGE_ELEMENTS = 4096
+# Those of kernels/paged_attention.py, which needs Triton; tests/unit/test_planner_compute.py compares them.
+ATTENTION_BLOCK = 32  # keys of a tile of the decode kernel
+PROGRAMS_PER_SM = 4  # decode attention programs that fill an SM
+MERGE_ELEMENTS = 4096
+PREFILL_ROWS = 128  # rows of a tile of the prefill kernel
 #: Tiles of the output that cuBLAS chooses from, rows x columns.
 _GEMM_TILES = tuple((m, n) for m in (64, 96, 128, 160, 192, 256) for n in (64, 96, 128, 192, 256) if m * n <= 192 * 192)
-_FUSED_GATE_MIN_ROWS = 8192  # kernels/ops.py
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class KernelTimes:
         if rows <= MAX_ROWS or (rows == TMA_ROWS and self._tma_tuned(shape)):
             return self._gemv(shape, n) if rows == 1 else self._skinny(shape, n)
         time = self.gemm(rows, n, k)
-        if gated and rows < _FUSED_GATE_MIN_ROWS:
+        if gated and rows < FUSED_GATE_MIN_ROWS:
             time += self.elementwise(rows, n + out)
         return time
 
@@ -124,20 +126,18 @@ class KernelTimes:
         if total_keys <= 0:
             return 0.0
         group = max(1, heads // kv_heads)
-        target = _PROGRAMS_PER_SM * self.limits.num_sms
-        longest_merge = padded = longest = 0.0
-        programs = 0
+        target = PROGRAMS_PER_SM * self.limits.num_sms
+        longest_merge, padded, longest = 0, 0, 0
         for count, keys in contexts:
             splits, length = plan_splits(keys, total_keys * kv_heads, target)
             padded += count * splits * length
-            programs += count * splits * kv_heads
             longest = max(longest, length)
             longest_merge = max(longest_merge, splits if splits > 1 else 0)
         bytes_per_key = 2 * kv_heads * head_dim * self.itemsize
-        chunk = max(1, min(32, _MERGE_ELEMENTS // (next_power_of_2(group) * max(16, next_power_of_2(head_dim)))))
+        chunk = max(1, min(32, MERGE_ELEMENTS // (next_power_of_2(group) * max(16, next_power_of_2(head_dim)))))
         read = padded * bytes_per_key / (self.read * table["attention_eff"])
-        chain = longest / _ATTENTION_BLOCK * table["attention_tile_s"]
-        merge = cdiv(int(longest_merge), chunk) * table["attention_merge_s"]
+        chain = longest / ATTENTION_BLOCK * table["attention_tile_s"]
+        merge = cdiv(longest_merge, chunk) * table["attention_merge_s"]
         if group > 8:  # the partial outputs that a program merges exceed its registers
             merge *= table["attention_merge_wide"]
         return table["attention_s"] + _join(read, chain) + merge
@@ -148,13 +148,12 @@ class KernelTimes:
             return 0.0
         table, sms = self.table, self.limits.num_sms
         group = max(1, heads // kv_heads)
-        queries = max(1, 128 // group)  # of a tile: its rows are queries times the heads of a group
+        queries = max(1, PREFILL_ROWS // group)  # of a tile: its rows are queries times the heads of a group
         # A tile computes whole blocks of keys, and starts and ends in a time worth some further keys.
         extra = table["prefill_attention_keys"]
-        tiles = work = longest = 0.0
+        work = longest = 0.0
         for first, count in chunks:
             number = cdiv(count, queries)
-            tiles += number * kv_heads
             work += number * queries * (first + count / 2 + extra)
             longest = max(longest, first + count + extra)
         rate = self.matmul * table["prefill_attention_eff"]
@@ -168,8 +167,8 @@ def plan_splits(keys: float, total_work: float, target_programs: int) -> tuple[i
     whole = max(1, round(keys))
     splits = int(whole * target_programs / max(1.0, total_work))
     splits = min(splits, int(math.sqrt(whole * 0.25)))
-    splits = max(1, min(splits, cdiv(whole, _ATTENTION_BLOCK)))
-    length = cdiv(cdiv(whole, splits), _ATTENTION_BLOCK) * _ATTENTION_BLOCK
+    splits = max(1, min(splits, cdiv(whole, ATTENTION_BLOCK)))
+    length = cdiv(cdiv(whole, splits), ATTENTION_BLOCK) * ATTENTION_BLOCK
     return cdiv(whole, length), length
 
 

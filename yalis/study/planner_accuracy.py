@@ -65,9 +65,9 @@ class Prediction:
         return self.seconds / self.point.measured - 1
 
 
-def read_points(sources: Iterable[StoredResult]) -> list[Point]:
-    """Return the points of all latency and slice results; others are ignored."""
-    points = [point for source in sources for point in _points_of(source)]
+def read_points(sources: Iterable[StoredResult], engine: str = "yalis") -> list[Point]:
+    """Return the points of all latency and slice results; others are ignored. `engine` may be a peer's name."""
+    points = [point for source in sources for point in _points_of(source, engine)]
     if not points:
         raise YalisError(
             "there is no latency or slice result of yalis to compare with; give files that `yalis bench latency` or "
@@ -76,7 +76,7 @@ def read_points(sources: Iterable[StoredResult]) -> list[Point]:
     return points
 
 
-def _points_of(source: StoredResult) -> Iterator[Point]:
+def _points_of(source: StoredResult, name: str) -> Iterator[Point]:
     result = source.result
     if result.kind not in ("latency", "slice"):
         return
@@ -85,7 +85,7 @@ def _points_of(source: StoredResult) -> Iterator[Point]:
     grid = engine.get("tp", (1, 1))
     first_case = None
     for row in result.rows:
-        if row["status"] != "ok" or row.get("engine", "yalis") != "yalis":
+        if row["status"] != "ok" or row.get("engine", "yalis") != name:
             continue
         case = Workload(row["batch"], row["prompt_len"], row["output_len"])
         first_case = first_case or case
@@ -132,7 +132,7 @@ def _key_of(row: Mapping[str, str]) -> tuple[str, str, str, str]:
 
 def predict(point: Point, machine: Machine, table: Efficiencies) -> float:
     """Return the predicted seconds."""
-    rates = {
+    rates: dict[str, Any] = {
         name: Quantity.of(getattr(point, name), "measured", point.source)
         for name in ("read_bytes_per_s", "matmul_flops_per_s")
     }
@@ -162,13 +162,12 @@ def prefill_shapes(case: Workload, max_batch_tokens: int) -> list[StepShape]:
         for index, count in enumerate(done):
             if budget <= 0:
                 break
-            if count >= case.prompt_len:
-                tokens = 1
-                decodes, context, sampled = decodes + 1, context + count + 1, sampled + 1
+            tokens = min(budget, max(1, case.prompt_len - count))
+            sampled += count + tokens >= case.prompt_len
+            if count and tokens == 1:  # as in StepShape.of
+                decodes, context = decodes + 1, context + count + 1
             else:
-                tokens = min(budget, case.prompt_len - count)
                 chunks.append((count, tokens))
-                sampled += count + tokens == case.prompt_len
             budget -= tokens
             done[index] += tokens
         shapes.append(StepShape(decodes, context, tuple(chunks), sampled))
@@ -198,6 +197,59 @@ def summarize(predictions: Sequence[Prediction]) -> Summary:
     return Summary(len(errors), mean(errors), max(errors), mean(error <= 0.05 for error in errors))
 
 
-def read_files(paths: Iterable[Path]) -> list[StoredResult]:
-    """Read result files, and those of folders."""
-    return [StoredResult(path, results.read(path)) for path in paths]
+def read_files(paths: Iterable[Path], machine: Machine) -> list[StoredResult]:
+    """Read latency and slice results: files, and folders.
+
+    Of a folder, those are read that the machine's efficiency table names; if there are none, all of them. Other results
+    may have been measured with older kernels.
+    """
+    known = load_efficiencies(machine.gpu.efficiencies).results
+    found: list[StoredResult] = []
+    for path in paths:
+        if not path.exists():
+            raise YalisError(f"there is no {path}; give results of `yalis bench latency` or `yalis bench slice`")
+        files = [path]
+        if path.is_dir():
+            files = [file for file in sorted(path.glob("*.json")) if file.name.startswith(("latency", "slice"))]
+            files = [file for file in files if file.stem in known] or files
+        found += [StoredResult(file, results.read(file)) for file in files]
+    return found
+
+
+def compare(sources: Sequence[StoredResult], machine: Machine, command: str) -> results.Result:
+    """Return a result of kind "accuracy": every measured time beside its prediction."""
+    points = read_points(sources)
+    predictions = predict_all(points, machine)
+    rows = [make_row(one.point, one.seconds, "yalis", one.calibration) for one in predictions]
+    table = load_efficiencies(machine.gpu.efficiencies)
+    notes = [
+        f"left out: {point.source} {point.case} {point.phase}: {point.excluded}" for point in points if point.excluded
+    ]
+    sources_seen = {point.source for point in points}
+    notes += [
+        f"left out: {row['source']} {row['workload']} {row['phase']}: {row['reason']}"
+        for row in table.excluded
+        if row["source"] in sources_seen
+    ]
+    parameters = {"predictor": "yalis plan", "machine": machine.name, "efficiencies": table.name}
+    return results.new("accuracy", parameters, rows, command, sources[0].result.devices, notes)
+
+
+def make_row(point: Point, seconds: float, engine: str, calibration: bool) -> results.Row:
+    """Return a row of an accuracy result."""
+    return results.empty_row("accuracy") | {
+        "source": point.source,
+        "engine": engine,
+        "model": Path(point.model).name.removesuffix(".json"),
+        "tp": point.split.per_stage,
+        "columns": point.split.cols,
+        "pp": point.split.stages,
+        "batch": point.case.batch,
+        "prompt_len": point.case.prompt_len,
+        "output_len": point.case.output_len,
+        "phase": point.phase,
+        "measured_ms": 1e3 * point.measured,
+        "predicted_ms": 1e3 * seconds,
+        "error": seconds / point.measured - 1,
+        "calibration": "yes" if calibration else "no",
+    }
