@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from yalis.launch.join import join
@@ -135,10 +135,10 @@ def measure_plans(world: World, scheme: str, fan_out: int, plan_name: str, steps
     world.all_gather_object({"kind": "plans", "steps": steps, "fan_out": links_each})
     links, group = open_group(world, links_each)
     encoder = PlanEncoder()
-    plans = [PLANS[plan_name](step) for step in range(steps)]
     begun, rows = [], []
-    for plan in plans:
+    for step in range(steps):
         time.sleep(_GAP_S)
+        plan = PLANS[plan_name](step)  # as in an engine, where the scheduler has just made it
         wall, cpu = time.monotonic(), time.thread_time()
         encoded = ["plan", encoder.encode(plan)]
         encoded_cpu = time.thread_time()
@@ -170,6 +170,7 @@ def measure_plans(world: World, scheme: str, fan_out: int, plan_name: str, steps
         "driver_cpu_us": _us(cpus),
         "driver_encode_cpu_us": _us(encodes),
         "delivered_wall_us": _us(delivered),
+        "delivered_wall_p10_us": round(quantiles(delivered, n=10)[0] * 1e6, 1),
         "follower_cpu_us": _us(mean_cpu),
         "busiest_follower_cpu_us": _us(follower_cpu),
     }
@@ -263,9 +264,59 @@ def start(size: int) -> World:
 # The model
 
 
-def fit_plans(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the constants of the model and its predictions."""
-    raise NotImplementedError
+def fit_plans(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the constants of yalis/planner/control.py, its predictions, and what was measured beside them.
+
+    The driver's constants are a least-squares fit of its CPU time over links and sequences. The time of a hop is what
+    a chain of ranks takes longer for each further rank, without the send; the 10th percentile, because on a shared
+    machine the median contains waiting for a core.
+    """
+    import numpy as np
+
+    from yalis.planner.control import control_time
+    from yalis.planner.quantity import Quantity
+
+    decodes = [row | {"sequences": int(row["plan"].removeprefix("decode-"))} for row in rows if "decode" in row["plan"]]
+    used = [row for row in decodes if row["scheme"] in ("once", "tree")]
+    factors = np.array([[1, row["sequences"], row["fan_out"]] for row in used], dtype=float)
+    times = np.array([row["driver_cpu_us"] for row in used])
+    (base, per_sequence, send), *_ = np.linalg.lstsq(factors, times, rcond=None)
+    spread = float(np.median(np.abs(factors @ [base, per_sequence, send] / times - 1)))
+    chains = {row["followers"]: row for row in decodes if row["scheme"] == "chain" and row["sequences"] == 16}
+    first, last = min(chains), max(chains)
+    hop = (chains[last]["delivered_wall_p10_us"] - chains[first]["delivered_wall_p10_us"]) / (last - first) - send
+    cpu = {
+        row["sequences"]: row["follower_cpu_us"] for row in decodes if (row["scheme"], row["followers"]) == ("tree", 2)
+    }
+    decode = (cpu[256] - cpu[16]) / (256 - 16)
+    found = {"base": base, "per_sequence": per_sequence, "send": send, "hop": hop, "decode_per_sequence": decode}
+    source = "benchmarks/results/control/fit.json"
+    constants = {
+        f"control_{name}_s": Quantity.of(round(us * 1e-6, 9), "measured", source) for name, us in found.items()
+    }
+
+    def predict(followers: int, sequences: int) -> dict[str, Any]:
+        time_s = control_time(constants, followers, sequences)
+        measured = [
+            row["driver_cpu_us"]
+            for row in decodes
+            if (row["followers"], row["sequences"], row["scheme"]) == (followers, sequences, "tree")
+        ]
+        return {
+            "followers": followers,
+            "sequences": sequences,
+            "driver_us": round(time_s.driver * 1e6, 1),
+            "driver_measured_us": measured[0] if measured else None,
+            "delivery_us": round(time_s.delivery * 1e6, 1),
+            "driver_of_10_ms": round(time_s.driver / 10e-3, 4),
+        }
+
+    counts = (1, 2, 8, 32, 64, 128, 256, 511, 1023)
+    return {
+        "constants": {name: one.to_json() for name, one in constants.items()},
+        "median_error": round(spread, 4),
+        "predictions": [predict(followers, sequences) for sequences in (16, 256) for followers in counts],
+    }
 
 
 def main() -> int:
@@ -297,7 +348,7 @@ def main() -> int:
     else:
         if given.file is None:
             parser.error("give the file that `plans --out FILE` has written")
-        result = {"source": given.file.name, **fit_plans(json.loads(given.file.read_text()))}
+        result = {"source": given.file.name, **fit_plans(json.loads(given.file.read_text())["rows"])}
     text = json.dumps(result, indent=1)
     sys.stdout.write(text + "\n")
     if given.out:

@@ -154,7 +154,7 @@ class Sim:
         states: dict[int, list[int]] = {}
         for step in plan.sequences:
             request, truth = self.requests[step.request_id], self.truth[step.request_id]
-            end = step.start + step.count
+            end = step.start + step.num_tokens
             assert request.finish_reason is None, "an ended request was scheduled"
             assert 0 <= step.request_slot < config.max_num_seqs
             assert not any(
@@ -164,7 +164,7 @@ class Sim:
                 self.last_sampled[step.request_slot] if token == LAST_SAMPLED else token for token in step.tokens
             )
             assert tokens == tuple(truth[step.start : end]), "tokens differ from the sequence"
-            assert step.count >= 1
+            assert step.num_tokens >= 1
             assert end <= len(truth)
             generates = request.params.max_tokens > 0
             assert step.samples == (end == len(truth) and generates)
@@ -185,7 +185,7 @@ class Sim:
             self.read(step.request_id, step.blocks, states[step.request_id][: step.start], step.long_rope)
         written: set[tuple[int, int]] = set()
         for step in plan.sequences:
-            for position in range(step.start, step.start + step.count):
+            for position in range(step.start, step.start + step.num_tokens):
                 cell = (step.blocks[position // size], position % size)
                 assert cell not in written, "two sequences write one cell"
                 written.add(cell)

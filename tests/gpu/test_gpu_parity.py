@@ -109,7 +109,7 @@ def test_a_decode_step_does_not_synchronise(reference, backend):
         launch, checked = runner.launch, []
 
         def watched(plan):
-            if any(step.count > 1 for step in plan.sequences) or plan.step_id < 4:
+            if any(step.num_tokens > 1 for step in plan.sequences) or plan.step_id < 4:
                 return launch(plan)
             torch.cuda.set_sync_debug_mode("error")
             try:

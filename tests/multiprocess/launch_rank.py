@@ -49,6 +49,28 @@ def communicate(world: World) -> None:
         show(ranks=[value["rank"] for value in values], answers=everyone, members=members, empty=empty)
 
 
+def fan_out(world: World) -> None:
+    """Rank 0 sends numbered messages of different lengths to all ranks, and then goes on until the job fails."""
+    world.set_step_timeout(2)
+    group = world.open_fan_out(0)
+    world.phase = "running"
+    if world.rank:
+        with serving(world):
+            numbers = [group.receive()[0] for _ in range(40)]
+            group.links[0].send(numbers)
+            while True:
+                group.receive()
+    for number in range(40):
+        group.send([number, "x" * (number % 7) ** 6])
+    show(received=[link.receive() for link in group.links.values()])
+    show_members(world)
+    for sent in range(10_000):
+        if sent == 100:
+            show(sent=sent)
+        group.send([sent])
+        time.sleep(0.01)
+
+
 def wait(world: World) -> None:
     """Rank 0 waits in a collective while the others are busy."""
     world.phase = "loading the model"

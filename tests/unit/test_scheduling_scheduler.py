@@ -22,7 +22,7 @@ def config(**changes: object) -> SchedulerConfig:
 
 def counts(plan: StepPlan | None) -> dict[int, int]:
     assert plan is not None
-    return {step.request_id: step.count for step in plan.sequences}
+    return {step.request_id: step.num_tokens for step in plan.sequences}
 
 
 def find_step(plan: StepPlan | None, request: Request) -> SequenceStep:
@@ -561,7 +561,7 @@ def test_crossing_the_switch_length_recomputes_once(in_flight: int, fed: bool) -
     item = sim.add([1] * 6, max_tokens=6, ignore_eos=True)
     sim.drain()
     steps = [step for plan in sim.plans for step in plan.sequences]
-    assert [(s.start, s.count, s.long_rope) for s in steps] == [
+    assert [(s.start, s.num_tokens, s.long_rope) for s in steps] == [
         (0, 6, False), (6, 1, False), (7, 1, False), (0, 9, True), (9, 1, True), (10, 1, True)]  # fmt: skip
     assert sim.scheduler.counters.rope_switches == 1
     assert sim.scheduler.counters.preemptions == 0

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.scheduling_sim import Sim
 from tests.unit.test_scheduling_random import ACTIONS, act, pipelines, setups
-from yalis.scheduling.plan import Emitted, SequenceStep, StepOutput, StepPlan
+from yalis.scheduling.plan import LAST_SAMPLED, Emitted, SequenceStep, StepOutput, StepPlan
 from yalis.scheduling.scheduler import SchedulerConfig
 from yalis.scheduling.wire import (
     PlanDecoder,
@@ -104,6 +104,19 @@ def test_the_size_of_a_decode_step_is_independent_of_the_sequence_length() -> No
         max_size[length] = max(sizes[1:])
     assert max_size[10_000] < max_size[10] + 20  # a few digits more
     assert max_size[10_000] < 150
+
+
+def test_a_decode_step_is_a_slot_or_a_slot_with_its_token_and_new_blocks() -> None:
+    params = SamplingParams(seed=5)
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    sent = [_step(3, params, tuple(range(14)), step) for step in range(5)]
+    # as on a GPU, where the sampled token stays on the device
+    sent[2] = replace(sent[2], tokens=(LAST_SAMPLED,), blocks=sent[1].blocks)
+    encoded = [transmit(encoder.encode(StepPlan(step, (one,)))) for step, one in enumerate(sent)]
+    received = [decoder.decode(value).sequences[0] for value in encoded]
+    assert received == sent
+    assert received[0].blocks is received[1].blocks is received[2].blocks  # the packer recognizes them by identity
+    assert [steps[0] for _, steps in encoded[1:]] == [[3, 30_000, []], 3, [3, 30_002, [1001]], [3, 30_003, []]]
 
 
 def _step(slot: int, params: SamplingParams, prompt: tuple[int, ...], step: int) -> SequenceStep:

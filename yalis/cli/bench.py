@@ -13,7 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yalis.cli import bench_accuracy, bench_allreduce, bench_compare, bench_scaling, bench_slice, bench_throughput
+from yalis.cli import (
+    bench_accuracy,
+    bench_allreduce,
+    bench_compare,
+    bench_replay,
+    bench_scaling,
+    bench_slice,
+    bench_throughput,
+)
 from yalis.cli.flags import add_common_flags, add_engine_flags, engine_config, parse_int, parse_ints
 from yalis.cli.terminal import print_status
 from yalis.engine.interrupts import Stopped, if_stopped, interrupts_held
@@ -48,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_shared_flags(latency)
     modules = {
         "throughput": bench_throughput, "scaling": bench_scaling, "slice": bench_slice, "compare": bench_compare,
-        "accuracy": bench_accuracy,
+        "accuracy": bench_accuracy, "replay": bench_replay,
     }  # fmt: skip
     for name, module in modules.items():
         module.add_flags(benchmarks.add_parser(name, help=module.ABOUT, description=module.ABOUT))
@@ -110,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
         raise YalisError(
             "no benchmark given; type `yalis bench NAME`, where NAME is latency, throughput, scaling, slice, compare, "
-            "accuracy, pipeline, allreduce or kernels"
+            "accuracy, replay, pipeline, allreduce or kernels"
         )
     from yalis.study import results
 
@@ -195,6 +203,7 @@ _BENCHMARKS: dict[str, Measure] = {
     "throughput": bench_throughput.measure,
     "slice": bench_slice.measure,
     "accuracy": bench_accuracy.measure,
+    "replay": bench_replay.measure,
     "pipeline": _pipeline,
     "allreduce": bench_allreduce.measure,
     "kernels": _kernels,

@@ -124,7 +124,7 @@ class Packer:
 
         `logit_rows`: the rows to compute logits for, instead of the last row of each sequence that samples.
         """
-        counts = [step.count for step in steps]
+        counts = [step.num_tokens for step in steps]
         slots = np.array([step.request_slot for step in steps], dtype=np.int64)
         first = np.array([step.start for step in steps], dtype=np.int64)
         tables = self._gather_tables(steps, slots)

@@ -300,7 +300,7 @@ class Runner:
         if step.output_len < params.min_tokens:
             banned = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos))
         assert params.seed is not None, "the engine sets a seed for every request"
-        return SamplingRow(params, params.seed, step.start + step.count, history=step.history, banned=banned)
+        return SamplingRow(params, params.seed, step.start + step.num_tokens, history=step.history, banned=banned)
 
 
 def dummy_prompt(request_slot: int, tokens: int, block_size: int) -> SequenceStep:

@@ -127,7 +127,7 @@ class StepProfiler:
 
 def phase_of(plan: StepPlan) -> str:
     """Return PREFILL for a step that computes any prompt tokens, else DECODE."""
-    return DECODE if all(step.count == 1 and step.output_len for step in plan.sequences) else PREFILL
+    return DECODE if all(step.num_tokens == 1 and step.output_len for step in plan.sequences) else PREFILL
 
 
 class _Session:
@@ -162,7 +162,7 @@ class _Session:
         return record
 
     def begin_step(self, plan: StepPlan) -> None:
-        prompt_tokens = sum(step.count for step in plan.sequences if not step.output_len)
+        prompt_tokens = sum(step.num_tokens for step in plan.sequences if not step.output_len)
         self.steps.append(StepInfo(phase_of(plan), plan.step_id, len(plan.sequences), prompt_tokens))
         self._begins.append(native.now())
 

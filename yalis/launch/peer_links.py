@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from yalis.errors import YalisFailure
-from yalis.launch.acceptor import Acceptor
+from yalis.launch.acceptor import Acceptor, reserve_descriptors
 from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, authenticate
 from yalis.launch.link import MAX_FRAME, Link, LinkLost
 from yalis.launch.rank_info import RankInfo
@@ -20,6 +20,7 @@ def accept_followers(
     server: socket.socket, key: JobKey, purpose: bytes, followers: Sequence[int], check: Callable[[], None]
 ) -> dict[int, Link]:
     """Return a link to each follower. `check` is called while waiting, and raises if the job has failed."""
+    reserve_descriptors(len(followers))
     links: dict[int, Link] = {}
 
     def read_rank(link: Link) -> None:

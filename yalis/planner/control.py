@@ -1,4 +1,9 @@
-"""Time of the control plane: how long it takes to send the plan of a step from the driver to all ranks of a replica."""
+"""Time of the control plane: sending the plan of a step from the driver of a replica to its other ranks.
+
+The driver encodes a plan once and sends it to at most `FAN_OUT` ranks, which forward it (launch/fan_out.py). So its own
+time does not grow beyond that number of followers; the time until the last rank has the plan grows with the depth of
+the tree. On a GPU the plan of step k + 1 is sent while step k runs, so that the delivery is hidden.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,25 @@ from dataclasses import dataclass
 from yalis.launch.fan_out import FAN_OUT, tree_depth
 from yalis.planner.quantity import Quantity
 
-_SOURCE = "benchmarks/results/control/"
-#: Used where a machine's `host` section has no value of its own.
+_FIT = "benchmarks/results/control/fit.json: loopback links of a host with 2 cores"
+#: Used where a machine's `host` section has no value of its own. Seconds; measured values of another host's CPU.
 DEFAULTS: Mapping[str, Quantity] = {
-    "control_base_s": Quantity.of(10e-6, "assumed", _SOURCE),
-    "control_per_sequence_s": Quantity.of(1.5e-6, "assumed", _SOURCE),
-    "control_send_s": Quantity.of(10e-6, "assumed", _SOURCE),
-    "control_hop_s": Quantity.of(60e-6, "assumed", _SOURCE),
-    "control_decode_per_sequence_s": Quantity.of(2.3e-6, "assumed", _SOURCE),
+    # On the driver: for a plan, for each sequence that decodes, and for each link it sends to.
+    "control_base_s": Quantity.of(1.126e-4, "measured", _FIT),
+    "control_per_sequence_s": Quantity.of(5.53e-7, "measured", _FIT),
+    "control_send_s": Quantity.of(1.03e-5, "measured", _FIT),
+    # On the way: to wake up a rank and receive, and to decode each sequence.
+    "control_hop_s": Quantity.of(3.49e-4, "measured", _FIT),
+    "control_decode_per_sequence_s": Quantity.of(1.725e-6, "measured", _FIT),
+    "control_network_s": Quantity.of(
+        30e-6, "assumed", "one way of a small TCP message between nodes, above loopback", 10e-6, 100e-6
+    ),
 }
 
 
 @dataclass(frozen=True)
 class ControlTime:
-    """Seconds of one step's plan: on the driver until its sends return, and until the last follower has decoded it."""
+    """Seconds of one step's plan: on the driver until its sends return, and until the last rank has decoded it."""
 
     driver: float
     delivery: float
@@ -31,14 +41,11 @@ def control_time(host: Mapping[str, Quantity], followers: int, sequences: int = 
     """Return the times of a decode plan; `host` is `Machine.host`, `followers` the other ranks of the replica."""
     if followers <= 0:
         return ControlTime(0.0, 0.0)
-
-    def get(name: str) -> float:
-        return float(host.get(f"control_{name}", DEFAULTS[f"control_{name}"]))
-
-    sends = min(followers, FAN_OUT) * get("send_s")
-    driver = get("base_s") + sequences * get("per_sequence_s") + sends
-    hops = tree_depth(followers) * get("hop_s") + (tree_depth(followers) - 1) * sends
-    return ControlTime(driver, driver + hops + sequences * get("decode_per_sequence_s"))
+    base, per_sequence, send, hop, decode, network = (float(host.get(name, one)) for name, one in DEFAULTS.items())
+    sends = min(followers, FAN_OUT) * send
+    driver = base + sequences * per_sequence + sends
+    levels = tree_depth(followers)
+    return ControlTime(driver, driver + levels * (hop + network) + (levels - 1) * sends + sequences * decode)
 
 
 def plan_seconds(host: Mapping[str, Quantity], followers: int, sequences: int = 16) -> float:

@@ -31,7 +31,7 @@ class Quantity:
             raise YalisError(f"{self.value:g} is not between its bounds {self.low:g} and {self.high:g}")
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self.value)  # JSON may have given an int
 
     @classmethod
     def of(

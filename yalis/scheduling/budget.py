@@ -31,7 +31,7 @@ class StepBudget:
 
         If all of them fit, it samples a token, so a sample must be left. A chunk needs none.
         """
-        return remaining > self.max_chunk or self.samples > 0
+        return self.samples > 0 or remaining > self.max_chunk
 
     def consume(self, tokens: int, samples: bool) -> None:
         self.tokens -= tokens

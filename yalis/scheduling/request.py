@@ -28,6 +28,7 @@ class Request:
     tokens: list[int] = field(init=False, repr=False)  # prompt and output
     stop_ids: frozenset[int] = field(init=False, repr=False)
     generates: bool = field(init=False)  # False: only the prompt is scored
+    needs_history: bool = field(init=False)  # as in SamplingParams
     arrival: int = field(default=-1, init=False)  # order of arrival
     max_len: int = field(default=0, init=False)  # prompt and output tokens at which it ends
     num_admissions: int = field(default=0, init=False)
@@ -44,6 +45,7 @@ class Request:
         self.prompt = tuple(self.prompt)
         self.tokens = list(self.prompt)
         self.generates = self.params.max_tokens > 0
+        self.needs_history = self.params.needs_history
         self.stop_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self.stop_ids |= self.eos_token_ids

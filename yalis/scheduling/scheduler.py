@@ -84,9 +84,8 @@ class Scheduler:
         self._hashes_in_flight: Counter[bytes] = Counter()  # of the blocks that plans in flight fill
         self._arrivals = 0
         self._can_admit = True  # within schedule(): whether waiting requests may still start
-        self._paused: set[Request] = (
-            set()
-        )  # within schedule(): left out of the plan, so that they can be preempted soon
+        #: within schedule(): left out of the plan, so that they can be preempted soon
+        self._paused: set[Request] = set()
 
     @property
     def num_running(self) -> int:
@@ -150,14 +149,17 @@ class Scheduler:
         steps: list[SequenceStep] = []
         requests: list[Request] = []
         hashes: list[bytes] = []
+        waits_for_host = not self.config.feed_on_device
         for request in candidates:
             if budget.exhausted:
                 break
+            if waits_for_host and request.num_pending_tokens:
+                continue  # its next token is not known yet
             if not budget.allows(self._remaining(request)):
                 self._can_admit &= request.request_slot is not None  # later requests must not start before this one
             elif self._allocate(request):
                 step = self._plan_tokens(request, budget.max_chunk, hashes)
-                budget.consume(step.count, step.samples)
+                budget.consume(len(step.tokens), step.samples)
                 steps.append(step)
                 requests.append(request)
         if not steps:
@@ -178,9 +180,11 @@ class Scheduler:
             if not self._hashes_in_flight[block_hash]:
                 del self._hashes_in_flight[block_hash]
         emitted: list[Emitted] = []
+        prefix_reuse, tokens, logprobs = self.config.prefix_reuse, output.tokens, output.logprobs
         for step, request in zip(done.plan.sequences, done.requests, strict=True):
             request.num_plans_in_flight -= 1
-            self._register_blocks(request, step.start + step.count)
+            if prefix_reuse:
+                self._register_blocks(request, step.start + step.num_tokens)
             request.num_pending_tokens -= step.samples
             if request.finish_reason is not None:  # it ended while this plan was in flight
                 self.counters.dropped_tokens += step.samples
@@ -190,13 +194,14 @@ class Scheduler:
             if step.scored:
                 request.prompt_logprobs += output.prompt_logprobs[request.id]
             if step.samples:
-                token = output.tokens[request.id]
+                id = request.id
+                token = tokens[id]
                 scored = request.take_prompt_logprobs() if request.params.prompt_logprobs is not None else None
                 reason = request.append(token)
-                emitted.append(Emitted(request.id, token, output.logprobs.get(request.id), reason, scored))
+                emitted.append(Emitted(id, token, logprobs.get(id) if logprobs else None, reason, scored))
                 if reason is not None:
                     self._finish(request, reason)
-            elif not request.generates and step.start + step.count == len(request.prompt):
+            elif not request.generates and step.start + step.num_tokens == len(request.prompt):
                 emitted.append(Emitted(request.id, None, None, "length", request.take_prompt_logprobs()))
                 self._finish(request, "length")
         return emitted
@@ -228,13 +233,14 @@ class Scheduler:
         config = self.config
         if not config.pipelined:
             return StepBudget(config.max_batch_tokens, len(candidates))
-        ready = [self._remaining(request) for request in self._running if not request.num_pending_tokens]
+        running = [request for request in self._running if not request.num_pending_tokens]
+        ready = [len(request.tokens) - request.num_computed_tokens for request in running]
         ready += self._estimate_admissions(request for request in candidates if request.request_slot is None)
         in_flight = []
         for issued in self._in_flight:
             steps = zip(issued.plan.sequences, issued.requests, strict=True)
             alive = [step for step, request in steps if request.finish_reason is None]
-            in_flight.append((sum(step.count for step in alive), sum(step.samples for step in alive)))
+            in_flight.append((sum([len(step.tokens) for step in alive]), sum([step.samples for step in alive])))
         return micro_batch_budget(config.max_in_flight, config.max_batch_tokens, ready, in_flight)
 
     def _estimate_admissions(self, waiting: Iterable[Request]) -> list[int]:
@@ -257,7 +263,8 @@ class Scheduler:
 
     def _remaining(self, request: Request) -> int:
         """Return the tokens the request has yet to compute: all of them while it waits."""
-        return request.num_tokens - (0 if request.request_slot is None else request.num_computed_tokens)
+        length = len(request.tokens) + request.num_pending_tokens
+        return length if request.request_slot is None else length - request.num_computed_tokens
 
     def _allocate(self, request: Request) -> bool:
         """Admit a waiting request, or give a running one the block its next token needs.
@@ -266,12 +273,12 @@ class Scheduler:
         """
         if request.request_slot is None:
             return self._admit(request)
-        length = request.num_tokens
+        length = len(request.tokens) + request.num_pending_tokens
         if length >= request.max_len or length == request.num_computed_tokens or request in self._paused:
             return False  # plans in flight sample its last token, or compute the rest of a prompt that is only scored
-        if request.num_pending_tokens and (not self.config.feed_on_device or request.params.needs_history):
+        if request.num_pending_tokens and request.needs_history:
             return False
-        if self._uses_long_rope(length) and not request.long_rope:
+        if not request.long_rope and self._uses_long_rope(length):
             if request.num_plans_in_flight:
                 return False
             self._preempt(request)
@@ -357,8 +364,8 @@ class Scheduler:
 
     def _plan_tokens(self, request: Request, max_chunk: int, hashes: list[bytes]) -> SequenceStep:
         """Plan the request's next tokens, up to max_chunk; adds the hashes of the blocks they fill to `hashes`."""
-        known, length, block_size = len(request.tokens), request.num_tokens, self.config.block_size
-        start = request.num_computed_tokens
+        known, block_size = len(request.tokens), self.config.block_size
+        length, start = known + request.num_pending_tokens, request.num_computed_tokens
         end = min(length, start + max_chunk)
         samples = end == length and request.generates
         if end <= known:
@@ -373,21 +380,20 @@ class Scheduler:
             self.counters.fed_tokens += 1
         if end < length:
             self.counters.chunked_prefills += 1
-        num_blocks = -(-end // block_size)
+        num_blocks, blocks, params = -(-end // block_size), request.blocks, request.params
         assert request.request_slot is not None
-        params = request.params
         step = SequenceStep(
-            request_id=request.id,
-            request_slot=request.request_slot,
-            start=start,
-            tokens=tokens,
-            blocks=request.blocks if num_blocks == len(request.blocks) else request.blocks[:num_blocks],
-            samples=samples,
-            output_len=len(request.output) + request.num_pending_tokens,
-            long_rope=request.long_rope,
-            params=params,
-            history=(tuple(request.prompt), tuple(request.output)) if params.needs_history else None,
-            scored=request.tokens_to_score(start, end) if params.prompt_logprobs is not None else (),
+            request.id,
+            request.request_slot,
+            start,
+            tokens,
+            blocks if num_blocks == len(blocks) else blocks[:num_blocks],
+            samples,
+            len(request.output) + request.num_pending_tokens,
+            request.long_rope,
+            params,
+            (tuple(request.prompt), tuple(request.output)) if request.needs_history else None,
+            request.tokens_to_score(start, end) if params.prompt_logprobs is not None else (),
         )
         request.num_computed_tokens = end
         request.num_pending_tokens += samples
@@ -396,8 +402,6 @@ class Scheduler:
 
     def _register_blocks(self, request: Request, computed: int) -> None:
         """Add the blocks that are now full of computed tokens to the prefix cache."""
-        if not self.config.prefix_reuse:
-            return
         full = min(computed, len(request.tokens)) // self.config.block_size
         if full > request.num_registered_blocks:
             hashes = request.block_hashes(self.config.block_size, full)
