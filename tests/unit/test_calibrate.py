@@ -21,6 +21,7 @@ from yalis.study.allreduce.benchmark import make_row
 from yalis.study.bandwidth import DeviceRates
 from yalis.study.calibration import compare, fit_libraries, shape_of
 
+LAB_RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "lab-prediction"
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 PING = {"inside": {"latency": 1e-4, "seconds_per_byte": 1e-10}, "between": {"latency": 1e-3, "seconds_per_byte": 1e-9}}
 
@@ -165,3 +166,21 @@ def test_the_device_is_described(tmp_path: Path) -> None:
     machine = this_machine.describe(plan, base, torch.device("cpu"), rates, None, "")
     assert "torch.dot" in machine.gpu.read_bytes_per_s.source
     assert machine.gpu.efficiencies == "cpu"
+
+
+@pytest.mark.parametrize("delay_ms", [1, 5])
+def test_four_hosts_of_the_lab_are_predicted_from_two(delay_ms: int) -> None:
+    """Recorded measurements: calibrated on 2 hosts, every size and library on 4 hosts within 30%."""
+    lab, delay = load_machine("lab"), 1e3 * delay_ms
+    two, four = (results.read(LAB_RESULTS / f"{hosts}x2-{delay_ms}ms.json") for hosts in (2, 4))
+    fitted = fit_libraries(two, lab, "two hosts", delay)
+    found = compare(replace(lab, libraries=fitted), four, delay)
+    assert {(one.library, one.bytes) for one in found} == {
+        (library, size) for library in ("gloo", "hierarchical", "mpi") for size in SIZES
+    }
+    assert max(abs(one.error) for one in found) < 0.30
+    assert sum(abs(one.error) for one in found) / len(found) < 0.12
+    if delay_ms == 1:  # the machine file has these values
+        for library, parameters in fitted.items():
+            for name, one in parameters.items():
+                assert lab.libraries[library][name].value == pytest.approx(one.value, rel=1e-3), (library, name)

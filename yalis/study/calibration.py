@@ -118,7 +118,7 @@ def _fit_cpu(result: Result, machine: Machine, source: str, delay_us: float | No
     common = {
         "intra_hop_s": _measured(inside["latency"], source),
         "intra_byte_s": _measured(inside["seconds_per_byte"], source),
-        "shared_machine": Quantity(float(shared), "specification", "whether the hosts are those of a lab", 0.0, 1.0),
+        "shared_machine": _exact(float(shared), "1 if the hosts are those of a lab, on one machine"),
     }
     mpi = {
         "eager_bytes": _exact(_EAGER_BYTES, "Open MPI 4.1: btl_tcp_eager_limit"),
