@@ -218,7 +218,7 @@ def splits(spec: ModelSpec, gpus: int, gpus_per_node: int, choices: Choices = AN
         for cols in divisors(per_stage):
             for stages in divisors(gpus // per_stage):
                 split = Split(per_stage // cols, cols, stages, gpus // per_stage // stages)
-                if _chosen(split, choices) and _possible(split, spec):
+                if _chosen(split, choices) and is_possible(split, spec):
                     yield split
 
 
@@ -255,7 +255,8 @@ def _chosen(split: Split, choices: Choices) -> bool:
     )
 
 
-def _possible(split: Split, spec: ModelSpec) -> bool:
+def is_possible(split: Split, spec: ModelSpec) -> bool:
+    """Return whether every rank gets a shard."""
     try:
         split.check(spec, "")
     except YalisError:
