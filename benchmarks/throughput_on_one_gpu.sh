@@ -1,7 +1,8 @@
 #!/bin/bash
 # Record whole jobs on one GPU, with all that the virtual clock needs to replay them (study/replay.py).
 # usage: throughput_on_one_gpu.sh FOLDER [STEP ...]
-# Steps: 8b-chat 1b-chat 8b-fixed (default). Results go to FOLDER as JSON; the tables come last. Weights are random.
+# Steps: 8b-chat 1b-chat 8b-fixed (default); 1b-blind 4b-blind 32b-blind: latencies of shapes and batches that the
+# compute model was not fitted to. Results go to FOLDER as JSON; the tables come last. Weights are random.
 # LIMIT is the time limit of a step in seconds. PYTHON is the Python that has the GPU's torch.
 . "$(dirname "$0")/steps.sh"
 steps=${*:-8b-chat 1b-chat 8b-fixed}
@@ -15,11 +16,23 @@ job() {
     --warmup "${WARMUP:-1}" --repeats "${REPEATS:-1}" --out "$folder" ${FLAGS:-}
 }
 
+# latency STEP SHAPE WORKLOAD ...
+latency() {
+  local name=$1 shape=$2 workloads=()
+  shift 2
+  for one in "$@"; do workloads+=(--workload "$one"); done
+  step "$name" "$python" -m yalis bench latency --model "benchmarks/shapes/$shape.json" --load random --dtype bfloat16 \
+    --device cuda "${workloads[@]}" --max-batch-tokens 16384 --no-prefix-reuse --warmup 1 --repeats 2 --out "$folder"
+}
+
 for name in $steps; do
   case $name in
   8b-chat) job 8b-chat llama-3.1-8b chat ;;
   1b-chat) job 1b-chat llama-3.2-1b chat:400 ;;
   8b-fixed) job 8b-fixed llama-3.1-8b 64x512x128 ;;
+  1b-blind) latency 1b-blind llama-3.2-1b 64x512x33 256x128x33 1x4096x33 16x2480x33 ;;
+  4b-blind) latency 4b-blind qwen3-4b 64x512x33 256x128x33 1x4096x33 16x2480x33 ;;
+  32b-blind) latency 32b-blind qwen2.5-32b 64x512x33 16x2480x33 1x4096x33 ;;
   *) echo "unknown step $name" && failures=$((failures + 1)) ;;
   esac
 done
