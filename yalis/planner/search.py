@@ -19,7 +19,7 @@ from yalis.planner.estimate import Estimate, estimate
 from yalis.planner.intervals import Interval, interval, prefixes_of
 from yalis.planner.job import Capacity, Job, capacity
 from yalis.planner.machine import Machine
-from yalis.planner.step_time import StepTimeModel, largest_slices
+from yalis.planner.step_time import StepTimeModel, largest_slices, with_control
 from yalis.spec import ModelSpec
 
 OBJECTIVES = ("latency", "throughput", "cost")
@@ -107,7 +107,7 @@ class Planner:
     """Predicts a job on the splits of a machine. Compute times are shared by all splits with equal slices."""
 
     def __init__(self, machine: Machine, job: Job) -> None:
-        self.machine, self.job = machine, job
+        self.machine, self.job = with_control(machine), job
         self._slices: dict[Any, _CachedCompute] = {}
 
     def candidates(self, nodes: Sequence[int], choices: Choices = ANY_SPLIT, slo: Slo = NO_SLO) -> list[Candidate]:
