@@ -141,8 +141,9 @@ def test_every_split_uses_all_gpus_and_no_group_straddles_a_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "library"), [(Split(8), "nvrar"), (Split(4, 1, 4), "nccl"), (Split(4, 1, 2, 2), "nccl"), (Split(8, 1, 1, 2), "mpi")]
-)  # fmt: skip
+    ("split", "library"),
+    [(Split(8), "nvrar"), (Split(4, 1, 4), "nccl"), (Split(4, 1, 2, 2), "nccl"), (Split(8, 1, 1, 2), "mpi")],
+)
 def test_the_fast_estimate_agrees_with_the_virtual_clock(split: Split, library: str) -> None:
     planner = Planner(PERLMUTTER, job(prompt=512, output=64, max_batch_tokens=8192))
     choices = Choices((split.rows, split.cols), split.stages, split.replicas, (library,))

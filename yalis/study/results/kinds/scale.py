@@ -55,7 +55,7 @@ class Scale(ResultKind):
             TableColumn("model", lambda row: row["model"], text=True),
             TableColumn("series", lambda row: row["series"], text=True),
             TableColumn("GPUs", lambda row: _count(row["gpus"])),
-            TableColumn("message", lambda row: None if row["message_bytes"] is None else spell_size(row["message_bytes"])),
+            TableColumn("message", _size),
             TableColumn(result.parameters["unit"], lambda row: short_number(row["value"])),
             TableColumn("interval", _interval),
             TableColumn("parameter", lambda row: row["parameter"], text=True),
@@ -238,6 +238,10 @@ def _interval(row: Row) -> str | None:
 
 def _count(value: int | None) -> str | None:
     return None if value is None else str(value)
+
+
+def _size(row: Row) -> str | None:
+    return None if row["message_bytes"] is None else spell_size(row["message_bytes"])
 
 
 def spell_size(size: int) -> str:
