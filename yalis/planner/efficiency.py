@@ -29,6 +29,7 @@ class Efficiencies:
         Mapping[str, str], ...
     ] = ()  # rows that count neither as calibration nor as validation, with reason
     results: tuple[str, ...] = ()  # files of the engine as it is now: calibration rows, and the others as validation
+    caveat: str = ""  # how far the validation is evidence
     error: float = 0.0  # relative error that 9 of 10 predictions of rows outside the calibration stay within
 
     def __getitem__(self, name: str) -> float:
@@ -55,7 +56,14 @@ class Efficiencies:
             name: Quantity.from_json(one, f"{label}: parameters.{name}") for name, one in data["parameters"].items()
         }
         lists = {name: tuple(data.get(name, ())) for name in ("calibration", "excluded", "results")}
-        return cls(label, data["device"], parameters, error=float(data.get("error", 0.0)), **lists)
+        return cls(
+            label,
+            data["device"],
+            parameters,
+            caveat=str(data.get("caveat", "")),
+            error=float(data.get("error", 0.0)),
+            **lists,
+        )
 
 
 def efficiency_names() -> list[str]:

@@ -231,6 +231,7 @@ def compare(sources: Sequence[StoredResult], machine: Machine, command: str) -> 
         for row in table.excluded
         if row["source"] in sources_seen
     ]
+    notes += [table.caveat] if table.caveat and any(one.calibration for one in predictions) else []
     parameters = {"predictor": "yalis plan", "machine": machine.name, "efficiencies": table.name}
     return results.new("accuracy", parameters, rows, command, sources[0].result.devices, notes)
 
