@@ -171,7 +171,8 @@ def test_a_result_is_written_and_plotted(tmp_path: Path) -> None:
     assert expected["hierarchical"] == pytest.approx(
         1000 + 2 * 10 + 12.288
     )  # one exchange of half between nodes, two phases within
-    assert expected["ring"] == pytest.approx(6 * (1000 + 8192 / 4 / 2 / 1e3))
+    # Each of six rounds waits for the receiver, then for the message.
+    assert expected["gloo"] == pytest.approx(6 * (2 * 1000 + 8192 / 4 / 1e3))
     assert CostModel.of(result, 0.0) is None  # its links were not measured
     assert results.read(results.write(result, tmp_path)) == result
     old_row = {**result.rows[0], "options": {"between": "halving", "chunk": 1024}}

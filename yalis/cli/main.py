@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from yalis import __version__, env
-from yalis.cli import batch, bench, chat, doctor, generate, lab, models, plan, profile, report
+from yalis.cli import batch, bench, calibrate, chat, doctor, generate, lab, models, plan, profile, report
 from yalis.cli.flags import Parser, engine_config, name_flags
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import print_status
@@ -33,6 +33,7 @@ VERBS = {
     "profile": (profile, "profile steps: time in matmul, attention, communication, other kernels, idle"),
     "report": (report, "make an HTML page of plots and tables from benchmark results"),
     "lab": (lab, "run a command as ranks on emulated hosts (network namespaces of this machine)"),
+    "calibrate": (calibrate, "measure this machine and write a machine file for `yalis plan`"),
     "plan": (plan, "show the layers, weights and KV cache of each rank without loading the model"),
     "models": (models, "list the short names of models and the supported model families"),
     "doctor": (doctor, "check which packages, devices and backends are usable on this machine"),

@@ -18,6 +18,7 @@ from yalis.cli.terminal import print_status
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
 from yalis.launch.launchers import launch_command, process_rank
+from yalis.progress_line import ProgressLine
 from yalis.workloads import ANY_WORKLOAD, parse_any_workload
 
 if TYPE_CHECKING:
@@ -92,7 +93,24 @@ def run(args: argparse.Namespace) -> int:
 
 def run_study(args: argparse.Namespace) -> int:
     """Repeat the published study; nothing else can be chosen."""
-    raise YalisError("not built yet")
+    from yalis.study.published.run import run_study as run_published
+    from yalis.study.results import drawing, kind_of, read
+
+    if (given := flags_given(args)) or args.machine is not None:
+        raise YalisError(f"--study has its own machines and workloads; leave out {given or '--machine'}")
+    drawing.require_matplotlib()
+    line = ProgressLine()
+    try:
+        written = run_published(args.study, shlex.join(["yalis", *sys.argv[1:]]), line.show)
+    finally:
+        line.clear()
+    result = read(args.study / "statements.json")
+    if args.json:
+        print(json.dumps(asdict(result)))
+    else:
+        print("\n".join(kind_of(result).text(result)))
+    print_status(f"wrote {len(written)} files to {args.study}")
+    return 0
 
 
 def _search(args: argparse.Namespace, config: EngineConfig) -> Search:

@@ -2,7 +2,8 @@
 
 Sending over a link costs a latency for each round, an overhead for each message, and time for each byte. An algorithm's
 `Cost` is its load on intra-node and inter-node links; the links turn that into seconds. Every cost is linear in the
-message size. The time of the additions, and overlap of rounds by chunking, are not modelled.
+message size. The time of the additions, and overlap of rounds by chunking, are not modelled here; planner/ adds what
+depends on the library.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar
 
 from yalis.perfmodel.collectives import Load, Shape, gloo_ring, hierarchical, rabenseifner
-from yalis.planner.library import Library
+from yalis.planner.library import FullLibrary, Library
 from yalis.planner.machine import Machine
 
 _CHUNKS = (1, 2, 4, 8, 16, 32)  # numbers of chunks that a tuned all-reduce chooses from
@@ -25,7 +25,7 @@ class _Links:
         self.net = float(machine.nic_bytes_per_s) * share * parameters["net_efficiency"]
 
 
-class Mpi(Library):
+class Mpi(FullLibrary):
     """GPU-aware MPI: the host starts every message, and a kernel adds what a round has received.
 
     The host first waits for the stream, and the stream for the host at the end; both are `launch_s`."""
@@ -99,25 +99,6 @@ class Nvrar(Library):
         transfer = max(nvlink, network) + min(nvlink, network) / chunks
         return value["launches"] * value["launch_s"] + latency + issue + transfer
 
-    def all_gather(self, group: Shape, bytes_per_rank: float) -> float:
-        """Return the seconds of the second half of the all-reduce: each rank puts its part to every other rank."""
-        value, others = self._values, group.size - 1
-        if not others:
-            return 0.0
-        far = group.size - group.ranks_per_node
-        near = others - far
-        latency = (value["intra_hop_s"] if near else 0.0) + (
-            value["put_s"] + (far - 1) * value["put_issue_s"] if far else 0.0
-        )
-        transfer = max(near * bytes_per_rank / self._links.intra, far * bytes_per_rank / self._links.net)
-        return value["launches"] * value["launch_s"] + latency + transfer
-
-    def send(self, bytes: float, same_node: bool) -> float:
-        """Return the seconds of a put with a signal."""
-        value = self._values
-        latency = value["intra_hop_s"] if same_node else 2 * value["put_s"]
-        return value["launch_s"] + latency + bytes / (self._links.intra if same_node else self._links.net)
-
 
 class PublishedNvrar(Nvrar):
     """NVRAR as published: six launches, LL only, and each round waits `ready_s` until its partner is ready."""
@@ -125,14 +106,14 @@ class PublishedNvrar(Nvrar):
     protocols = (True,)
 
 
-class CpuLibrary(Library):
-    """A CPU backend over TCP. Latencies of rounds add up; each message and byte between hosts costs CPU time.
+class CpuLibrary(FullLibrary):
+    """A CPU backend over TCP: a cost per operation, a latency per round, and CPU time for each byte between hosts.
 
     With `shared_machine` 1 the hosts are network namespaces of one machine, a lab: its cores and its switch work for
-    all ranks, so messages and bytes count over all of them. On hosts of their own (0) they count per rank."""
+    all ranks, so the bytes of all of them count. On hosts of their own (0) those of one rank count."""
 
     required: ClassVar[tuple[str, ...]] = (
-        "net_hop_s", "message_s", "byte_s", "intra_hop_s", "intra_byte_s", "shared_machine",
+        "launch_s", "net_hop_s", "byte_s", "intra_hop_s", "intra_byte_s", "shared_machine",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, parameters: Mapping[str, float]) -> None:
@@ -154,8 +135,8 @@ class CpuLibrary(Library):
     def send(self, bytes: float, same_node: bool) -> float:
         value = self._values
         if same_node:
-            return value["intra_hop_s"] + bytes * value["intra_byte_s"]
-        return value["net_hop_s"] + value["message_s"] + bytes * value["byte_s"]
+            return value["launch_s"] + value["intra_hop_s"] + bytes * value["intra_byte_s"]
+        return value["launch_s"] + value["net_hop_s"] + bytes * value["byte_s"]
 
     def inside_seconds(self, intra: Load) -> float:
         """Return the seconds of the load on links inside a host."""
@@ -164,8 +145,8 @@ class CpuLibrary(Library):
     def _seconds(self, group: Shape, intra: Load, inter: Load) -> float:
         value = self._values
         sharing = group.size if value["shared_machine"] >= 0.5 else 1
-        work = inter.messages * value["message_s"] + inter.bytes * value["byte_s"]
-        return self.inside_seconds(intra) + inter.rounds * value["net_hop_s"] + sharing * work
+        latency = value["launch_s"] + self.inside_seconds(intra) + inter.rounds * value["net_hop_s"]
+        return latency + sharing * inter.bytes * value["byte_s"]
 
 
 class Gloo(CpuLibrary):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from yalis.errors import YalisError
 from yalis.perfmodel.collectives import Shape
 from yalis.planner.collective_libraries import CpuMpi, Gloo, Hierarchical, Mpi, Nvrar, PublishedNvrar
-from yalis.planner.library import Library
+from yalis.planner.library import FullLibrary, Library
 from yalis.planner.machine import Machine
 from yalis.planner.nccl import Nccl
 
@@ -49,6 +49,10 @@ class CommModel:
             )
         self.machine, self.name = machine, library
         self.library = usable[0](machine, {name: float(one) for name, one in given.items()})
+        # As in the engine: NCCL gathers and sends where a library only has an all-reduce.
+        self._others: FullLibrary = (
+            self.library if isinstance(self.library, FullLibrary) else CommModel(machine, "nccl")._others
+        )
 
     def all_reduce(self, group: Shape, bytes: float) -> float:
         """Return the seconds until every rank of the group has the sum of messages of `bytes` bytes."""
@@ -56,11 +60,11 @@ class CommModel:
 
     def all_gather(self, group: Shape, bytes_per_rank: float) -> float:
         """Return the seconds until every rank of the group has all parts."""
-        return self.library.all_gather(group, bytes_per_rank) if group.size > 1 else 0.0
+        return self._others.all_gather(group, bytes_per_rank) if group.size > 1 else 0.0
 
     def send(self, bytes: float, same_node: bool) -> float:
         """Return the seconds of one message between two ranks, as between pipeline stages."""
-        return self.library.send(bytes, same_node)
+        return self._others.send(bytes, same_node)
 
 
 def libraries_of(machine: Machine) -> list[str]:

@@ -1,4 +1,4 @@
-"""The interface of a communication library's model."""
+"""The interfaces of a communication library's model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from yalis.planner.machine import Machine
 
 
 class Library(ABC):
-    """Seconds of a library's operations on a machine."""
+    """Seconds of a library's all-reduce on a machine."""
 
     #: Names of the parameters that the machine must have.
     required: ClassVar[tuple[str, ...]]
@@ -22,6 +22,10 @@ class Library(ABC):
     @abstractmethod
     def all_reduce(self, group: Shape, bytes: float) -> float:
         """Return the seconds until every rank of the group has the sum of messages of `bytes` bytes."""
+
+
+class FullLibrary(Library):
+    """A library that also gathers and sends."""
 
     @abstractmethod
     def all_gather(self, group: Shape, bytes_per_rank: float) -> float:

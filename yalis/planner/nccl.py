@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from yalis.perfmodel.collectives import Shape
-from yalis.planner.library import Library
+from yalis.planner.library import FullLibrary
 from yalis.planner.machine import Machine
 
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -48,7 +48,7 @@ class Estimate:
     seconds: float
 
 
-class Nccl(Library):
+class Nccl(FullLibrary):
     """Times of NCCL's collectives on a machine."""
 
     required = (

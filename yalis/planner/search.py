@@ -19,7 +19,7 @@ from yalis.planner.estimate import Estimate, estimate
 from yalis.planner.intervals import Interval, interval, prefixes_of
 from yalis.planner.job import Capacity, Job, capacity
 from yalis.planner.machine import Machine
-from yalis.planner.step_time import StepTimeModel, largest_slices
+from yalis.planner.step_time import StepTimeModel, largest_slices, with_control
 from yalis.spec import ModelSpec
 
 OBJECTIVES = ("latency", "throughput", "cost")
@@ -107,7 +107,7 @@ class Planner:
     """Predicts a job on the splits of a machine. Compute times are shared by all splits with equal slices."""
 
     def __init__(self, machine: Machine, job: Job) -> None:
-        self.machine, self.job = machine, job
+        self.machine, self.job = with_control(machine), job
         self._slices: dict[Any, _CachedCompute] = {}
 
     def candidates(self, nodes: Sequence[int], choices: Choices = ANY_SPLIT, slo: Slo = NO_SLO) -> list[Candidate]:
@@ -218,7 +218,7 @@ def splits(spec: ModelSpec, gpus: int, gpus_per_node: int, choices: Choices = AN
         for cols in divisors(per_stage):
             for stages in divisors(gpus // per_stage):
                 split = Split(per_stage // cols, cols, stages, gpus // per_stage // stages)
-                if _chosen(split, choices) and _possible(split, spec):
+                if _chosen(split, choices) and is_possible(split, spec):
                     yield split
 
 
@@ -255,7 +255,8 @@ def _chosen(split: Split, choices: Choices) -> bool:
     )
 
 
-def _possible(split: Split, spec: ModelSpec) -> bool:
+def is_possible(split: Split, spec: ModelSpec) -> bool:
+    """Return whether every rank gets a shard."""
     try:
         split.check(spec, "")
     except YalisError:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from yalis.errors import YalisError
-from yalis.perfmodel.collectives import Load, Shape, fit
+from yalis.perfmodel.collectives import Link, Load, Shape, fit
 from yalis.planner.collective_libraries import CpuLibrary, CpuMpi, Gloo, Hierarchical
 from yalis.planner.communication import CommModel
 from yalis.planner.machine import Machine
@@ -106,17 +108,17 @@ def _links(result: Result, delay_us: float | None) -> dict[str, Any]:
 
 
 def _fit_cpu(result: Result, machine: Machine, source: str, delay_us: float | None) -> dict[str, Parameters]:
-    """Fit latency, cost per message and cost per byte of each CPU backend.
+    """Fit the cost of an operation, the latency of a round and the cost per byte of each CPU backend.
 
-    The ping of the benchmark gives the latency of a hop. Where an algorithm's time for short messages is more than its
-    hops, the rest is CPU time of its messages; where it is less, its hops are faster than those of the ping."""
+    The ping of the benchmark gives the latency. Where an algorithm takes longer for short messages than its rounds, the
+    rest is the cost of the operation; where it takes less, its rounds are faster than the ping."""
     group, links = shape_of(result), _links(result, delay_us)
     shared = bool(result.parameters.get("lab"))
     inside = links.get("inside", {"latency": 0.0, "seconds_per_byte": 0.0})
     common = {
         "intra_hop_s": _measured(inside["latency"], source),
         "intra_byte_s": _measured(inside["seconds_per_byte"], source),
-        "shared_machine": Quantity(float(shared), "specification", "whether the hosts are those of a lab", 0.0, 1.0),
+        "shared_machine": _exact(float(shared), "1 if the hosts are those of a lab, on one machine"),
     }
     mpi = {
         "eager_bytes": _exact(_EAGER_BYTES, "Open MPI 4.1: btl_tcp_eager_limit"),
@@ -125,9 +127,11 @@ def _fit_cpu(result: Result, machine: Machine, source: str, delay_us: float | No
     found = {}
     for name, library in _CPU_LIBRARIES.items():
         rows = _rows(result, name, delay_us)
-        if len(rows) < 2 or group.nodes < 2:
-            continue
         known = {**common, **(mpi if name == "mpi" else {})}
+        if group.nodes < 2 and rows and name in machine.libraries:
+            found[name] = {**machine.libraries[name], **known}
+        if group.nodes < 2 or len(rows) < 2:
+            continue
         model = library(machine, {key: float(one) for key, one in known.items()})
         found[name] = {**known, **_fit_rounds(group, rows, model, links, shared, source)}
     return found
@@ -137,23 +141,34 @@ def _fit_rounds(
     group: Shape, rows: list[Row], model: CpuLibrary, links: dict[str, Any], shared: bool, source: str
 ) -> Parameters:
     sharing = group.size if shared else 1
-    measured = []
-    messages = []
+    loads, seconds = [], []
     for row in rows:
         intra, inter = model.load(group, row["bytes"])
-        seconds = max(1e-6 * row["median_us"] - model.inside_seconds(intra), 1e-9)
-        measured.append((Load(inter.rounds, 0, sharing * inter.bytes), seconds))
-        messages.append(sharing * inter.messages)
-    link = fit(measured)
-    hop = min(links["between"]["latency"], link.latency) if "between" in links else link.latency
-    rest = median(
-        load.rounds * (link.latency - hop) / count for (load, _), count in zip(measured, messages, strict=True)
-    )
+        loads.append(Load(inter.rounds, 0, sharing * inter.bytes))
+        seconds.append(max(1e-6 * row["median_us"] - model.inside_seconds(intra), 1e-9))
+    link, launch = fit(list(zip(loads, seconds, strict=True))), 0.0
+    if "between" in links and (hop := links["between"]["latency"]) < link.latency:
+        launch, byte = _fit_launch(loads, seconds, hop)
+        link = Link(hop, byte)
     return {
-        "net_hop_s": _measured(hop, source),
-        "message_s": _measured(rest, source),
+        "launch_s": _measured(launch, source),
+        "net_hop_s": _measured(link.latency, source),
         "byte_s": _measured(link.seconds_per_byte, source),
     }
+
+
+def _fit_launch(loads: list[Load], seconds: list[float], hop: float) -> tuple[float, float]:
+    """Return the costs per operation and byte for a known latency, by least squares of the relative error."""
+    weights = 1 / np.array(seconds)
+    costs = np.array([(1.0, load.bytes) for load in loads]) * weights[:, None]
+    rest = (np.array(seconds) - [load.rounds * hop for load in loads]) * weights
+    launch, byte = (float(one) for one in np.linalg.lstsq(costs, rest, rcond=None)[0])
+    # Neither is negative. If noise makes one so, set it to 0 and fit the other alone.
+    if launch < 0 or byte < 0:
+        column = costs[:, 1 if launch < 0 else 0]
+        alone = max(0.0, float(column @ rest / (column @ column)))
+        launch, byte = (0.0, alone) if launch < 0 else (alone, 0.0)
+    return launch, byte
 
 
 def _fit_gpu(result: Result, machine: Machine, source: str, delay_us: float | None) -> dict[str, Parameters]:

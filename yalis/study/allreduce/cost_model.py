@@ -1,4 +1,8 @@
-"""The cost model of an all-reduce result: what its algorithms should take on the links that were measured with it."""
+"""The cost model of an all-reduce result: what its algorithms should take on the links that were measured with it.
+
+All of them use the same links: gloo's on CPUs, nvrar's symmetric memory on GPUs. Libraries with costs of their own,
+such as NCCL, are modelled in planner/communication.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from yalis.perfmodel.collectives import (
     Cost,
     Link,
     Shape,
+    gloo_ring,
     hierarchical,
     one_shot,
     ring,
@@ -49,7 +54,8 @@ class CostModel:
                 for name, algorithm in self._gpu_algorithms.items()
             }
         best = min(hierarchical(self.shape, size, name).seconds(self.intra, self.inter) for name in INTER_NODE)
-        return {"hierarchical": 1e6 * best, "ring": 1e6 * ring(self.shape, size).seconds(self.intra, self.inter)}
+        gloo = gloo_ring(self.shape, size).seconds(self.intra, self.inter)
+        return {"hierarchical": 1e6 * best, "gloo": 1e6 * gloo}
 
     @property
     def _gpu_algorithms(self) -> dict[str, Algorithm]:

@@ -10,8 +10,9 @@ from yalis.config import EngineConfig
 from yalis.parallel.plan import Split
 from yalis.planner.job import Job, capacity
 from yalis.planner.machine import Machine, load_machine
-from yalis.planner.search import Candidate, Planner
+from yalis.planner.search import Candidate, Planner, is_possible
 from yalis.planner.step import SimRequest
+from yalis.planner.step_time import with_control
 from yalis.spec import ModelSpec, read_spec
 from yalis.workloads import NAMED, Workload
 
@@ -88,8 +89,10 @@ class Predictor:
         return self._planners[key]
 
     def candidate(self, setting: Setting) -> Candidate | None:
-        """Return the estimate of a setting; None if it does not fit the memory."""
+        """Return the estimate of a setting; None if there are too few layers or too little memory."""
         planner, split = self.planner(setting), setting.split
+        if not is_possible(split, planner.job.spec):
+            return None
         room = capacity(planner.job, setting.machine, split)
         if not room.fits:
             return None
@@ -105,5 +108,10 @@ def decode_heavy() -> Workload:
     return NAMED["decode-heavy"]
 
 
+def machine_of(name: str) -> Machine:
+    """Return a machine with all quantities that a step depends on."""
+    return with_control(load_machine(name))
+
+
 def machines() -> Sequence[Machine]:
-    return [load_machine(name) for name in MACHINES]
+    return [machine_of(name) for name in MACHINES]

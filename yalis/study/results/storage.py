@@ -57,8 +57,10 @@ def new(
     return result
 
 
-def write(result: Result, folder: Path) -> Path:
-    """Write atomically into `folder`, under a name made of kind and time. Returns the path."""
+def write(result: Result, folder: Path, name: str | None = None) -> Path:
+    """Write atomically into `folder` as NAME.json, replacing it, or under a name made of kind and time.
+
+    Returns the path."""
     data = asdict(result)
     check(data, "this result")
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
@@ -66,7 +68,7 @@ def write(result: Result, folder: Path) -> Path:
     temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = _unused_path(folder, f"{result.kind}-{stamp}")
+        path = _unused_path(folder, f"{result.kind}-{stamp}") if name is None else folder / f"{name}.json"
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{result.kind}-")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
