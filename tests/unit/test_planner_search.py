@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_parallel_memory import NINE_HEADS
+from yalis.cli.main import main
 from yalis.config import EngineConfig
 from yalis.errors import YalisError, YalisFailure
 from yalis.parallel.memory import rank_memory
@@ -247,3 +248,31 @@ def test_scaling_figure_of_the_study() -> None:
     rows = list(figures.breakdowns(predictor))
     assert len(rows) == 16
     assert with_control(PERLMUTTER).quantities().keys() > PERLMUTTER.quantities().keys()
+
+
+@pytest.mark.parametrize(("split", "flags"), [(Split(3, 2), ["--tp", "3x2"]), (Split(1, 4), ["--tp", "1x4"])])
+def test_all_reduces_of_a_grid_are_those_that_the_engine_counts(
+    split: Split, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nine.json"
+    path.write_text(json.dumps(NINE_HEADS))
+    work = [
+        "--batch",
+        "2",
+        "--prompt-len",
+        "8",
+        "--output-len",
+        "4",
+        "--repeats",
+        "1",
+        "--warmup",
+        "0",
+        "--threads",
+        "1",
+    ]
+    assert main(["bench", "slice", "--model", str(path), *flags, *work, "--device", "cpu", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    spec = read_spec(NINE_HEADS, "nine heads")
+    reduces = StepTimeModel(PERLMUTTER, spec, split, 4, "nccl").all_reduces(2, 2)
+    assert sum(one.count for one in reduces) == row["all_reduces"]
+    assert sum(one.count * one.bytes for one in reduces) == row["all_reduce_bytes"]
