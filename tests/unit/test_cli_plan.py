@@ -1,4 +1,4 @@
-"""`yalis plan`: the sizes it computes from a config equal those of loaded ranks."""
+"""`yalis plan`: the sizes it computes from a config equal those of loaded ranks; predictions for a machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.unit.test_parallel_memory import NINE_HEADS, FakeRanks
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.cli.main import main
-from yalis.cli.plan import spell_ranks
+from yalis.cli.plan_memory import spell_ranks
 from yalis.config import EngineConfig
 from yalis.engine.runner import Runner
 from yalis.parallel.pipeline import Stage
@@ -212,3 +212,102 @@ def test_ranks_are_shown_as_spans() -> None:
     assert spell_ranks([0]) == "0"
     assert spell_ranks([0, 1, 2, 3, 8]) == "0-3, 8"
     assert spell_ranks(range(0, 20, 2), max_spans=3) == "0, 2, 4, ... (10)"
+
+
+SHAPE = str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b.json")
+PREDICT = ["plan", "--model", SHAPE, "--machine", "perlmutter", "--workload", "4x64x12"]
+
+
+def test_a_prediction_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PREDICT, "--nodes", "1-2"]) == 0
+    out = capsys.readouterr().out
+    title, heads, first, *lines = out.splitlines()
+    assert title == "llama-3.1-8b, bfloat16 on perlmutter, 4x64x12, best latency"
+    assert heads.split()[:3] == ["GPUs", "split", "all-reduce"]
+    for name in ("matmul", "attention", "other", "communication", "idle", "interval", "weights", "sequences"):
+        assert name in heads
+    assert first.split()[0] in ("4", "8")
+    assert any(line.startswith("the best 5 on the virtual clock") for line in lines)
+    assert any(line.startswith("fits: weights and activations need ") for line in lines)
+    assert any(line.startswith("  1.") and "x faster than " in line for line in lines)
+    assert "replicated: held by several ranks, of which each has these bytes" in lines  # the table of memory
+    srun = lines[-1].split()
+    assert srun[0] == "srun"
+    assert srun[srun.index("yalis") :][:3] == ["yalis", "bench", "throughput"]
+    assert srun[-2:] == ["--max-model-len", "76"]
+    assert main(["plan", "--model", SHAPE, *srun[srun.index("--workload") + 2 :], "--gpu-memory", "80"]) == 0
+
+
+def test_a_prediction_as_json_file_report_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "out", tmp_path / "plot"
+    flags = ["--nodes", "1", "--objective", "cost", "--slo", "ttft=2s,itl=50ms", "--allreduce", "nccl"]
+    assert main([*PREDICT, *flags, "--out", str(out), "--plot", str(plot), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (path,) = out.iterdir()
+    written = json.loads(path.read_text())
+    assert printed["memory"]["split"]["ranks"] == 4
+    assert written["rows"] == printed["rows"]
+    assert written["parameters"]["slo"] == {"ttft": 2.0, "itl": 0.05}
+    assert {row["library"] for row in written["rows"]} == {"nccl"}
+    replayed = [row for row in written["rows"] if row["replayed_s"] is not None]
+    assert len(replayed) == 5
+    for row in replayed:
+        total = sum(row[f"{name}_s"] for name in ("matmul", "attention", "other", "communication", "idle"))
+        assert total == pytest.approx(row["replayed_s"])
+        assert row["replayed_s_low"] < row["replayed_s"] < row["replayed_s_high"]
+        assert row["tokens_per_s"] == pytest.approx(48 / row["replayed_s"])
+    assert {file.suffix for file in tmp_path.glob("plot*")} == {".png", ".svg"}
+    page = tmp_path / "report.html"
+    assert main(["report", str(out), "-o", str(page)]) == 0
+    assert "Predictions" in page.read_text()
+    assert "predicted, not measured" in page.read_text()
+
+
+def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = plan(capsys, *PREDICT[1:], "--nodes", 2, "--tp", 4, "--pp", 2)
+    assert {row["split"] for row in planned["rows"]} == {"tp 4, pp 2"}
+    assert planned["parameters"]["run"].startswith("srun -N 2 -n 8 --gpus-per-node=4 yalis bench throughput ")
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence", "status"),
+    [
+        ("--machine summit", "unknown machine 'summit'; give one of alps, ", 2),
+        ("--nodes 0", "'0' is not a number of nodes; give 4, 1,2,4 or 1-16", 2),
+        ("--nodes 8-4", "'8-4' is not a number of nodes", 2),
+        ("--nodes 100000", "perlmutter has 256 nodes; give 1 to 256", 2),
+        ("--slo ttft=2", "'ttft=2' is not a list such as ttft=2s,itl=50ms (units: s, ms)", 2),
+        ("--slo e2e=2s", "'e2e=2s' is not a list such as", 2),
+        ("--slo ttft=1ms", "meets --slo: the best time to first token is", 1),
+        ("--allreduce gloo", "perlmutter has no parameters for the all-reduce 'gloo'; give one of nccl, mpi, nvrar", 2),
+        ("--objective speed", "invalid choice: 'speed'", 2),
+        ("--gpu-memory 80", "--gpu-memory and --machine exclude each other", 2),
+        ("--trace t.jsonl", "--workload and --trace exclude each other", 2),
+        ("--tp 3", "cannot be split as asked over 1 node of perlmutter", 1),
+        ("--workload 1x131072x9", "limited to 131072; give a shorter --workload", 2),
+        ("--study out", "--study has its own machines and workloads; leave out --workload", 2),
+    ],
+)
+def test_bad_predictions_are_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], args: str, sentence: str, status: int
+) -> None:
+    assert main([*PREDICT, *args.split()]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert sentence in err
+
+
+def test_a_model_that_fits_nowhere_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    large = SHAPE.replace("8b", "405b")
+    assert main(["plan", "--model", large, "--machine", "perlmutter", "--nodes", "2"]) == 1
+    assert "does not fit 2 nodes of perlmutter (4 GPUs of 79 GiB each) on any split; give more --nodes" in (
+        capsys.readouterr().err
+    )
+
+
+def test_flags_of_a_prediction_need_a_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(folder), "--nodes", "4"]) == 2
+    assert "--nodes needs a machine to predict for; add --machine, such as --machine perlmutter" in (
+        capsys.readouterr().err
+    )

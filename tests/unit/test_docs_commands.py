@@ -34,6 +34,7 @@ SMALLER = [
     (r"bench scaling --ranks 1,2 --schemes tp,pp", "bench scaling --ranks 1 --workload 1x4x2 --repeats 1"),
     (r"bench allreduce --ranks \d", "bench allreduce --ranks 2 --sizes 8K --repeats 3 --backends gloo,hierarchical"),
     (r"--rate 5", "--rate 50"),
+    (r"--nodes 1-16 --workload poster", "--nodes 1-2 --workload 4x64x8"),
     (r"--tp 4$", "--tp 2"),
     (r"chat$", "chat --max-tokens 16"),
 ]
@@ -87,6 +88,7 @@ NOT_RUN = {
     'srun -n 2 yalis generate "1, 2, 3," --tp 2': "tests/launchers/test_srun.py runs one",
     'sbatch slurm/generate-cpu.sh "The capital of France is" --max-tokens 64': "tests/launchers/test_slurm.py runs it",
     "bash jobs/submit.sh": "tests/launchers/test_bench_slurm.py runs it under Slurm",
+    "yalis plan --study study": "takes 20 s; test_planner_search.py evaluates its statements",
     "yalis bench scaling --ranks 1,2,4 --schemes tp,pp --out cluster --gather": "needs the results of the Slurm jobs",
     "srun -N 4 --ntasks-per-node 4 yalis bench allreduce": "needs four nodes",
     "yalis bench scaling --ranks 1,2,4 --schemes tp,2x2,pp,hybrid --allreduce torch,mpi,hierarchical --workload 4x32x8 "

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--calibration", action="append", default=[], type=Path, metavar="FILE",
-        help="result of `yalis bench latency` on that machine, whose mean errors correct step times; may be repeated",
+        help="result of `yalis bench latency` on the same CPU, to which its table is fitted; may be repeated",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the result as JSON to this folder")
     add_common_flags(parser, json="print the result as one JSON object")

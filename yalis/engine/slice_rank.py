@@ -17,6 +17,7 @@ from yalis.comm.null import NullBackend
 from yalis.config import EngineConfig
 from yalis.engine.replica_ranks import RemoteStep, ReplicaRanks, split_of
 from yalis.engine.runner import PendingStep, dummy_prompt
+from yalis.launch.fan_out import FAN_OUT, FanOut
 from yalis.launch.link import Link
 from yalis.launch.rank_info import RankInfo
 from yalis.launch.world import World
@@ -36,6 +37,9 @@ class SliceWorld(World):
 
     def open_links(self, leader: int | None) -> dict[int, Link]:
         return {}
+
+    def open_fan_out(self, leader: int | None, fan_out: int = FAN_OUT) -> FanOut:
+        return FanOut({}, None, ())
 
 
 class StageStep(PendingStep):

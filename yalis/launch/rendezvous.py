@@ -101,8 +101,8 @@ class RendezvousServer:
             self._acceptor.close()
 
     def _missing(self) -> list[int]:
-        expected = (rank for rank in range(1, self.size) if rank not in self._given_up)
-        return [rank for rank in expected if any(rank not in self.links[name] for name in CHANNELS)]
+        joined = self.links[CONTROL].keys() & self.links[LIVENESS].keys()
+        return sorted({*range(1, self.size)} - joined - self._given_up)
 
     def _give_up(self, rank: int, message: str) -> None:
         """Record that the job cannot start because of this rank, and stop waiting for it."""

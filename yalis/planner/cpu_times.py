@@ -31,9 +31,9 @@ class CpuTimes:
         matmul = self._linear(tokens, dims.matrix_params)
         matmul -= 2 * after_attention * skipped / (self.matmul * table["gemm_eff"])
         matmul += self._linear(sampled, dims.head_params) if sampled else 0.0
-        pairs = shape.decode_context + sum(count * (first + (count + 1) / 2) for first, count in shape.chunks)
-        flops = 4 * dims.heads * dims.head_dim * dims.layers * pairs
-        attention = flops / (self.matmul * table["attention_eff"])
+        prompt_pairs = sum(count * (first + (count + 1) / 2) for first, count in shape.chunks)
+        pairs = shape.decode_context / table["attention_eff"] + prompt_pairs / table["prefill_attention_eff"]
+        attention = 4 * dims.heads * dims.head_dim * dims.layers * pairs / self.matmul
         moved = tokens * dims.layers * self.itemsize * (8 * dims.hidden_shard + 3 * dims.intermediate)
         other = dims.layers * table["layer_s"] + moved / (self.read * table["elementwise_eff"])
         if shape.chunks:

@@ -15,16 +15,15 @@ from yalis.parallel.plan import Split
 from yalis.planner.clock import SimEngine, Simulation, simulate
 from yalis.planner.communication import libraries_of
 from yalis.planner.compute import ComputeModel
+from yalis.planner.efficiency import load_efficiencies
 from yalis.planner.estimate import Estimate, estimate
 from yalis.planner.intervals import Interval, interval, prefixes_of
 from yalis.planner.job import Capacity, Job, capacity
 from yalis.planner.machine import Machine
-from yalis.planner.step_time import StepTimeModel, largest_slices
+from yalis.planner.step_time import StepTimeModel, largest_slices, with_control
 from yalis.spec import ModelSpec
 
 OBJECTIVES = ("latency", "throughput", "cost")
-#: Mean error of the step-time model on a GPU with measured efficiencies (docs/scale.md, validation).
-MODEL_ERROR = 0.06
 #: Names of communication backends (`--allreduce`) for libraries with another name. Of the others, a library without a
 #: backend can be compared, but not run, so the search leaves it out.
 _BACKENDS = {"nccl": "torch", "gloo": "torch"}
@@ -107,7 +106,7 @@ class Planner:
     """Predicts a job on the splits of a machine. Compute times are shared by all splits with equal slices."""
 
     def __init__(self, machine: Machine, job: Job) -> None:
-        self.machine, self.job = machine, job
+        self.machine, self.job = with_control(machine), job
         self._slices: dict[Any, _CachedCompute] = {}
 
     def candidates(self, nodes: Sequence[int], choices: Choices = ANY_SPLIT, slo: Slo = NO_SLO) -> list[Candidate]:
@@ -151,7 +150,8 @@ class Planner:
         def seconds(machine: Machine) -> float:
             return self.estimate(candidate.split, candidate.library, candidate.capacity, machine).seconds
 
-        return interval(self.machine, seconds, prefixes_of(candidate.library), MODEL_ERROR)
+        error = load_efficiencies(self.machine.gpu.efficiencies).error
+        return interval(self.machine, seconds, prefixes_of(candidate.library), error)
 
     def replay(self, candidate: Candidate) -> Replay:
         """Run the job on the virtual clock, with the real scheduler."""

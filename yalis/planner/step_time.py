@@ -21,6 +21,14 @@ from yalis.spec import ModelSpec
 _GROWING = ("layers", "heads", "kv_heads", "intermediate", "vocab")
 
 
+def with_control(machine: Machine) -> Machine:
+    """Return the machine with the default times of the control plane where it has none of its own.
+
+    They are then among its quantities, so that intervals and sensitivities take them into account.
+    """
+    return replace(machine, host={**DEFAULTS, **machine.host})
+
+
 class StepTimeModel:
     """Predicts the steps of one replica. Ranks are placed on nodes in order, so that tensor-parallel ranks are near."""
 
@@ -64,8 +72,8 @@ class StepTimeModel:
         if self.split.stages == 1:
             return 0.0
         time = self._control(sequences)
-        hop = self.machine.host.get("control_hop_s", DEFAULTS["control_hop_s"])
-        return time.delivery - time.driver + float(hop)
+        host = {**DEFAULTS, **self.machine.host}
+        return time.delivery - time.driver + float(host["control_hop_s"]) + float(host["control_network_s"])
 
     def _control_time(self, sequences: int) -> ControlTime:
         return control_time(self.machine.host, self.split.per_replica - 1, sequences)

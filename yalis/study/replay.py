@@ -7,16 +7,16 @@ matmul rates of the device are those that were measured in the run, because devi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
 from yalis.planner.clock import SimEngine, Simulation, simulate
 from yalis.planner.compute import ComputeModel, ComputeTime
+from yalis.planner.efficiency import Efficiencies
 from yalis.planner.machine import Machine
 from yalis.planner.quantity import Quantity
 from yalis.planner.step import SimRequest, StepShape, StepTime
@@ -24,39 +24,19 @@ from yalis.planner.step_time import StepTimeModel
 from yalis.scheduling.scheduler import SchedulerConfig
 from yalis.spec import ModelSpec
 from yalis.study import results
-from yalis.study.planner_accuracy import predict_all, read_model, read_points
+from yalis.study.efficiency_fit import fit_cpu
+from yalis.study.planner_accuracy import read_model
 from yalis.study.results import Result, StoredResult
 
 #: Library of the planner for each `--allreduce` of the engine, on GPUs and on CPUs.
 _LIBRARIES = {"cuda": {"auto": "nccl", "torch": "nccl"}, "cpu": {"auto": "hierarchical", "torch": "gloo"}}
 
 
-@dataclass(frozen=True)
-class Correction:
-    """Measured over predicted time of steps with prompt tokens and of decode steps; 1 without a calibration."""
+def replay(source: StoredResult, machine: Machine, table: Efficiencies | None = None) -> Simulation:
+    """Run the requests of a throughput result on the virtual clock, on the same split.
 
-    prompts: float = 1.0
-    decodes: float = 1.0
-
-    def factor(self, shape: StepShape) -> float:
-        return self.prompts if shape.chunks else self.decodes
-
-
-UNCORRECTED = Correction()
-
-
-def calibrate(sources: Iterable[StoredResult], machine: Machine) -> Correction:
-    """Return the correction that latency results of the same machine and session show: means over their rows."""
-    ratios: dict[str, list[float]] = {"first token": [], "decode step": []}
-    for one in predict_all(read_points(sources), machine):
-        ratios[one.point.phase].append(one.point.measured / one.seconds)
-    if not all(ratios.values()):
-        raise YalisError("the calibration has no decode step; give a latency result with --output-len of at least 2")
-    return Correction(geometric_mean(ratios["first token"]), geometric_mean(ratios["decode step"]))
-
-
-def replay(source: StoredResult, machine: Machine, correction: Correction = UNCORRECTED) -> Simulation:
-    """Run the requests of a throughput result on the virtual clock, on the same split."""
+    `table` replaces the efficiencies of the machine, and its rates are then not those of the run.
+    """
     facts = source.result.parameters
     if source.result.kind != "throughput":
         raise YalisError(
@@ -74,7 +54,8 @@ def replay(source: StoredResult, machine: Machine, correction: Correction = UNCO
     engine, on_cpu = facts["engine"], source.result.devices[0]["type"] == "cpu"
     rows, columns = engine["tp"]
     split = Split(rows, columns, engine["pp"], engine["dp"])
-    times = _StepTimes(source, _with_rates(machine, facts, source.path.stem), split, correction)
+    machine = _with_rates(machine, facts, source.path.stem) if table is None else machine
+    times = _StepTimes(source, machine, split, table)
     sim = SimEngine(
         SchedulerConfig(**settings), num_blocks, times.stages, times.host, times.replayed, on_cpu,
         times.return_seconds(settings["max_num_seqs"]),
@@ -92,10 +73,10 @@ def _with_rates(machine: Machine, facts: dict[str, Any], label: str) -> Machine:
 class _StepTimes:
     """Step times of a result's model on a machine, for SimEngine. One rank needs no communication library."""
 
-    def __init__(self, source: StoredResult, machine: Machine, split: Split, correction: Correction) -> None:
+    def __init__(self, source: StoredResult, machine: Machine, split: Split, table: Efficiencies | None) -> None:
         facts = source.result.parameters
         self._spec, self._itemsize = read_model(facts["engine"]["model"]), 4 if facts["dtype"] == "float32" else 2
-        self._correction, self._max_num_seqs = correction, facts["engine"]["max_num_seqs"]
+        self._table, self._max_num_seqs = table, facts["engine"]["max_num_seqs"]
         self._split: StepTimeModel | None = None
         self._one: ComputeModel | None = None
         self._last: tuple[StepShape, ComputeTime] | None = None
@@ -107,18 +88,16 @@ class _StepTimes:
             self._split = StepTimeModel(machine, self._spec, split, self._itemsize, library, self._compute)
 
     def _compute(self, machine: Machine, spec: ModelSpec, split: Split, itemsize: int, rank: int) -> ComputeModel:
-        return ComputeModel(machine, spec, split, itemsize, rank, self._max_num_seqs)
+        return ComputeModel(machine, spec, split, itemsize, rank, self._max_num_seqs, self._table)
 
     def stages(self, shape: StepShape) -> Sequence[StepTime]:
-        factor = self._correction.factor(shape)
         if self._split is not None:
-            return [time.scaled(factor) for time in self._split.stages(shape)]
+            return self._split.stages(shape)
         time = self._step(shape)
-        return [StepTime(time.matmul, time.attention, 0.0, time.other).scaled(factor)]
+        return [StepTime(time.matmul, time.attention, 0.0, time.other)]
 
     def host(self, shape: StepShape) -> float:
-        seconds = self._split.host(shape) if self._split is not None else self._step(shape).host
-        return seconds * self._correction.factor(shape)
+        return self._split.host(shape) if self._split is not None else self._step(shape).host
 
     def replayed(self, shape: StepShape) -> bool:
         return self._split.replayed(shape) if self._split is not None else self._step(shape).replayed
@@ -139,15 +118,17 @@ def compare(
 ) -> Result:
     """Return a result of kind "replay": every throughput result beside its replay.
 
-    `calibration`: latency results whose mean errors correct the predicted step times.
+    `calibration`: latency results of the same CPU, to which its efficiency table is fitted.
     """
-    correction = calibrate(calibration, machine) if calibration else UNCORRECTED
-    rows = [_row(source, replay(source, machine, correction)) for source in sources]
+    table = None
+    if calibration:
+        machine, table = fit_cpu(calibration, machine)
+    rows = [_row(source, replay(source, machine, table)) for source in sources]
     parameters = {
         "machine": machine.name,
         "efficiencies": machine.gpu.efficiencies,
         "calibration": [source.path.stem for source in calibration],
-        "correction": asdict(correction),
+        "fitted": {} if table is None else {name: one.value for name, one in table.parameters.items()},
     }
     return results.new("replay", parameters, rows, command, sources[0].result.devices)
 

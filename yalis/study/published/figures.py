@@ -9,10 +9,10 @@ from yalis.perfmodel.collectives import Shape
 from yalis.planner.communication import CommModel
 from yalis.planner.estimate import decode_shape, prefill_shapes
 from yalis.planner.intervals import Interval, effects, interval, prefixes_of
-from yalis.planner.machine import Machine, load_machine
+from yalis.planner.machine import Machine
 from yalis.planner.step import StepTime
 from yalis.study import results
-from yalis.study.published.jobs import GPUS, Predictor, Setting, decode_heavy, machines, poster, split_of
+from yalis.study.published.jobs import GPUS, Predictor, Setting, decode_heavy, machine_of, machines, poster, split_of
 from yalis.study.results.kinds.plan import CATEGORIES
 from yalis.study.results.result import Row
 
@@ -123,9 +123,7 @@ def sensitivity(predictor: Predictor) -> Iterator[Row]:
         "70B on 16 GPUs, tp, nccl: job": _job(predictor, machine, "llama-3.1-70b", 16, "nccl"),
         "70B on 16 GPUs, tp, nvrar: job": _job(predictor, machine, "llama-3.1-70b", 16, "nvrar"),
         "nccl over nvrar-published, 512 KiB, 4 nodes": ratio,
-        "405B on 32 GPUs: gain of nvrar-published": gain(
-            predictor, machine, "llama-3.1-405b", 32, "nvrar-published"
-        ),
+        "405B on 32 GPUs: gain of nvrar-published": gain(predictor, machine, "llama-3.1-405b", 32, "nvrar-published"),
     }
     assumed = [path for path, one in machine.quantities().items() if one.origin in ("assumed", "fitted")]
     for name, predict in settings.items():
@@ -147,7 +145,7 @@ def _job(predictor: Predictor, machine: Machine, model: str, gpus: int, library:
 def _networks() -> Iterator[tuple[Machine, int]]:
     for machine in machines():
         yield machine, machine.gpus_per_node
-    yield load_machine(INFINIBAND), INFINIBAND_RANKS
+    yield machine_of(INFINIBAND), INFINIBAND_RANKS
 
 
 def _time(machine: Machine, library: str, nodes: int, ranks: int, size: int) -> Interval:

@@ -12,6 +12,7 @@ from yalis.planner.job import Job, capacity
 from yalis.planner.machine import Machine, load_machine
 from yalis.planner.search import Candidate, Planner, is_possible
 from yalis.planner.step import SimRequest
+from yalis.planner.step_time import with_control
 from yalis.spec import ModelSpec, read_spec
 from yalis.workloads import NAMED, Workload
 
@@ -107,5 +108,10 @@ def decode_heavy() -> Workload:
     return NAMED["decode-heavy"]
 
 
+def machine_of(name: str) -> Machine:
+    """Return a machine with all quantities that a step depends on."""
+    return with_control(load_machine(name))
+
+
 def machines() -> Sequence[Machine]:
-    return [load_machine(name) for name in MACHINES]
+    return [machine_of(name) for name in MACHINES]

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from yalis.planner.machine import load_machine
 from yalis.study import plots, results
 from yalis.study.published import figures
-from yalis.study.published.jobs import MACHINES, Predictor
+from yalis.study.published.jobs import MACHINES, Predictor, machine_of
 from yalis.study.published.statements import evaluate_statements
 from yalis.study.results import Result, Row
 
 #: Name of the figure and its files, title, unit of its values.
 _FIGURES = (
-    ("scaling", "batch of 16, 2480 + 2048 tokens, NCCL: tp, pp, and hybrid (tp in a node, pp between)", "seconds"),
+    ("scaling", "strong scaling, 16 x 2480 + 2048 tokens, NCCL", "seconds"),
     ("breakdown", "where the time of a step goes, llama-3.1-70b, NCCL", "seconds"),
     ("all-reduce", "all-reduce by size and nodes", "microseconds"),
     ("speed-up", "NVRAR over NCCL by size; shaded: published", "speed-up over NCCL"),
-    ("gain", "decode-heavy batch (16 x 128 + 2048), tensor parallelism, NVRAR instead of NCCL", "speed-up"),
+    ("gain", "NVRAR instead of NCCL, tp, 16 x 128 + 2048 tokens", "speed-up"),
     ("sensitivity", "effect of each assumed or fitted quantity on Perlmutter", "prediction"),
 )
 
@@ -35,7 +34,7 @@ def run_study(folder: Path, command: str, report: Callable[[str], None]) -> list
         "sensitivity": lambda: figures.sensitivity(predictor),
     }
     written: list[Path] = []
-    machines = {name: load_machine(name).to_json() for name in (*MACHINES, figures.INFINIBAND)}
+    machines = {name: machine_of(name).to_json() for name in (*MACHINES, figures.INFINIBAND)}
     for name, title, unit in _FIGURES:
         report(f"{name}: {title}")
         facts = {"figure": name, "title": title, "unit": unit, "machines": machines}
@@ -51,4 +50,3 @@ def _plot(result: Result, file: Path) -> list[Path]:
     png, svg = plots.write_plot(result, file)
     svg.unlink()
     return [png]
-

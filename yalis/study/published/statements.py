@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 from yalis.planner.estimate import decode_shape
 from yalis.planner.intervals import Interval, interval, prefixes_of
-from yalis.planner.machine import Machine, load_machine
+from yalis.planner.machine import Machine
 from yalis.planner.published import NOT_PREDICTED, STATEMENTS, Outcome, Statement, evaluate_communication
 from yalis.planner.step import StepTime
 from yalis.study import results
 from yalis.study.published.figures import gain
-from yalis.study.published.jobs import GPUS, MACHINES, Predictor, Setting, poster, split_of
+from yalis.study.published.jobs import GPUS, Predictor, Setting, machine_of, machines, poster, split_of
 from yalis.study.results.result import Row
 
 _SMALL, _LARGE = GPUS
@@ -40,7 +40,7 @@ def _evaluate_steps(predictor: Predictor) -> Iterator[Outcome]:
         value = _message_bytes(predictor, tokens) / unit
         yield Outcome(known[name], Interval(value, value, value))
     for name, (predict, prefixes) in _ratios(predictor).items():
-        yield Outcome(known[name], interval(load_machine(known[name].machine), predict, prefixes))
+        yield Outcome(known[name], interval(machine_of(known[name].machine), predict, prefixes))
     yield Outcome(known["A11 communication"], _alps_over_perlmutter(predictor))
 
 
@@ -48,7 +48,7 @@ def _ratios(predictor: Predictor) -> dict[str, tuple[Predict, tuple[str, ...]]]:
     """Return the predictions that divide two times on one machine."""
 
     def over(machine: str, after: tuple[str, int], before: tuple[str, int]) -> tuple[Predict, tuple[str, ...]]:
-        times = [_job_seconds(predictor, load_machine(machine), *one) for one in (after, before)]
+        times = [_job_seconds(predictor, machine_of(machine), *one) for one in (after, before)]
         return lambda changed: times[0](changed) / times[1](changed), _NCCL
 
     def matmul(changed: Machine) -> float:
@@ -85,7 +85,7 @@ def _decode_step(predictor: Predictor, machine: Machine, gpus: int) -> StepTime:
 
 def _message_bytes(predictor: Predictor, tokens: int) -> float:
     """Return the bytes of an all-reduce in the layers of the 70B."""
-    setting = Setting(load_machine("perlmutter"), _SMALL, poster(), split_of("tp", 8, 4), "nccl")
+    setting = Setting(machine_of("perlmutter"), _SMALL, poster(), split_of("tp", 8, 4), "nccl")
     reduces = predictor.planner(setting).model(setting.split, "nccl").all_reduces(tokens, tokens)
     return max(one.bytes for one in reduces)
 
@@ -93,7 +93,7 @@ def _message_bytes(predictor: Predictor, tokens: int) -> float:
 def _largest_gain(predictor: Predictor) -> Interval:
     """Return the largest gain of the published NVRAR on the 405B with 16 to 64 GPUs, over both machines."""
     best: tuple[float, Machine, Predict] | None = None
-    for machine in map(load_machine, MACHINES):
+    for machine in machines():
         for gpus in (16, 32, 64):
             predict = gain(predictor, machine, _LARGE, gpus, "nvrar-published")
             if predict is not None and (best is None or predict(machine) > best[0]):
@@ -109,7 +109,7 @@ def _alps_over_perlmutter(predictor: Predictor) -> Interval:
         before, after = (_decode_step(predictor, machine, gpus) for gpus in (4, 8))
         return (after.communication - before.communication) / before.total
 
-    alps, perlmutter = (interval(load_machine(name), growth, _NCCL) for name in ("alps", "perlmutter"))
+    alps, perlmutter = (interval(machine_of(name), growth, _NCCL) for name in ("alps", "perlmutter"))
     value = alps.value / perlmutter.value
     below = math.hypot(1 - alps.low / alps.value, 1 - perlmutter.value / perlmutter.high)
     above = math.hypot(alps.high / alps.value - 1, perlmutter.value / perlmutter.low - 1)

@@ -159,6 +159,7 @@ def draw_breakdown(axis: Any, labels: Sequence[str], rows: Sequence[Row]) -> Non
         axis.bar(range(len(rows)), heights, 0.7, bottom=bottoms, label=name, color=colour, linewidth=0)
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
     axis.set_xticks(range(len(rows)), labels)
+    axis.set_ylim(0, 1.05 * max(bottoms))
     axis.set_ylabel("seconds of one rank")
     handles, names = axis.get_legend_handles_labels()
     axis.legend(handles[::-1], names[::-1])

@@ -38,7 +38,7 @@ class Replay(ResultKind):
         Column("other_s", float, "s"),
         Column("idle_s", float, "s"),
     )
-    parameters = {"machine": str, "calibration": [str], "correction": {"prompts": float, "decodes": float}}
+    parameters = {"machine": str, "calibration": [str], "fitted": {"*": float}}
     section = Section(
         "Replayed runs",
         "Recorded throughput runs beside the same requests on the planner's virtual clock: the scheduler is the "
@@ -68,12 +68,7 @@ class Replay(ResultKind):
         facts = result.parameters
         if not facts["calibration"]:
             return list(result.notes)
-        factors = facts["correction"]
-        return [
-            *result.notes,
-            f"Predicted step times were multiplied by {factors['prompts']:.3f} with prompt tokens and by "
-            f"{factors['decodes']:.3f} without: the mean errors of {', '.join(facts['calibration'])}.",
-        ]
+        return [*result.notes, f"Step times are those of a table fitted to {', '.join(facts['calibration'])}."]
 
 
 def _both(name: str) -> Callable[[Row], str | None]:

@@ -13,7 +13,7 @@ from yalis.study.results.kinds.plan import CATEGORIES, draw_breakdown
 from yalis.study.results.result import Result, Row
 
 STUDY = Section(
-    "The published study, repeated by model",
+    "Published study by model",
     "Predictions for the machines of arXiv 2511.09557; nothing here was measured. docs/scale.md has the method, the "
     "parameters with their sources, and what was fitted.",
 )
@@ -55,7 +55,7 @@ class Scale(ResultKind):
             TableColumn("model", lambda row: row["model"], text=True),
             TableColumn("series", lambda row: row["series"], text=True),
             TableColumn("GPUs", lambda row: _count(row["gpus"])),
-            TableColumn("message", lambda row: None if row["message_bytes"] is None else spell_size(row["message_bytes"])),
+            TableColumn("message", _size),
             TableColumn(result.parameters["unit"], lambda row: short_number(row["value"])),
             TableColumn("interval", _interval),
             TableColumn("parameter", lambda row: row["parameter"], text=True),
@@ -99,6 +99,7 @@ def _draw_phases(result: Result) -> Any:
             panel = [row for row in rows if row["series"] == phase and row["machine"] == machine]
             axis = axes[line][column]
             draw_breakdown(axis, [str(row["gpus"]) for row in panel], panel)
+            axis.set_ylim(0, 1.05 * max(row["value"] for row in rows if row["series"] == phase))
             axis.set_title(f"{phase}, {machine}")
             axis.get_legend().remove()
             axis.set_ylabel("seconds" if not column else "")
@@ -239,7 +240,10 @@ def _count(value: int | None) -> str | None:
     return None if value is None else str(value)
 
 
+def _size(row: Row) -> str | None:
+    return None if row["message_bytes"] is None else spell_size(row["message_bytes"])
+
+
 def spell_size(size: int) -> str:
     """Return a size such as "256 KiB" or "2 MiB"."""
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
