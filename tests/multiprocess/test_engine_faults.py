@@ -191,9 +191,9 @@ FAULTS = """
 import json, os, signal, time
 from yalis import LLM, SamplingParams
 from yalis.errors import YalisFailure
-from yalis.launch import liveness
+from yalis.launch import rank0_monitor
 
-liveness.STUCK_S = 1.0  # seconds for rank 0 to return from its current operation after a death
+rank0_monitor.STUCK_S = 1.0  # seconds for rank 0 to return from its current operation after a death
 model, note = ARGUMENTS
 sampling = SamplingParams(max_tokens=40, ignore_eos=True)
 

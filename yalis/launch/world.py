@@ -16,9 +16,10 @@ from yalis.errors import PeerLost, RankTraceback, YalisError, YalisFailure, desc
 from yalis.launch.auth import JobKey
 from yalis.launch.heartbeat import Progress
 from yalis.launch.link import Link, LinkLost, listen
-from yalis.launch.liveness import LivenessMonitor, Rank0Monitor, WorkerMonitor
+from yalis.launch.liveness import LivenessMonitor, WorkerMonitor
 from yalis.launch.local import LocalRanks
 from yalis.launch.peer_links import CONNECT_S, accept_followers, connect_to_leader
+from yalis.launch.rank0_monitor import Rank0Monitor
 from yalis.launch.rank_info import RankInfo
 
 _EXPLAIN_S = 3.0  # for the failed rank to report its error, which normally takes milliseconds
