@@ -11,7 +11,7 @@ import time
 import pytest
 
 from yalis.launch import heartbeat
-from yalis.launch.heartbeat import Progress, RankState, StopWatch, describe_silence, find_culprit, silence_limit
+from yalis.launch.heartbeat import Progress, RankState, StoppedTimer, describe_silence, find_culprit, silence_limit
 from yalis.launch.rank_info import RankInfo
 
 IDLE, COMPUTING, WAITING = (5, 5, 40, 40, 0), (6, 5, 41, 41, 0), (6, 5, 42, 41, 0)
@@ -78,16 +78,16 @@ def test_a_stopped_process_is_described(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(heartbeat, "JOIN_STOPPED_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        member, watch = RankInfo(1, "a", 0, 1, "127.0.0.1", process.pid), StopWatch(process.pid)
-        assert not watch.is_over()
+        member, timer = RankInfo(1, "a", 0, 1, "127.0.0.1", process.pid), StoppedTimer(process.pid)
+        assert not timer.expired()
         name = f"rank 1 on a (pid {process.pid}) has not answered for 3 s"
         unknown = "its process is stopped, or its host or network is down"
         assert describe_silence(member, 3.2, "idle", same_host=True) == f"{name}: {unknown}"
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.1)
-        assert not watch.is_over()
+        assert not timer.expired()
         time.sleep(0.3)
-        assert watch.is_over()
+        assert timer.expired()
         assert describe_silence(member, 3.2, "running", True) == f"{name} while running: it is stopped (SIGSTOP)"
         assert describe_silence(member, 3.2, "running", False) == f"{name} while running: {unknown}"
     finally:

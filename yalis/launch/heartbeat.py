@@ -1,7 +1,7 @@
 """Heartbeats: what they carry, and how rank 0 finds the rank that holds up the job.
 
 An open connection does not show that a process is stopped, that its host hangs or that a step never ends. So once a
-second every rank sends its progress to rank 0, and rank 0 sends a sign of life to every rank.
+second every rank sends its progress counters to rank 0, and rank 0 sends a heartbeat to every rank.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from pathlib import Path
 from yalis.launch.rank_info import RankInfo
 
 BEAT_S = 1.0
-SILENCE_S = 30.0  # without a heartbeat, at most, until a rank counts as stopped
+SILENCE_S = 30.0  # without a heartbeat, after which a rank counts as stopped; see silence_limit()
 STEP_TIMEOUT_S = 600.0
-JOIN_STOPPED_S = 10.0  # that a process of this host may be stopped while the ranks join
-_LATE_S = 3.0  # without a heartbeat, until a rank is suspected of holding up a step
+JOIN_STOPPED_S = 10.0  # that a process on this host may be stopped (SIGSTOP) before heartbeats begin
+_LATE_S = 3.0  # without a heartbeat or progress, after which a rank may be the one that holds up a step
 IDLE, LOADING, CLOSING = "idle", "loading the model", "closing"
 
 
 class Progress:
-    """How far a rank has come. The threads that work increment these plain integers; the monitor thread reads them."""
+    """Progress counters of a rank. The threads that run the job increment them; the monitor thread sends them."""
 
     __slots__ = ("begun", "bytes_read", "done", "entered", "left")
 
     def __init__(self) -> None:
-        self.begun = 0  # steps, and other operations of all ranks
-        self.done = 0
+        self.begun = 0  # steps, and other operations that all ranks run
+        self.done = 0  # of those begun
         self.entered = 0  # collectives, and other waits for another rank
-        self.left = 0
-        self.bytes_read: Callable[[], int] = int  # of the checkpoint so far, while weights are read
+        self.left = 0  # of those entered: the wait is over
+        self.bytes_read: Callable[[], int] = int  # of the checkpoint; returns 0 unless weights are being read
 
     def counters(self) -> tuple[int, int, int, int, int]:
         return self.begun, self.done, self.entered, self.left, self.bytes_read()
 
     @contextmanager
     def reading(self, bytes_read: Callable[[], int]) -> Iterator[None]:
-        """Count the block as a step that begins anew whenever `bytes_read` returns another number."""
+        """Count the block as one step, whose timeout restarts whenever `bytes_read` returns another number."""
         self.begun, self.bytes_read = self.begun + 1, bytes_read
         try:
             yield
@@ -47,7 +47,7 @@ class Progress:
 
 
 class RankState:
-    """What rank 0 knows of a rank from its heartbeats. Times are in seconds while rank 0 itself was running."""
+    """The state of a rank according to its heartbeats. Times exclude those in which rank 0 itself was stopped."""
 
     def __init__(self) -> None:
         self.counters = (0, 0, 0, 0, 0)
@@ -61,7 +61,7 @@ class RankState:
 
     @property
     def waiting(self) -> bool:
-        """Whether the rank waits for another one."""
+        """Whether the rank is in a collective, or waits for another rank in some other way."""
         return self.counters[2] > self.counters[3]
 
     def update(self, counters: Sequence[int]) -> None:
@@ -86,7 +86,7 @@ def silence_limit(step_timeout: float) -> float:
 
 
 def find_culprit(states: Sequence[RankState]) -> int | None:
-    """Return the rank that the others wait for, or None if the heartbeats do not show it.
+    """Return the rank that the others wait for, or None if heartbeats do not show which one that is.
 
     That is a rank without heartbeats, or one in a step that computes while others wait in a collective.
     """
@@ -99,24 +99,25 @@ def find_culprit(states: Sequence[RankState]) -> int | None:
 
 
 def describe_silence(member: RankInfo, seconds: float, phase: str, same_host: bool) -> str:
-    """Return the sentence about a rank that sends no heartbeats. `same_host`: its process can be looked up here."""
+    """Return the error message for a rank that sends no heartbeats. `same_host`: /proc here has its process."""
     stopped = same_host and is_stopped(member.pid)
     reason = "it is stopped (SIGSTOP)" if stopped else "its process is stopped, or its host or network is down"
     return f"{member} (pid {member.pid}) has not answered for {seconds:.0f} s{while_in(phase)}: {reason}"
 
 
 def while_in(phase: str) -> str:
+    """Return " while PHASE" for an error message; empty if idle."""
     return f" while {phase}" if phase and phase != IDLE else ""
 
 
-class StopWatch:
-    """Measures how long a process of this host is stopped, for the time before heartbeats begin."""
+class StoppedTimer:
+    """Measures how long a process on this host has been stopped (SIGSTOP), while there are no heartbeats yet."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._since: float | None = None
 
-    def is_over(self) -> bool:
+    def expired(self) -> bool:
         """Return whether it has been stopped for JOIN_STOPPED_S. Call this repeatedly."""
         if not is_stopped(self.pid):
             self._since = None
@@ -126,7 +127,7 @@ class StopWatch:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process of this host is stopped by a signal or a debugger."""
+    """Return whether a process on this host is stopped by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):

@@ -1,6 +1,6 @@
-"""The secret of a job: 128 random bits that only its ranks know, and the ways in which they reach a rank.
+"""The secret of a job, 128 random bits that only its ranks have, and the methods by which a rank gets it.
 
-The first of these that applies is used (`choose_method`):
+The first method that applies is used (`choose_method`):
 
 1. YALIS_SECRET or YALIS_SECRET_FILE. Rank 0 sets YALIS_SECRET for the ranks that it starts itself.
 2. mpirun on several hosts, without MASTER_ADDR: rank 0 broadcasts it over MPI (mpi4py).
@@ -40,7 +40,7 @@ OPTIONS = (
 
 
 class SecretMissing(Exception):
-    """The file with the secret is not there yet; the message says which one."""
+    """The file with the secret does not exist yet. The message names the file."""
 
 
 def new_secret() -> str:
@@ -52,7 +52,7 @@ def uses_mpi_broadcast(info: LaunchInfo) -> bool:
 
 
 def choose_method(info: LaunchInfo, insecure: bool) -> Method:
-    """Return how this rank gets the secret. All ranks of a job must come to the same result."""
+    """Return the method by which this rank gets the secret. It must be the same on all ranks of a job."""
     if env.job_secret() is not None or env.job_secret_file() is not None:
         return Method.GIVEN
     if uses_mpi_broadcast(info):
@@ -88,7 +88,7 @@ def published_secret(info: LaunchInfo, method: Method) -> Iterator[bytes]:
         yield secret.encode()
     finally:
         with contextlib.suppress(OSError):
-            if path.read_text() == secret:  # not of a later job with the same name
+            if path.read_text() == secret:  # unless a later job with the same name has replaced it
                 path.unlink()
 
 
@@ -148,7 +148,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _make_private(folder: Path) -> Path:
-    """Create the directory for this user only. An existing one is accepted if nobody else can write or read it."""
+    """Create the directory for this user only. An existing one is accepted if nobody else can access it."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -165,7 +165,7 @@ def _make_private(folder: Path) -> Path:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, complete from the moment it has its name."""
+    """Write a file that only this user can read. It gets its name when it is complete."""
     unfinished = path.with_suffix(f".{new_secret()}")
     try:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -181,7 +181,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _read_private(path: Path) -> str:
-    """Return the text of a file, if it is one that only this user can read. Raises FileNotFoundError."""
+    """Return the text of a file; raises YalisError if other users can access it, FileNotFoundError if it is missing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
