@@ -1,7 +1,8 @@
-"""Liveness monitoring: a connection between every rank and rank 0 that breaks when either process dies.
+"""Liveness monitoring over a connection between every rank and rank 0 that breaks when either process dies.
 
 A process that dies closes its connections at once. A process that is stopped, a host that hangs and a step that never
-ends are found by heartbeats (`heartbeat.py`). Rank 0 then reports the failure and tells all other ranks to exit.
+ends are found by heartbeats (`heartbeat.py`). Rank 0 then reports the failure and sends it to all other ranks, which
+exit. `rank0_monitor.py` has the monitor of rank 0, this file that of the other ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from yalis.launch.heartbeat import BEAT_S, SILENCE_S, STEP_TIMEOUT_S, Progress, 
 from yalis.launch.link import Link, LinkLost
 from yalis.launch.rank_info import RankInfo
 
-STUCK_S = 5.0  # for rank 0 to return from its current operation after a rank has died, before it is killed
-LEAVE_S = 10.0  # for a serving rank to return after rank 0 has left
-
+STUCK_S = 5.0  # after a failure, for rank 0 to return from its current operation before its process is ended
+LEAVE_S = 10.0  # after rank 0 has left, for a rank that serves it to finish
 
 #: Applied to printed messages. The command line sets it, to name flags instead of keyword arguments.
 reword: Callable[[str], str] = str
@@ -40,11 +40,11 @@ class LivenessMonitor(ABC):
         self.progress = Progress()
         self.step_timeout = STEP_TIMEOUT_S  # seconds; 0: no limit
         self.failure: str | None = None
-        self.failure_traceback: str | None = None  # of the error on another rank
+        self.failure_traceback: str | None = None  # if an exception on another rank caused the failure
         self.departed: set[int] = set()  # ranks that left the job without an error
         self.phase = ""
         self._phase_thread = threading.get_ident()  # the thread that runs the job
-        self.noticed = threading.Event()  # the failure was raised in the thread that runs the job
+        self.failure_handled = threading.Event()  # the thread that runs the job has raised the failure, or leaves
         self.closing = False
         self._changed = threading.Condition()  # of failure, departed and closing
         self._sending = threading.Lock()
@@ -67,10 +67,10 @@ class LivenessMonitor(ABC):
     def set_step_timeout(self, seconds: float) -> None:
         self.step_timeout = seconds
 
-    def notice(self) -> None:
-        """Note that the thread that runs the job raises the failure. Background threads may see it earlier."""
+    def mark_failure_handled(self) -> None:
+        """Record that the caller raises the failure. Does nothing unless the caller is the thread that runs the job."""
         if threading.get_ident() == self._phase_thread:
-            self.noticed.set()
+            self.failure_handled.set()
 
     @abstractmethod
     def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
@@ -78,7 +78,7 @@ class LivenessMonitor(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Say goodbye, so that connections that break from here on are not failures."""
+        """Announce that this rank leaves, so that connections that break from now on are not failures."""
 
     @abstractmethod
     def close(self) -> None:
@@ -103,7 +103,7 @@ class LivenessMonitor(ABC):
             return True
 
     def _send(self, link: Link, message: Any) -> None:
-        with self._sending, contextlib.suppress(LinkLost):  # the reading side handles it
+        with self._sending, contextlib.suppress(LinkLost):  # the thread that reads the link handles it
             link.send(message)
 
     def _name(self, rank: int, status: str | None = None) -> str:
@@ -121,7 +121,7 @@ class LivenessMonitor(ABC):
 
 
 class WorkerMonitor(LivenessMonitor):
-    """The monitor of every other rank. A failure ends the process without a message: rank 0 has printed it."""
+    """The monitor of ranks other than 0. A failure ends the process without a message, because rank 0 prints it."""
 
     def __init__(self, members: tuple[RankInfo, ...], rank: int, link: Link) -> None:
         super().__init__(members, rank)
@@ -139,7 +139,7 @@ class WorkerMonitor(LivenessMonitor):
         if self.closing or self.rank0_left.is_set():
             return
         self._send(self._link, {"fail": message, "traceback": traceback})
-        self.rank0_left.wait(STUCK_S)  # rank 0 replies `failed`, which ends this process, unless it has left meanwhile
+        self.rank0_left.wait(STUCK_S)  # rank 0 answers `failed`, which ends this process, unless it has left
         os._exit(1)
 
     def start_serving(self) -> None:
@@ -180,7 +180,7 @@ class WorkerMonitor(LivenessMonitor):
             elapsed = time.monotonic() - ticked
             if elapsed >= BEAT_S:
                 ticked += elapsed
-                silent_s += min(elapsed, 2 * BEAT_S)  # while this process was stopped it read no heartbeats
+                silent_s += min(elapsed, 2 * BEAT_S)  # if this process was stopped, it read no heartbeats
                 self._send(self._link, {"beat": self.progress.counters()})
                 if silent_s > limit and not self.rank0_left.is_set() and not self.closing:
                     print_error(self._describe_silence(0, silent_s, self.phase))

@@ -1,4 +1,4 @@
-"""Rank 0's liveness monitor: watches all other ranks, handles Ctrl-C and SIGTERM, and ends the job after a failure."""
+"""Rank 0's liveness monitor: detects failed ranks, handles Ctrl-C and SIGTERM, and ends the job after a failure."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from yalis.log import get_logger
 _log = get_logger(__name__)
 
 INTERRUPTED = 128 + signal.SIGINT
-GOODBYE_S = 5.0  # for ranks that rank 0 started to leave after rank 0
-STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, until the job counts as stuck
+GOODBYE_S = 5.0  # after rank 0 has left, for the "bye" of the ranks that it has started
+STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, after which the job counts as stuck
 
 
 class Rank0Monitor(LivenessMonitor):
-    """Rank 0's monitor. It has a link to every other rank, and reports failures for the whole job."""
+    """The monitor of rank 0. It has a link to every other rank, and reports failures for the whole job."""
 
     def __init__(
         self, members: tuple[RankInfo, ...], links: dict[int, Link], local: LocalRanks | None, launched: bool
@@ -44,8 +44,8 @@ class Rank0Monitor(LivenessMonitor):
         self._phases: dict[int, str] = {}
         self._states = [RankState() for _ in members]
         self._deadline = 0.0  # for the other ranks to leave, once this monitor is closing
-        self._stopped_s = 0.0  # how long this process was stopped itself, if that was long
-        self._stop_signal: signal.Signals | None = None  # Ctrl-C or SIGTERM that has not taken effect yet
+        self._stopped_s = 0.0  # how long this process itself was stopped, if longer than the silence limit
+        self._stop_signal: signal.Signals | None = None  # a Ctrl-C or SIGTERM that has not ended the call yet
         self._wakeup_pipe = os.pipe()
         os.set_blocking(self._wakeup_pipe[1], False)
         self._receives_signals = False
@@ -57,7 +57,7 @@ class Rank0Monitor(LivenessMonitor):
         if threading.current_thread() is threading.main_thread():
             previous = signal.set_wakeup_fd(self._wakeup_pipe[1], warn_on_full_buffer=False)
             self._receives_signals = previous == -1
-            if not self._receives_signals:  # it belongs to an event loop, which cannot do without it
+            if not self._receives_signals:  # an event loop uses the wakeup fd, and needs it to handle signals
                 signal.set_wakeup_fd(previous)
 
     def set_phase(self, phase: str) -> None:
@@ -65,7 +65,7 @@ class Rank0Monitor(LivenessMonitor):
         self._phase_thread = threading.get_ident()
         self.phase = phase
         if self._stop_signal and phase not in (IDLE, CLOSING):
-            self._stop_signal = None  # the program goes on
+            self._stop_signal = None  # the program has caught it and continues
 
     def set_step_timeout(self, seconds: float) -> None:
         super().set_step_timeout(seconds)
@@ -75,7 +75,7 @@ class Rank0Monitor(LivenessMonitor):
         if background:
             self._end_job(f"{self.members[0]}: {message}")
             return
-        self.noticed.set()
+        self.failure_handled.set()
         self._broadcast_failure(f"{self.members[0]}: {message}", print_it=False)  # the caller raises its own error
 
     def leave(self) -> None:
@@ -84,13 +84,13 @@ class Rank0Monitor(LivenessMonitor):
                 return
             self._deadline = time.monotonic() + (GOODBYE_S if self._local and not self.failure else 0.0)
             self.closing = True
-        self.noticed.set()
+        self.failure_handled.set()
         for link in self._links.values():
             self._send(link, {"bye": 0})
         self._wake_up()
 
     def close(self) -> None:
-        """Wait for the ranks that rank 0 started to leave, and warn about those that do not leave in order."""
+        """Wait until the ranks that rank 0 started have left, and warn about those that have not after GOODBYE_S."""
         self.leave()
         try:
             self._thread.join()
@@ -135,13 +135,13 @@ class Rank0Monitor(LivenessMonitor):
         return [rank for rank in self._links if rank not in self.departed]
 
     def _tick(self, elapsed: float) -> None:
-        """Send heartbeats, and end the job if a rank is silent or holds up a step."""
+        """Send heartbeats, and end the job if a rank is silent or a step does not end."""
         self._send_heartbeats()
         silence = silence_limit(self.step_timeout)
         if elapsed > silence:
             self._stopped_s = elapsed
         for rank, state in enumerate(self._states):
-            # While this process was stopped it read no heartbeats, so it counts two seconds at most.
+            # If this process was stopped, it read no heartbeats meanwhile, so a tick counts two seconds at most.
             state.advance(min(elapsed, 2 * BEAT_S))
             if rank in self.departed or rank == 0:
                 state.silent_s = 0.0
@@ -161,17 +161,17 @@ class Rank0Monitor(LivenessMonitor):
             self._end_stuck_job(f"the end of the job for {silence:g} s")
 
     def _send_heartbeats(self) -> None:
-        """Send the seconds after which a rank without heartbeats from rank 0 ends, as a sign of life."""
+        """Send a heartbeat to every rank. It contains the seconds after which a rank without one must exit."""
         for rank, link in self._links.items():
             if rank not in self.departed:
                 self._send(link, {"beat": silence_limit(self.step_timeout)})
 
     def _is_stuck(self, seconds: float) -> bool:
-        """Return whether no rank has made progress for so long."""
+        """Return whether no rank has made progress for this long."""
         return all(state.unchanged_s > seconds for state in self._states)
 
     def _end_stuck_job(self, work: str, status: int = 1) -> None:
-        """End the job because `work` does not end."""
+        """End the job because `work` does not end, naming the rank that holds it up if it can be found."""
         culprit = find_culprit(self._states)
         if culprit is None and self.phase == CLOSING:
             busy = [rank for rank in (0, *self._remaining()) if not self._states[rank].waiting]
@@ -194,9 +194,9 @@ class Rank0Monitor(LivenessMonitor):
         return self.phase if self.phase in (IDLE, CLOSING) else self._phases.get(rank) or self.phase
 
     def _handle_signals(self, signals: bytes) -> None:
-        """Note a Ctrl-C or SIGTERM, and end rank 0 at a second Ctrl-C in one phase.
+        """Record a Ctrl-C or SIGTERM, and end rank 0 at a second Ctrl-C in one phase.
 
-        A collective that another rank holds up never returns to the interpreter, so Python's own handler cannot run.
+        A collective that another rank holds up never returns to the interpreter, so Python's signal handler cannot run.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             if number in signals:
@@ -205,7 +205,7 @@ class Rank0Monitor(LivenessMonitor):
         if self.phase == IDLE or list(self._interrupts) != [self._phase_count] * 2:
             return
         phase_count = self._phase_count
-        time.sleep(1)  # for Python's own handler to run, if it can
+        time.sleep(1)  # for Python's signal handler to run, if it can
         if (
             self._phase_count == phase_count
             and not self.closing
@@ -250,22 +250,22 @@ class Rank0Monitor(LivenessMonitor):
             _log.warning("%s", message)
 
     def _end_job(self, message: str, traceback: str | None = None, kill: int | None = None, status: int = 1) -> None:
-        """Report the failure and make all ranks exit. `kill`: a rank that does not react."""
-        # Print at once under a launcher: it notices the death too, and may kill this process before anything else.
+        """Report the failure and make all ranks exit. `kill`: a rank that does not respond; `status`: of rank 0."""
+        # Print at once under a launcher: it detects the death too, and may kill this process at any moment.
         # After Ctrl-C or SIGTERM the main thread reports only that, and while it closes the engine it reports nothing.
         phase_count = self._phase_count
         print_it = self._launched or self._stop_signal is not None or self.phase == CLOSING
         if not self._broadcast_failure(message, print_it, traceback):
             return
-        # A collective with a rank that does not react does not return, unless that rank can be killed here.
-        patience = STUCK_S if kill is None else STUCK_S / 2 if kill else 0.5
-        deadline = time.monotonic() + patience
+        # If a rank does not respond, a collective with it returns only if that rank can be killed here: wait less.
+        seconds = STUCK_S if kill is None else STUCK_S / 2 if kill else 0.5
+        deadline = time.monotonic() + seconds
         if self._local:
             if kill:
                 self._local.kill(kill)
             self._local.stop(STUCK_S / 2)
         # receive(), all_gather_object() or explain() raises the failure, unless rank 0 is stuck in a collective.
-        if self.phase == IDLE or self.noticed.wait(max(0.0, deadline - time.monotonic())):
+        if self.phase == IDLE or self.failure_handled.wait(max(0.0, deadline - time.monotonic())):
             return
         if self._phase_count == phase_count:
             if not print_it:
@@ -273,7 +273,7 @@ class Rank0Monitor(LivenessMonitor):
             os._exit(status)
 
     def _broadcast_failure(self, message: str, print_it: bool, traceback: str | None = None) -> bool:
-        """Tell all ranks to exit. Returns False if the job has failed or is closing already."""
+        """Send the failure to all ranks, which exit. Returns False if the job has already failed or is closing."""
         if not self._set_failure(message, traceback):
             return False
         if print_it:

@@ -1,4 +1,4 @@
-"""Signals and errors in a rank other than 0 while it works for rank 0."""
+"""Handles signals and errors in a rank other than 0 while it serves rank 0."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from yalis.launch.liveness import LEAVE_S
 from yalis.launch.world import World
 
 TERMINATED = 128 + signal.SIGTERM
-_SAME_ERROR_S = 2.0  # for rank 0 to find the same error in its input
+_SAME_ERROR_S = 2.0  # for rank 0 to raise the same error about the input, and leave
 
 
 @contextmanager
 def serving(world: World) -> Iterator[None]:
-    """Run the block on behalf of rank 0, which decides when this rank ends.
+    """Run the block, which serves rank 0 until rank 0 ends it.
 
     Ctrl-C is ignored: rank 0 handles it. After SIGTERM, which batch systems send to every rank, rank 0 has ten seconds
     to finish and close, and this process exits with status 143. An error ends the job with a message that names this
@@ -40,7 +40,7 @@ def serving(world: World) -> Iterator[None]:
 def report_error(world: World, error: Exception) -> None:
     """End the job with an error of this rank. Call before any connection is closed; returns only if rank 0 has left.
 
-    An error that says that another rank is lost is reported only if that rank does not report its own.
+    A PeerLost is reported only if the lost rank does not report an error of its own.
     """
     if world.rank0_left:
         return

@@ -1,4 +1,4 @@
-"""The ranks of a job, and the messages between them."""
+"""The `World`: all ranks of a job, messages between them, and the failure that ends the job."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from yalis.launch.peer_links import CONNECT_S, accept_followers, connect_to_lead
 from yalis.launch.rank0_monitor import Rank0Monitor
 from yalis.launch.rank_info import RankInfo
 
-_EXPLAIN_S = 3.0  # for the failed rank to report its error, which normally takes milliseconds
-_RANK0_EXPLAIN_S = 5.0  # longer: a rank that waits for an explanation in vain reports its own error
-_MAX_TRACEBACK = 16 << 10  # characters, its end
-_EXIT_S = 8.0  # for ranks that rank 0 started to exit after they have left
+_EXPLAIN_S = 3.0  # after a lost connection, for the failed rank to report its error; normally milliseconds
+_RANK0_EXPLAIN_S = 5.0  # longer, because a rank whose wait ends without an explanation reports its own error to rank 0
+_MAX_TRACEBACK = 16 << 10  # characters; of a longer traceback only the end is sent
+_EXIT_S = 8.0  # for the processes of LocalRanks to exit, after all ranks have left
 
 __all__ = ["RankInfo", "World"]
 
@@ -43,7 +43,7 @@ class World:
         local: LocalRanks | None = None,
         persistent: bool = False,
     ) -> None:
-        """`controls`: on rank 0 a link to each rank, elsewhere {0: link}. A persistent world outlives close()."""
+        """`controls`: on rank 0 a link to each other rank, elsewhere {0: link}. A persistent world outlives close()."""
         self.rank, self.members = rank, members
         self._controls = controls or {}
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
@@ -85,7 +85,7 @@ class World:
             self._monitor.set_phase(phase)
 
     def set_step_timeout(self, seconds: float) -> None:
-        """End the job if a step takes longer; 0: no limit. Only the value of rank 0 counts."""
+        """End the job if a step takes longer than this; 0: no limit. Only the value on rank 0 has an effect."""
         if self._monitor:
             self._monitor.set_step_timeout(seconds)
 
@@ -164,7 +164,7 @@ class World:
     def explain(self, error: BaseException) -> YalisFailure | None:
         """Return the failure that ended the job if it caused `error`, else None.
 
-        Waits a few seconds for it if `error` says that another rank is lost.
+        If `error` is a PeerLost, waits a few seconds for the lost rank to report its own error.
         """
         if not self._monitor or self._closed:
             return None
@@ -194,7 +194,7 @@ class World:
         """Return the failure that ended the job as an exception to raise, or None while the job is healthy."""
         if not self._monitor or not self._monitor.failure:
             return YalisFailure(self._own_failure) if self._own_failure else None
-        self._monitor.notice()
+        self._monitor.mark_failure_handled()
         failure, traceback = YalisFailure(self._monitor.failure), self._monitor.failure_traceback
         failure.__cause__ = RankTraceback(f"\n{traceback}") if traceback else None
         return failure
@@ -205,7 +205,7 @@ class World:
             self._leave()
 
     def _leave(self) -> None:
-        if self._closed or self._pid != os.getpid():  # a forked child does not belong to the job
+        if self._closed or self._pid != os.getpid():  # a forked child is not a rank of the job
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -278,7 +278,7 @@ def make_world(
     local: LocalRanks | None = None,
     persistent: bool = False,
 ) -> World:
-    """Return the world of ranks that have completed the rendezvous."""
+    """Return the world of this rank after the rendezvous."""
     monitor: LivenessMonitor
     if rank:
         monitor = WorkerMonitor(members, rank, liveness_links[0])
