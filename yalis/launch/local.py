@@ -52,7 +52,7 @@ class LocalRanks:
             return f"exit status {status}"
         cause = ""
         if -status == signal.SIGBUS:
-            cause = ": a file was truncated while it was read"
+            cause = ": a file was truncated while it was read, or /dev/shm is full"
         elif -status == signal.SIGKILL and _count_oom_kills() > self._oom_kills:
             cause = ": the kernel ran out of memory"
         try:
