@@ -1,4 +1,4 @@
-"""Folders of the cache directory: compiled code, tables, tokenizers. Used only if nobody else can change them."""
+"""Folders of the cache directory for compiled code, tables and tokenizers, used only if nobody else can write them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = get_logger(__name__)
 def cache_folder(name: str) -> Path:
     """Return a folder of the cache directory, created with mode 0700 if possible.
 
-    If another user could change it or an entry of it, a warning says so, and the folder is a temporary one of this
-    process: what would be loaded from the cache is then built again.
+    If another user could change it or an entry of it, this logs a warning and returns a temporary folder of this
+    process, in which the contents of the cache are built again.
     """
     folder = env.cache_dir() / name
-    with suppress(OSError):  # a reader finds no entries, and a writer gets the same error
+    with suppress(OSError):  # a reader then finds no entries, and a writer gets the same error
         make_private_folder(folder)
     refusal = why_not_used(folder)
     if refusal is None:
@@ -36,7 +36,7 @@ def cache_folder(name: str) -> Path:
     return temporary
 
 
-def kept_cache_folder(name: str) -> Path:
+def persistent_cache_folder(name: str) -> Path:
     """Return cache_folder(name) for files that must outlive this process; raises YalisError if it is not trusted."""
     folder = env.cache_dir() / name
     make_private_folder(folder)
@@ -46,7 +46,7 @@ def kept_cache_folder(name: str) -> Path:
 
 
 def why_not_used(folder: Path) -> str | None:
-    """Return a sentence if another user could change a folder of the cache or an entry of it; None if nobody can."""
+    """Return an error message if another user could change a cache folder or an entry of it; None if nobody can."""
     paths = [folder]
     with suppress(OSError):
         paths += sorted(folder.iterdir())

@@ -1,4 +1,4 @@
-"""Finds out whether another user could change a file that this process would execute or load."""
+"""Checks whether another user could change a file that this process would execute or load."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-_MAX_LINKS = 40  # as the kernel
+_MAX_LINKS = 40  # the kernel's limit
 
 
 def untrusted_reason(path: Path, follow: bool = True) -> str | None:
     """Return why another user could change this file or folder, such as "/x/y belongs to alice"; None if nobody can.
 
-    It, each folder on its path and each symbolic link must belong to this user or root and be writable by nobody else.
-    There are two exceptions: folders with the sticky bit, such as /tmp, where only the owner can replace an entry; and
-    what a group can write below a folder that is closed to the group (0700). A path that does not exist is trusted if
-    its folders are. `follow=False` does not follow a link at the end of the path.
+    The path itself, each folder above it and each symbolic link must belong to this user or root, and nobody else may
+    be able to write it. Accepted nevertheless are:
+
+    - folders with the sticky bit, such as /tmp, where only the owner of an entry can replace it;
+    - what a group can write, if the user is its only member, or below a folder that nobody else can enter (0700);
+    - the folders above the user's home, and folders of root in a user namespace that does not map root.
+
+    A path that does not exist is trusted if its folders are. `follow=False` does not follow a link at the end of the
+    path.
 
     If nobody else can change the path, there is no race between this check and the use of the file.
     """
@@ -79,7 +84,7 @@ def _components(path: Path, follow: bool) -> Iterator[tuple[Path, os.stat_result
 
 @cache
 def _unmapped_root() -> int | None:
-    """Return the user id that stands for root in a user namespace without it, as in some containers; else None."""
+    """Return the user id shown for files of root if this user namespace does not map root, as in some containers."""
     try:
         mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -90,7 +95,7 @@ def _unmapped_root() -> int | None:
 
 @cache
 def _folders_above_home(user_id: int) -> frozenset[Path]:
-    """Return the folders above a user's home. Where homes are is the administrator's decision, as for ssh."""
+    """Return the folders above a user's home. The administrator chose them, so they are trusted, as ssh does."""
     import pwd
 
     try:
@@ -101,7 +106,7 @@ def _folders_above_home(user_id: int) -> frozenset[Path]:
 
 @cache
 def _is_private_group(group_id: int, user_id: int) -> bool:
-    """Whether the group has only this user. Distributions with such groups create files that the group can write."""
+    """Return whether this user is the only member. Distributions with such groups use a umask of 002."""
     import grp
     import pwd
 

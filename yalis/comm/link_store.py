@@ -1,7 +1,7 @@
-"""The key-value store in which gloo's groups meet, over authenticated links.
+"""A torch.distributed Store over authenticated links, through which gloo process groups connect their ranks.
 
-torch's own TCPStore has no authentication: any process that reaches its port can read and write it, and fill the
-memory of rank 0.
+torch's TCPStore has no authentication: any process that reaches its port can read and write it, and exhaust the memory
+of rank 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LinkStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
         self._links = world.open_links(0)
         self._world = world
         self._server = _StoreServer(self._links) if world.rank == 0 else None
-        self._fetched: dict[str, bytes] = {}  # by wait(), for the get() that follows
+        self._fetched: dict[str, bytes] = {}  # values that wait() received, for the get() that follows
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value if isinstance(value, str) else value.decode("latin-1")
@@ -46,7 +46,7 @@ class LinkStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
         return self._fetched.pop(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. There is no time limit: a failure of the job ends the wait."""
+        """Wait until all keys are set. `timeout` is not used: a failure of the job ends the wait."""
         for key in keys:
             if key in self._fetched:
                 continue
@@ -65,12 +65,12 @@ class LinkStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
 
 
 class _StoreServer:
-    """Rank 0's side: a thread that answers the other ranks. [key, value] sets a value, [key] asks for it."""
+    """The values, on rank 0, and a thread that serves other ranks: [key, value] sets a value, [key] requests it."""
 
     def __init__(self, links: dict[int, Link]) -> None:
         self._links = links
         for link in links.values():
-            link.failure_source = None  # a rank that closes its end needs no explanation
+            link.failure_source = None  # a link that another rank closes is not a failure here
         self._values: dict[str, str] = {}
         self._waiting: defaultdict[str, list[Link]] = defaultdict(list)  # links whose request has no answer yet
         self._changed = threading.Condition()
@@ -128,5 +128,5 @@ class _StoreServer:
 
 
 def _answer(link: Link, value: str) -> None:
-    with contextlib.suppress(YalisFailure):  # the link is lost, which reading it shows
+    with contextlib.suppress(YalisFailure):  # if the link is lost, reading it raises the same
         link.send(value)
