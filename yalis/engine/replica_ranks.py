@@ -36,7 +36,7 @@ from yalis.engine.oom import check_host_memory
 from yalis.engine.runner import PendingStep, Runner
 from yalis.engine.step_profiler import RankProfile, StepInfo
 from yalis.errors import PeerLost, YalisError, YalisFailure, describe_error
-from yalis.launch.heartbeat import LOADING
+from yalis.launch.heartbeat import IDLE, LOADING
 from yalis.launch.link import Link
 from yalis.launch.world import World
 from yalis.log import get_logger
@@ -71,7 +71,7 @@ def agree_on_model(world: World, checkpoint: Checkpoint, eos: frozenset[int] | N
 
 
 def _agreed(world: World, values: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return rank 0's values; raise YalisError where another rank has different ones. None takes no part."""
+    """Return rank 0's values; raise YalisError if another rank has different ones. Ranks that pass None are skipped."""
     values = json.loads(json.dumps(values))  # tuples become lists, as in the values that other ranks receive
     by_rank = world.all_gather_object(values)
     expected: dict[str, Any] | None = by_rank[0]
@@ -93,7 +93,7 @@ class RankReport:
     weight_bytes: int
     kv_bytes: int
     bytes_read: int  # from the checkpoint
-    busy_seconds: float  # host time spent computing; only on a CPU is that the time of the computation
+    busy_seconds: float  # host time to pack, launch and sample steps; on a CPU this includes the computation
     waiting_seconds: float  # host time spent waiting for the previous pipeline stage
 
 
@@ -138,7 +138,7 @@ class ReplicaRanks:
                 log.info("%s over %s, joined by %s", self.split, topology, self._comm.name)
                 grid = Grid.open(self.split, world.rank, self._comm)
                 stage = Stage.open(self.split, world.rank, self._comm)
-            except RuntimeError as error:  # of torch or MPI: usually another rank died
+            except RuntimeError as error:  # raised by torch or MPI, usually because another rank died
                 raise PeerLost(f"the ranks could not be connected ({describe_error(error)})") from error
         world.phase = LOADING
         driver = self.split.driver(coords.replica)
@@ -162,7 +162,7 @@ class ReplicaRanks:
         self._links = world.open_links(driver) if world.size > 1 else {}
         self._reporter = self.split.reporter(coords.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
-        world.phase = "running" if world.rank else "idle"  # rank 0 sets it to "running" during calls of the user
+        world.phase = "running" if world.rank else IDLE  # rank 0 is "running" only during calls of the user
 
     # On the driver
 
@@ -206,7 +206,7 @@ class ReplicaRanks:
             self._comm.close()
 
     def _receive(self, link: Link) -> Any:
-        """Wait for the answer of another rank."""
+        """Wait for the answer of another rank, counted as a wait in its progress."""
         self.world.progress.entered += 1
         message = link.receive()
         self.world.progress.left += 1

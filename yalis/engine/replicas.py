@@ -50,7 +50,7 @@ class LocalReplica:
 
     def finish(self, assignment_id: int, reason: FinishReason) -> None:
         self.engine.finish(assignment_id, reason)
-        self._requests.pop(assignment_id, None)  # absent if it has finished, and the report is on its way to rank 0
+        self._requests.pop(assignment_id, None)  # absent if it has finished and rank 0 has not received that report yet
 
     def step(self) -> ReplicaReport:
         emitted = self.engine.step()
@@ -73,7 +73,7 @@ class RemoteReplica:
         self.link.send(["add", assignment_id, prompt, encode_params(params)])
 
     def finish(self, assignment_id: int, reason: FinishReason) -> None:
-        with contextlib.suppress(YalisFailure):  # if the replica is lost, the next step raises that
+        with contextlib.suppress(YalisFailure):  # if the replica is lost, the next step raises it
             self.link.send(["finish", assignment_id, reason])
 
     def received_reports(self) -> Iterable[ReplicaReport]:
@@ -84,7 +84,7 @@ class RemoteReplica:
             yield ReplicaReport(items, cached_tokens, unstarted, EngineStats(**stats))
 
     def close(self, progress: Progress) -> None:
-        with contextlib.suppress(YalisFailure):  # if the replica died, the last step has raised that
+        with contextlib.suppress(YalisFailure):  # if the replica died, the last step has raised it
             self.link.send(["end"])
             progress.entered += 1
             while self.link.receive() != "end":
@@ -94,7 +94,7 @@ class RemoteReplica:
 
 
 def serve_replica(engine: Engine, link: Link) -> None:
-    """Run on the driver of another replica: receive requests from rank 0, step, send reports, until rank 0 ends it."""
+    """Run on the driver of another replica until rank 0 ends it: receive requests from rank 0, step, send reports."""
     replica, progress = LocalReplica(engine), engine.ranks.world.progress
     link.send(engine.max_model_len)
     while True:
