@@ -8,12 +8,12 @@ from typing import Any
 
 from yalis.errors import YalisError
 
-_MAX_DEPTH = 100  # of any value; deeper ones exceed Python's recursion limit later
+_MAX_DEPTH = 100  # levels of nesting; code that recurses over deeper values could exceed Python's recursion limit
 _TOO_DEEP = f"has more than {_MAX_DEPTH} levels of nesting"
 
 
 def read_json_object(path: Path, advice: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises YalisError if there is none; `advice` is the end of that sentence."""
+    """Return the JSON object in a file. Raises YalisError if there is none; its message ends with `advice`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
