@@ -16,6 +16,7 @@ from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
 from yalis.config import EngineConfig
 from yalis.engine.engine import Engine, EngineStats
+from yalis.engine.interrupts import interrupts_held
 from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import ReplicaRouter
 from yalis.engine.request_loop import RequestLoop
@@ -148,14 +149,17 @@ class LoadedModel:
         engine = self._single_engine("profile()")
         if engine.runner.profiler.running:
             raise YalisError("this LLM is being profiled already; leave the first profile() block before the next")
-        profile = Profile(self._between_steps(engine.start_profiling))
         try:
+            with interrupts_held():  # torch crashes at exit if its profiler was started and never stopped
+                profile = Profile(self._between_steps(engine.start_profiling))
             yield profile
         except BaseException:
-            with suppress(YalisError):  # the error of the block is the one to raise
-                self._between_steps(engine.stop_profiling)
+            with suppress(YalisError), interrupts_held():  # the error of the block is the one to raise
+                if engine.runner.profiler.running:
+                    self._between_steps(engine.stop_profiling)
             raise
-        profile.ranks = self._between_steps(engine.stop_profiling)
+        with interrupts_held():
+            profile.ranks = self._between_steps(engine.stop_profiling)
 
     def rank_reports(self) -> list[RankReport]:
         """Return memory and busy time of each rank. Needs dp=1 and no unfinished request."""
