@@ -13,7 +13,7 @@ from pathlib import Path
 from yalis import env
 from yalis.errors import YalisError
 from yalis.log import get_logger
-from yalis.trusted_files import make_private_folder, untrusted_reason
+from yalis.trusted_files import make_private_folder, untrusted_entry
 
 log = get_logger(__name__)
 
@@ -47,10 +47,7 @@ def persistent_cache_folder(name: str) -> Path:
 
 def why_not_used(folder: Path) -> str | None:
     """Return an error message if another user could change a cache folder or an entry of it; None if nobody can."""
-    paths = [folder]
-    with suppress(OSError):
-        paths += sorted(folder.iterdir())
-    reason = next(filter(None, map(untrusted_reason, paths)), None)
+    reason = untrusted_entry(folder)
     return None if reason is None else f"the cache {folder} is not used, because {reason}; {_how_to_fix(reason)}"
 
 
@@ -60,7 +57,8 @@ def _how_to_fix(reason: str) -> str:
     if not mode_is_wrong:
         return another
     cache_dir = Path.cwd() / env.cache_dir()
-    chmod = f"chmod -R go-w {cache_dir}" if Path(writable).is_relative_to(cache_dir) else f"chmod go-w {writable}"
+    # With a umask of 002 new entries can be written by the group; in a folder of mode 0700 that does no harm.
+    chmod = f"chmod -R go-rwx {cache_dir}" if Path(writable).is_relative_to(cache_dir) else f"chmod go-w {writable}"
     return f"type `{chmod}`, or {another}"
 
 

@@ -34,6 +34,20 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(free)
 
 
+def count_oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes of this cgroup the kernel has killed because memory ran out; without one, of the host.
+
+    `root` is the folder that has proc and sys, for tests.
+    """
+    own = next(_cgroups(root), None)
+    files = [] if own is None else [own / "memory.events", own / "memory.oom_control"]  # of cgroup v2 and v1
+    for path in (*files, root / "proc/vmstat"):
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+                return int(found[1])
+    return 0
+
+
 def _cgroups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's memory cgroup and of its parents, for cgroup v1 and v2."""
     with suppress(OSError, ValueError):

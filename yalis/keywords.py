@@ -48,7 +48,7 @@ LLM_KEYWORDS = VllmKeywords(
         "quantization": (None,),
         "revision": (None,),
         "runner": ("auto", "generate"),
-        "seed": (None,),
+        "seed": (None, 0),
         "skip_tokenizer_init": (False,),
         "speculative_config": (None,),
         "task": ("auto", "generate"),
@@ -150,6 +150,8 @@ def translate(owner: str, given: Mapping[str, Any], accepted: Collection[str], v
     refused: dict[str, str] = {}
     for name, value in given.items():
         ours = vllm.renamed.get(name, name)
+        if ours != name and value is None:  # vLLM's default
+            continue
         if ours in accepted:
             if ours in kept or (ours != name and ours in given):
                 raise YalisError(f"{ours} and {name} are the same argument; give one of them")

@@ -26,21 +26,58 @@ def untrusted_reason(path: Path, follow: bool = True) -> str | None:
 
     If nobody else can change the path, there is no race between this check and the use of the file.
     """
-    user = os.geteuid()
-    closed = False
+    return _check(path, follow)[0]
+
+
+def untrusted_entry(folder: Path) -> str | None:
+    """Return why another user could change this folder or an entry of it, as untrusted_reason() does for a path.
+
+    Checks the path of the folder once. Entries of entries are not checked.
+    """
+    reason, closed = _check(folder, follow=True)
+    if reason is not None or not folder.is_dir():
+        return reason
+    try:
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                path, status = folder / entry.name, entry.stat(follow_symlinks=False)
+                is_link = stat.S_ISLNK(status.st_mode)
+                reason = untrusted_reason(path) if is_link else _check_component(path, status, True, closed)
+                if reason is not None:
+                    return reason
+    except OSError:
+        return f"{folder} cannot be checked"
+    return None
+
+
+def _check(path: Path, follow: bool) -> tuple[str | None, bool]:
+    """Return the reason of untrusted_reason(), and whether the path is below a folder that nobody else can enter."""
+    closed_folder: Path | None = None  # the first that nobody else can enter; links and .. may lead out of it
     for component, status, is_last in _components(path, follow):
-        if component in _folders_above_home(user):
+        if status is None:
+            return f"{component} cannot be checked", False
+        if component in _folders_above_home(os.geteuid()):
             continue
-        if status.st_uid not in (user, 0) and (is_last or status.st_uid != _unmapped_root()):
-            return f"{component} belongs to {_user_name(status.st_uid)}"
-        if stat.S_ISLNK(status.st_mode):
-            closed = False
-            continue
-        is_folder = stat.S_ISDIR(status.st_mode)
-        by_group = status.st_mode & stat.S_IWGRP and not closed and not _is_private_group(status.st_gid, user)
-        if (by_group or status.st_mode & stat.S_IWOTH) and not (is_folder and status.st_mode & stat.S_ISVTX):
-            return f"{component} can be written by other users"
-        closed |= is_folder and not status.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+        closed = closed_folder is not None and component.is_relative_to(closed_folder)
+        if (reason := _check_component(component, status, is_last, closed)) is not None:
+            return reason, False
+        if not closed:
+            is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+            closed_folder = component if is_closed else None
+    return None, closed_folder is not None
+
+
+def _check_component(path: Path, status: os.stat_result, is_last: bool, closed: bool) -> str | None:
+    """Return why another user could change what is at `path` itself. `closed`: nobody else can enter its folder."""
+    user = os.geteuid()
+    if status.st_uid not in (user, 0) and (is_last or status.st_uid != _unmapped_root()):
+        return f"{path} belongs to {_user_name(status.st_uid)}"
+    if stat.S_ISLNK(status.st_mode):
+        return None
+    by_group = status.st_mode & stat.S_IWGRP and not closed and not _is_private_group(status.st_gid, user)
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    if (by_group or status.st_mode & stat.S_IWOTH) and not is_sticky:
+        return f"{path} can be written by other users"
     return None
 
 
@@ -51,8 +88,10 @@ def make_private_folder(path: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def _components(path: Path, follow: bool) -> Iterator[tuple[Path, os.stat_result, bool]]:
+def _components(path: Path, follow: bool) -> Iterator[tuple[Path, os.stat_result | None, bool]]:
     """Yield every existing component of the path from the root on, its lstat and whether it is the last one.
+
+    The last component has None instead of its lstat if this user may not read it, as on NFS with root_squash.
 
     Symbolic links are yielded, and then the components of their targets.
     """
@@ -68,6 +107,9 @@ def _components(path: Path, follow: bool) -> Iterator[tuple[Path, os.stat_result
         try:
             status = os.lstat(component)
         except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError:
+            yield component, None, True
             return
         is_link = stat.S_ISLNK(status.st_mode)
         yield component, status, not pending and not (is_link and follow)

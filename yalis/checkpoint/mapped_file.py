@@ -23,6 +23,8 @@ class MappedFile:
         self.path = path
         self.bytes_read = 0
         try:
+            if path.exists() and not path.is_file():  # opening a named pipe would wait for a writer
+                raise YalisError(f"{path} is not a regular file; fetch it again")
             with path.open("rb") as file:
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:

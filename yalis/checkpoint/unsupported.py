@@ -54,6 +54,8 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise YalisError if the file is a git-LFS pointer: the folder was cloned without git-lfs."""
+    if not path.is_file():  # opening a named pipe would wait for a writer
+        return
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise YalisError(

@@ -1,7 +1,7 @@
 """Publishes and finds the endpoint (host and port) on which rank 0 listens.
 
 - torchrun: rank 0 writes it to the TCPStore of torchrun's agent.
-- mpirun on several hosts: rank 0 broadcasts it over MPI, together with the job's secret.
+- mpirun on several hosts: rank 0 broadcasts it over MPI, together with the job's secret if the user gave none.
 - Otherwise every rank derives it from the launcher's variables: MASTER_ADDR and MASTER_PORT where they are set, else
   the first node of the job and ports computed from the job's name.
 
@@ -36,8 +36,11 @@ class Endpoint:
     job: str
 
 
-def open_endpoint(info: LaunchInfo, secret: bytes, timeout: float) -> tuple[socket.socket, Endpoint]:
-    """Listen on rank 0 and publish the endpoint. Returns the listening socket and the endpoint."""
+def open_endpoint(info: LaunchInfo, secret: bytes | None, timeout: float) -> tuple[socket.socket, Endpoint]:
+    """Listen on rank 0 and publish the endpoint. Returns the listening socket and the endpoint.
+
+    `secret`: the job's secret if it is to be published over MPI.
+    """
     if not info.has_store and not uses_mpi_broadcast(info):
         endpoint = derive_endpoint(info)
         return _listen(info, endpoint.ports), endpoint
@@ -48,7 +51,7 @@ def open_endpoint(info: LaunchInfo, secret: bytes, timeout: float) -> tuple[sock
         if info.has_store:
             _connect_store(info, timeout).set(_store_key(info), json.dumps(asdict(endpoint)))
         else:
-            _broadcast(info, {**asdict(endpoint), "secret": secret.decode()})
+            _broadcast(info, {**asdict(endpoint), "secret": secret and secret.decode()})
     except BaseException:
         server.close()
         raise
@@ -70,7 +73,9 @@ def find_endpoint(info: LaunchInfo, timeout: float) -> tuple[Endpoint, bytes | N
             ) from error
     if uses_mpi_broadcast(info):
         published = _broadcast(info, None)
-        return Endpoint(published["host"], tuple(published["ports"]), published["job"]), published["secret"].encode()
+        secret = published["secret"]
+        endpoint = Endpoint(published["host"], tuple(published["ports"]), published["job"])
+        return endpoint, secret and secret.encode()
     return derive_endpoint(info), None
 
 

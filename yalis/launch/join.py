@@ -79,7 +79,7 @@ def _start_ranks(size: int, worker: Sequence[str], timeout: float) -> World:
 def _accept_ranks(info: LaunchInfo, method: Method, timeout: float) -> World:
     """Wait for the other ranks of an external launcher and return the world as rank 0."""
     with published_secret(info, method) as secret:
-        server, endpoint = open_endpoint(info, secret, timeout)
+        server, endpoint = open_endpoint(info, secret if method is Method.MPI else None, timeout)
         key = JobKey(method, endpoint.job, secret)
         rendezvous = RendezvousServer(server, key, info.size, None)
         members = rendezvous.wait_for_ranks(timeout)

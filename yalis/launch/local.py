@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from yalis.errors import YalisFailure
+from yalis.host_memory import count_oom_kills
 from yalis.launch.heartbeat import StoppedTimer
 from yalis.launch.launchers import YALIS, environment_without_launcher
 
@@ -23,7 +24,7 @@ class LocalRanks:
         """Run `python -m WORKER` for each rank, or WORKER itself if it begins with an absolute path."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._stopped_timers: dict[int, StoppedTimer] = {}
-        self._oom_kills = _count_oom_kills()
+        self._oom_kills = count_oom_kills()
         command = list(worker) if os.path.isabs(worker[0]) else [sys.executable, "-m", *worker]
         try:
             for rank in ranks:
@@ -53,7 +54,7 @@ class LocalRanks:
         cause = ""
         if -status == signal.SIGBUS:
             cause = ": a file was truncated while it was read, or /dev/shm is full"
-        elif -status == signal.SIGKILL and _count_oom_kills() > self._oom_kills:
+        elif -status == signal.SIGKILL and count_oom_kills() > self._oom_kills:
             cause = ": the kernel ran out of memory"
         try:
             return f"killed by {signal.Signals(-status).name}{cause}"
@@ -91,15 +92,6 @@ class LocalRanks:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-
-def _count_oom_kills() -> int:
-    """Return how many processes the kernel has killed because the host or a container ran out of memory."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ The first method that applies is used (`choose_method`):
 
 1. YALIS_SECRET or YALIS_SECRET_FILE. Rank 0 sets YALIS_SECRET for the ranks that it starts itself.
 2. mpirun on several hosts, without MASTER_ADDR: rank 0 broadcasts it over MPI (mpi4py).
-3. All ranks on one host: a file that only this user can read, in $XDG_RUNTIME_DIR or /tmp/yalis-UID.
+3. All ranks on one host: a file that only this user can read, in $XDG_RUNTIME_DIR, /tmp/yalis-UID or ~/.yalis/jobs.
 4. MUNGE: rank 0 sends it in a credential that only this user can decode.
 5. insecure_rendezvous=True: there is no secret, and any process that reaches rank 0 can join.
 6. A file that only this user can read, in ~/.yalis/jobs, which must be shared by the hosts.
@@ -60,7 +60,7 @@ def choose_method(info: LaunchInfo, insecure: bool) -> Method:
     if info.single_host:
         return Method.HOST_FILE
     try:
-        munge.encode(b"")
+        munge.decode(munge.encode(b""))  # in a container with remapped user ids, only decoding fails
         return Method.MUNGE
     except munge.MungeError as error:
         _log.info("the ranks of this job are not authenticated with MUNGE: %s", error)
@@ -113,19 +113,26 @@ def find_secret(info: LaunchInfo, method: Method) -> bytes | None:
 
 def secret_path(info: LaunchInfo, method: Method) -> Path:
     """Return the file in which rank 0 puts the secret. Its directory exists and belongs to this user only."""
-    folder = private_folder() if method is Method.HOST_FILE else _home_folder()
+    folder = _host_folder() if method is Method.HOST_FILE else _home_folder()
     name = "\n".join((info.job, info.address or "", str(info.port or "")))
     return folder / f"{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:32]}.secret"
 
 
-def private_folder() -> Path:
-    """Return a directory on this host that only this user can access."""
+def _host_folder() -> Path:
+    """Return a directory on this host that only this user can access.
+
+    Another user can occupy the name in /tmp. Then all ranks use the home directory.
+    """
     runtime = env.runtime_dir()
     if runtime is not None and _is_private(runtime):
-        folder = runtime / "yalis"
-    else:
-        folder = Path(f"/tmp/yalis-{os.geteuid()}")
-    return _make_private(folder)
+        return _make_private(runtime / "yalis")
+    folder = Path(f"/tmp/yalis-{os.geteuid()}")
+    try:
+        return _make_private(folder)
+    except YalisError:
+        if folder.lstat().st_uid == os.geteuid():
+            raise  # the user can follow the advice of the message
+        return _home_folder()
 
 
 def _home_folder() -> Path:
@@ -158,8 +165,8 @@ def _make_private(folder: Path) -> Path:
         ) from error
     if not _is_private(folder):
         raise YalisError(
-            f"{folder} must be a directory of this user that nobody else can access; remove it or type "
-            f"`chmod 700 {folder}`"
+            f"{folder} must be a directory of this user that nobody else can access; remove it, type "
+            f"`chmod 700 {folder}`, or {OPTIONS}"
         )
     return folder
 
