@@ -7,7 +7,6 @@ of rank 0.
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import threading
 from collections import defaultdict
@@ -18,6 +17,7 @@ import torch.distributed
 
 from yalis.errors import YalisFailure
 from yalis.launch.link import Link
+from yalis.launch.wakeup_pipe import WakeupPipe
 from yalis.launch.world import World
 
 
@@ -74,7 +74,7 @@ class _StoreServer:
         self._values: dict[str, str] = {}
         self._waiting: defaultdict[str, list[Link]] = defaultdict(list)  # links whose request has no answer yet
         self._changed = threading.Condition()
-        self._wakeup_pipe = os.pipe()
+        self._wakeup = WakeupPipe()
         self._thread = threading.Thread(target=self._run, name="yalis-store", daemon=True)
         self._thread.start()
 
@@ -93,13 +93,13 @@ class _StoreServer:
             return self._values[key]
 
     def close(self) -> None:
-        os.close(self._wakeup_pipe[1])
+        self._wakeup.wake()
         self._thread.join()
-        os.close(self._wakeup_pipe[0])
+        self._wakeup.close()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             for link in self._links.values():
                 selector.register(link, selectors.EVENT_READ)
             while True:

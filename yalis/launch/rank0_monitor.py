@@ -23,6 +23,7 @@ from yalis.launch.link import Link, LinkLost
 from yalis.launch.liveness import STUCK_S, LivenessMonitor, print_error
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo
+from yalis.launch.wakeup_pipe import WakeupPipe
 from yalis.log import get_logger
 
 _log = get_logger(__name__)
@@ -46,19 +47,14 @@ class Rank0Monitor(LivenessMonitor):
         self._deadline = 0.0  # for the other ranks to leave, once this monitor is closing
         self._stopped_s = 0.0  # how long this process itself was stopped, if longer than the silence limit
         self._stop_signal: signal.Signals | None = None  # a Ctrl-C or SIGTERM that has not ended the call yet
-        self._wakeup_pipe = os.pipe()
-        os.set_blocking(self._wakeup_pipe[1], False)
-        self._receives_signals = False
+        self._wakeup = WakeupPipe()
         self._phase_count = 0  # how often rank 0 has entered a phase
         self._interrupts: deque[int] = deque(maxlen=2)  # the phase count at each of the last two Ctrl-C
 
     def start(self) -> None:
         super().start()
         if threading.current_thread() is threading.main_thread():
-            previous = signal.set_wakeup_fd(self._wakeup_pipe[1], warn_on_full_buffer=False)
-            self._receives_signals = previous == -1
-            if not self._receives_signals:  # an event loop uses the wakeup fd, and needs it to handle signals
-                signal.set_wakeup_fd(previous)
+            self._wakeup.receive_signals(replace=False)
 
     def set_phase(self, phase: str) -> None:
         self._phase_count += 1
@@ -87,7 +83,7 @@ class Rank0Monitor(LivenessMonitor):
         self.failure_handled.set()
         for link in self._links.values():
             self._send(link, {"bye": 0})
-        self._wake_up()
+        self._wakeup.wake()
 
     def close(self) -> None:
         """Wait until the ranks that rank 0 started have left, and warn about those that have not after GOODBYE_S."""
@@ -96,23 +92,15 @@ class Rank0Monitor(LivenessMonitor):
             self._thread.join()
         finally:  # also if Ctrl-C interrupts the wait
             self._deadline = 0.0
-            self._wake_up()
+            self._wakeup.wake()
             self._thread.join()
         for link in self._links.values():
             link.close()
-        if self._receives_signals:
-            if threading.current_thread() is not threading.main_thread():
-                return  # only the main thread can reset the wakeup fd, so the pipe stays open
-            signal.set_wakeup_fd(-1)
-        for end in self._wakeup_pipe:
-            os.close(end)
-
-    def _wake_up(self) -> None:
-        os.write(self._wakeup_pipe[1], b"x")
+        self._wakeup.close()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
             ticked = time.monotonic()
@@ -120,7 +108,7 @@ class Rank0Monitor(LivenessMonitor):
                 wake_up = self._deadline if self.closing else ticked + BEAT_S
                 for key, _ in selector.select(max(0.0, wake_up - time.monotonic())):
                     if not isinstance(key.fileobj, Link):
-                        self._handle_signals(os.read(self._wakeup_pipe[0], 64))
+                        self._handle_signals(self._wakeup.read())
                     elif not self._read(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
                 elapsed = time.monotonic() - ticked

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import LEAVE_S
+from yalis.launch.wakeup_pipe import WAKE, WakeupPipe
 from yalis.launch.world import World
 
 TERMINATED = 128 + signal.SIGTERM
@@ -55,33 +56,33 @@ def _handle_signals(world: World, terminated: threading.Event) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Python handlers run in the main thread, which may be stuck in a collective. The wakeup pipe works regardless.
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    arguments = (reader, world, terminated)
+    pipe = WakeupPipe()
+    arguments = (pipe, world, terminated)
     thread = threading.Thread(target=_wait_for_sigterm, args=arguments, name="yalis-signals", daemon=True)
     thread.start()
     sigint_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     sigterm_handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    pipe.receive_signals(replace=True)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wakeup_fd)
+        pipe.stop_receiving_signals()
         signal.signal(signal.SIGTERM, sigterm_handler)
         signal.signal(signal.SIGINT, sigint_handler)
-        os.close(writer)
+        pipe.wake()
         thread.join()
+        pipe.close()
 
 
-def _wait_for_sigterm(reader: int, world: World, terminated: threading.Event) -> None:
-    while signals := os.read(reader, 64):
+def _wait_for_sigterm(pipe: WakeupPipe, world: World, terminated: threading.Event) -> None:
+    signals = b""
+    while WAKE not in signals:
+        signals = pipe.read()
         if signal.SIGTERM in signals:
             if world.rank0_left:
                 os._exit(TERMINATED)
             terminated.set()
             threading.Thread(target=_exit_unless_rank0_leaves, args=(world,), daemon=True).start()
-    os.close(reader)
 
 
 def _exit_unless_rank0_leaves(world: World) -> None:
