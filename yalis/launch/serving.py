@@ -14,6 +14,7 @@ from yalis.launch.wakeup_pipe import WAKE, WakeupPipe
 from yalis.launch.world import World
 
 TERMINATED = 128 + signal.SIGTERM
+_STOPPING_S = 20.0  # more, if rank 0 has received a signal too and completes a long step
 _SAME_ERROR_S = 2.0  # for rank 0 to raise the same error about the input, and leave
 
 
@@ -22,9 +23,9 @@ def serving(world: World) -> Iterator[None]:
     """Run the block, which serves rank 0 until rank 0 ends it.
 
     Ctrl-C is ignored: rank 0 handles it. After SIGTERM, which batch systems send to every rank, rank 0 has ten seconds
-    to finish and close, and this process exits with status 143. An error ends the job with a message that names this
-    rank, except after rank 0 has left, when broken connections are expected. A rank that is still in the block ten
-    seconds after rank 0 has left is killed.
+    to finish and close (30 if it has received the signal too), and this process exits with status 143. An error ends
+    the job with a message that names this rank, except after rank 0 has left, when broken connections are expected. A
+    rank that is still in the block ten seconds after rank 0 has left is killed.
     """
     terminated = threading.Event()
     with world.serving_rank0(), _handle_signals(world, terminated):
@@ -86,6 +87,6 @@ def _wait_for_sigterm(pipe: WakeupPipe, world: World, terminated: threading.Even
 
 
 def _exit_unless_rank0_leaves(world: World) -> None:
-    if not world.wait_rank0_left(LEAVE_S):
+    if not world.wait_rank0_left(LEAVE_S) and not (world.rank0_stopping and world.wait_rank0_left(_STOPPING_S)):
         world.fail("received SIGTERM", background=True)
         os._exit(TERMINATED)
