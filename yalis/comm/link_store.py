@@ -46,16 +46,20 @@ class LinkStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
         return self._fetched.pop(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. `timeout` is not used: a failure of the job ends the wait."""
-        for key in keys:
-            if key in self._fetched:
-                continue
-            if self._server:
-                value = self._server.get(key, self._world)
-            else:
-                self._links[0].send([key])
-                value = self._links[0].receive()
-            self._fetched[key] = value.encode("latin-1")
+        """Wait until all keys are set. `timeout` is not used: a failure of the job ends the wait.
+
+        The wait counts in the progress of this rank, so that the step timeout ends the job if a rank sets no key.
+        """
+        with self._world.progress.waiting():
+            for key in keys:
+                if key in self._fetched:
+                    continue
+                if self._server:
+                    value = self._server.get(key, self._world)
+                else:
+                    self._links[0].send([key])
+                    value = self._links[0].receive()
+                self._fetched[key] = value.encode("latin-1")
 
     def close(self) -> None:
         if self._server:

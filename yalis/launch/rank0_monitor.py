@@ -171,7 +171,7 @@ class Rank0Monitor(LivenessMonitor):
             self._end_job(self._describe_silent(lost[0]), kill=lost[0])
         elif self.step_timeout and any(state.step_s > self.step_timeout for state in self._states):
             limit = f"{self.step_timeout:g} s; give a larger step_timeout= if steps take that long"
-            self._end_stuck_job(f"a step that takes longer than {limit}")
+            self._end_stuck_job(f"a step for {limit}")
         elif self._stop_signal and self.phase != IDLE and self._is_stuck(limit_s := self._stop_limit()):
             cause = "Ctrl-C" if self._stop_signal == signal.SIGINT else self._stop_signal.name
             self._end_stuck_job(f"the step for {limit_s:g} s after {cause}", 128 + self._stop_signal)

@@ -85,7 +85,7 @@ class World:
             self._monitor.set_phase(phase)
 
     def set_step_timeout(self, seconds: float) -> None:
-        """End the job if a step takes longer than this; 0: no limit. Only the value on rank 0 has an effect."""
+        """End the job if a step makes no progress for this long; 0: no limit. Only the value on rank 0 counts."""
         if self._monitor:
             self._monitor.set_step_timeout(seconds)
 
