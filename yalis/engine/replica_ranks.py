@@ -159,13 +159,13 @@ class ReplicaRanks:
                 world.phase = WARMING_UP
 
             self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, min_over_ranks, check, reading)
+            self._links = world.open_links(driver) if world.size > 1 else {}
         except BaseException:
             if self._comm is not None and world.failure is not None:
                 self._comm.close()
             raise
         self._bytes_read = checkpoint.bytes_read
         self.is_driver = world.rank == driver
-        self._links = world.open_links(driver) if world.size > 1 else {}
         self._reporter = self.split.reporter(coords.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
         world.phase = "running" if world.rank else IDLE  # rank 0 is "running" only during calls of the user

@@ -18,7 +18,7 @@ BEAT_S = 1.0
 SILENCE_S = 60.0  # without a heartbeat, after which a rank on another host counts as lost; see silence_limit()
 STEP_TIMEOUT_S = 600.0
 JOIN_STOPPED_S = 10.0  # that a process on this host may be stopped (SIGSTOP) before heartbeats begin
-_LATE_S = 3.0  # without a heartbeat or progress, after which a rank may be the one that holds up a step
+LATE_S = 3.0  # without a heartbeat or progress, after which a rank may be the one that holds up a step
 IDLE, CLOSING = "idle", "closing"
 OPENING, CONNECTING, LOADING, WARMING_UP = "opening the model", "connecting", "loading the model", "warming up"
 
@@ -114,9 +114,9 @@ def find_culprit(states: Sequence[RankState]) -> int | None:
     That is a rank without heartbeats, or one in a step that computes while others wait in a collective.
     """
     late = max(range(len(states)), key=lambda rank: states[rank].silent_s)
-    if states[late].silent_s > _LATE_S:
+    if states[late].silent_s > LATE_S:
         return late
-    stuck = [rank for rank, state in enumerate(states) if state.in_step and state.unchanged_s > _LATE_S]
+    stuck = [rank for rank, state in enumerate(states) if state.in_step and state.unchanged_s > LATE_S]
     computing = [rank for rank in stuck if not states[rank].waiting]
     return min(computing, key=lambda rank: states[rank].counters) if 0 < len(computing) < len(states) else None
 

@@ -217,7 +217,8 @@ class WorkerMonitor(LivenessMonitor):
         self._thread.join()
 
     def _run(self) -> None:
-        silent_s, ticked = 0.0, time.monotonic()
+        silent_s = 0.0
+        ticked = counted = time.monotonic()  # counted: until when silent_s has been counted
         while True:
             if self._link.poll(max(0.0, ticked + BEAT_S - time.monotonic())):
                 try:
@@ -227,12 +228,12 @@ class WorkerMonitor(LivenessMonitor):
                         print_error(self._describe_death(0, lost, self.phase))
                         os._exit(1)
                     return
-                silent_s = 0.0
+                silent_s, counted = 0.0, time.monotonic()
                 self._handle(message)
-            elapsed = time.monotonic() - ticked
-            if elapsed >= BEAT_S:
-                ticked += elapsed
-                silent_s += min(elapsed, 2 * BEAT_S)  # if this process was stopped, it read no heartbeats
+            now = time.monotonic()
+            if now - ticked >= BEAT_S:
+                silent_s += min(now - counted, 2 * BEAT_S)  # if this process was stopped, it read no heartbeats
+                ticked = counted = now
                 if silent_s < _MAX_UNREAD_S:
                     self._send(self._link, {"beat": self.progress.counters()})
                 if self._is_rank0_lost(silent_s) and not self.rank0_left.is_set() and not self.closing:

@@ -15,6 +15,7 @@ from yalis.launch.heartbeat import (
     CLOSING,
     CONNECTING,
     IDLE,
+    LATE_S,
     LOADING,
     OPENING,
     SILENCE_S,
@@ -190,7 +191,7 @@ class Rank0Monitor(LivenessMonitor):
         A job whose ranks are all alive may be in a long step: after Ctrl-C it has the step timeout, and the user can
         press Ctrl-C again.
         """
-        if self._lost_ranks(2 * BEAT_S):
+        if self._lost_ranks(LATE_S):
             limit = STOP_S
         else:
             limit = SIGTERM_S if self._stop_signal == signal.SIGTERM else math.inf
@@ -218,7 +219,7 @@ class Rank0Monitor(LivenessMonitor):
             culprit = busy[0] if len(busy) == 1 else None
         if culprit is None:
             self._end_job(f"no rank or device makes progress in {work}", status=status)
-        elif self._states[culprit].silent_s > 2 * BEAT_S:
+        elif self._states[culprit].silent_s > LATE_S:
             self._end_job(self._describe_silent(culprit), kill=culprit, status=status)
         else:
             if (phase := self._phase_of(culprit)) in (CONNECTING, LOADING, WARMING_UP):
