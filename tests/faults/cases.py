@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-PHASES = ("join", "load", "prefill", "decode", "shutdown")
+PHASES = ("join", "connect", "load", "warm-up", "prefill", "decode", "shutdown")
 MOMENTS = {"load": "loading"}  # phases that have another name in tests/multiprocess/fault.py
+#: Phases that add only the faults after which another rank waits. The others are handled as while loading.
+START_PHASES, START_FAULTS = ("connect", "warm-up"), ("kill", "exception", "sigstop", "hang")
 _NOT_JOINED = "did not (arrive|reach|report|answer)|ended before"
 
 
@@ -102,7 +104,8 @@ def matrix() -> list[Case]:
     return [
         Case(fault, phase, split, rank)
         for fault, phase, split, rank in itertools.product(FAULTS, PHASES, SPLITS, (0, 1))
-        if fault not in NETWORK_FAULTS or SPLITS[split].start == HOSTS
+        if (fault not in NETWORK_FAULTS or SPLITS[split].start == HOSTS)
+        and (phase not in START_PHASES or fault in START_FAULTS)
     ]
 
 
@@ -167,8 +170,12 @@ def _has(sentences: list[str], rank: int, reason: str) -> bool:
 
 
 def error_sentences(errors: str) -> list[str]:
-    """Return the lines in which yalis reports an error or that it was stopped."""
-    return [line for line in errors.splitlines() if line.startswith("yalis") and not line.endswith("tokens/s")]
+    """Return the lines in which yalis reports an error or that it was stopped, not those on how much was done."""
+    return [
+        line
+        for line in errors.splitlines()
+        if line.startswith("yalis") and not re.search(r"tokens/s$|^yalis: (\d+ tokens? of|nothing was generated)", line)
+    ]
 
 
 def wrong_statuses(case: Case, completed: bool, statuses: dict[int, int]) -> Iterator[str]:

@@ -91,7 +91,7 @@ def test_the_error_of_a_rank_under_a_launcher(fork_server: ForkServer, model: st
     for flags, tracebacks in (((), 0), (("--debug",), 1)):
         ended = fork_server.run([*argv, *flags], 4, fault="3 raise decode")
         assert ended.statuses == [1] * 4
-        assert f"error: rank 3 on {HOST}: RuntimeError: a bug" in ended.errors
+        assert f"yalis: rank 3 on {HOST}: RuntimeError: a bug" in ended.errors
         assert ended.errors.count('raise RuntimeError("a bug")') == tracebacks
         assert "died while" not in ended.errors
 
@@ -116,7 +116,7 @@ def test_a_rank_that_hangs_in_a_step_is_named(fork_server: ForkServer, model: st
     assert ended.statuses == [1]
     (line,) = ended.errors.splitlines()
     assert f"rank 1 on {HOST} (pid " in line
-    assert "holds up a step that takes longer than 3 s; give a larger --step-timeout" in line
+    assert "holds up a step for 3 s; give a larger --step-timeout" in line
 
 
 def test_all_ranks_end_when_rank_0_is_stopped(fork_server: ForkServer, model: str, tmp_path: Path) -> None:
@@ -133,6 +133,40 @@ def test_all_ranks_end_when_rank_0_is_stopped(fork_server: ForkServer, model: st
     by_rank_1, by_rank_0 = ended.errors.splitlines()
     assert by_rank_1.endswith("s while loading the model: it is stopped (SIGSTOP)")
     assert re.search(rf"error: rank 0 on {HOST} \(pid \d+\) was stopped for \d s, and the other ranks", by_rank_0)
+
+
+BUSY = """
+import ctypes, os, signal
+from yalis import LLM, SamplingParams
+
+sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+with LLM(MODEL, tp=2, device="cpu", step_timeout=3) as llm:
+    before = llm.generate([[5, 17, 99]], sampling)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    ctypes.PyDLL(None).sleep(6)  # holds Python's GIL, longer than the limits
+    os.kill(os.getpid(), signal.SIGSTOP)
+    after = llm.generate([[5, 17, 99]], sampling)
+    assert before[0].completions[0].token_ids == after[0].completions[0].token_ids
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_script_may_compute_stop_and_fork_between_two_calls(
+    fork_server: ForkServer, model: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BUSY.replace("MODEL", repr(model)))
+    job = fork_server.start([str(script)])
+    stat = Path(f"/proc/{job.pids[0]}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.1)
+    time.sleep(5)  # as after Ctrl-Z
+    os.kill(job.pids[0], signal.SIGCONT)
+    ended = job.finish()
+    assert (ended.statuses, ended.errors) == ([0], "")
 
 
 def test_a_rank_that_is_stopped_at_the_end_is_killed(fork_server: ForkServer, model: str, tmp_path: Path) -> None:

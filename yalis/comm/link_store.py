@@ -7,7 +7,6 @@ of rank 0.
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import threading
 from collections import defaultdict
@@ -18,6 +17,7 @@ import torch.distributed
 
 from yalis.errors import YalisFailure
 from yalis.launch.link import Link
+from yalis.launch.wakeup_pipe import WakeupPipe
 from yalis.launch.world import World
 
 
@@ -46,16 +46,20 @@ class LinkStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
         return self._fetched.pop(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. `timeout` is not used: a failure of the job ends the wait."""
-        for key in keys:
-            if key in self._fetched:
-                continue
-            if self._server:
-                value = self._server.get(key, self._world)
-            else:
-                self._links[0].send([key])
-                value = self._links[0].receive()
-            self._fetched[key] = value.encode("latin-1")
+        """Wait until all keys are set. `timeout` is not used: a failure of the job ends the wait.
+
+        The wait counts in the progress of this rank, so that the step timeout ends the job if a rank sets no key.
+        """
+        with self._world.progress.waiting():
+            for key in keys:
+                if key in self._fetched:
+                    continue
+                if self._server:
+                    value = self._server.get(key, self._world)
+                else:
+                    self._links[0].send([key])
+                    value = self._links[0].receive()
+                self._fetched[key] = value.encode("latin-1")
 
     def close(self) -> None:
         if self._server:
@@ -74,7 +78,7 @@ class _StoreServer:
         self._values: dict[str, str] = {}
         self._waiting: defaultdict[str, list[Link]] = defaultdict(list)  # links whose request has no answer yet
         self._changed = threading.Condition()
-        self._wakeup_pipe = os.pipe()
+        self._wakeup = WakeupPipe()
         self._thread = threading.Thread(target=self._run, name="yalis-store", daemon=True)
         self._thread.start()
 
@@ -93,13 +97,13 @@ class _StoreServer:
             return self._values[key]
 
     def close(self) -> None:
-        os.close(self._wakeup_pipe[1])
+        self._wakeup.wake()
         self._thread.join()
-        os.close(self._wakeup_pipe[0])
+        self._wakeup.close()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             for link in self._links.values():
                 selector.register(link, selectors.EVENT_READ)
             while True:

@@ -84,13 +84,15 @@ class LoadedModel:
             if self._world is None:
                 self._world = join_engine(config)
             world = self._world
-            agree(world, config)
-            agree_on_model(world, checkpoint, eos)
-            self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
-            engine = Engine(config, self.spec, self._ranks, eos)
-            self._loop = RequestLoop(
-                engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
-            )
+            with world.progress.step():
+                agree(world, config)
+                agree_on_model(world, checkpoint, eos)
+                self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
+                engine = Engine(config, self.spec, self._ranks, eos)
+                self._loop = RequestLoop(
+                    engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
+                )
+            world.set_idle()
             self._ranks = None
             self._finalizer = weakref.finalize(self, self._loop.close)
             self._finalizer.atexit = False  # the world has its own exit handler

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from yalis.engine.oom import check_host_memory
 from yalis.engine.runner import PendingStep, Runner
 from yalis.engine.step_profiler import RankProfile, StepInfo
 from yalis.errors import PeerLost, YalisError, YalisFailure, describe_error
-from yalis.launch.heartbeat import IDLE, LOADING
+from yalis.launch.heartbeat import CONNECTING, IDLE, LOADING, WARMING_UP
 from yalis.launch.link import Link
 from yalis.launch.world import World
 from yalis.log import get_logger
@@ -100,11 +100,11 @@ class RankReport:
 class RemoteStep:
     """A launched step whose tokens are sampled on another rank; `result()` waits for them."""
 
-    def __init__(self, receive: Callable[[], Any]) -> None:
-        self._receive = receive
+    def __init__(self, reporter: Link) -> None:
+        self._reporter = reporter
 
     def result(self) -> StepOutput:
-        return decode_output(self._receive())
+        return decode_output(self._reporter.receive())
 
 
 class ReplicaRanks:
@@ -131,7 +131,7 @@ class ReplicaRanks:
         self._comm: CommBackend | None = None
         grid, stage = Grid(), Stage()
         if world.size > 1:
-            world.phase = "connecting"
+            world.phase = CONNECTING
             topology = Topology.of(world, config.ranks_per_node)
             try:
                 self._comm = (open_comm or partial(open_backend, config.allreduce))(world, device, topology)
@@ -151,15 +151,21 @@ class ReplicaRanks:
 
         try:
             check = self._comm.check if self._comm is not None else lambda: None
-            reading = partial(world.progress.reading, lambda: checkpoint.bytes_read)
+
+            @contextlib.contextmanager
+            def reading() -> Iterator[None]:
+                with world.progress.reading(lambda: checkpoint.bytes_read):
+                    yield
+                world.phase = WARMING_UP
+
             self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, min_over_ranks, check, reading)
+            self._links = world.open_links(driver) if world.size > 1 else {}
         except BaseException:
             if self._comm is not None and world.failure is not None:
                 self._comm.close()
             raise
         self._bytes_read = checkpoint.bytes_read
         self.is_driver = world.rank == driver
-        self._links = world.open_links(driver) if world.size > 1 else {}
         self._reporter = self.split.reporter(coords.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
         world.phase = "running" if world.rank else IDLE  # rank 0 is "running" only during calls of the user
@@ -170,7 +176,16 @@ class ReplicaRanks:
         """Launch the step on every rank. On a GPU this returns before the step has run."""
         self._send_all(["plan", self._encoder.encode(plan)] if self._links else None)
         pending = self.runner.launch(plan)
-        return RemoteStep(partial(self._receive, self._links[self._reporter])) if pending is None else pending
+        return RemoteStep(self._links[self._reporter]) if pending is None else pending
+
+    def result(self, step: PendingStep | RemoteStep) -> StepOutput:
+        """Wait for the tokens of a launched step.
+
+        Counted as a wait: on GPUs a device may hang in a collective with another one, and which of them holds it up is
+        not known.
+        """
+        with self.world.progress.waiting():
+            return step.result()
 
     def reports(self) -> list[RankReport]:
         """Return a report of each rank of this replica. No step may be in flight."""
@@ -206,11 +221,9 @@ class ReplicaRanks:
             self._comm.close()
 
     def _receive(self, link: Link) -> Any:
-        """Wait for the answer of another rank, counted as a wait in its progress."""
-        self.world.progress.entered += 1
-        message = link.receive()
-        self.world.progress.left += 1
-        return message
+        """Wait for the answer of another rank."""
+        with self.world.progress.waiting():
+            return link.receive()
 
     def _send_all(self, message: Any) -> None:
         for link in self._links.values():
@@ -228,26 +241,24 @@ class ReplicaRanks:
             # Waiting for tokens would delay the next launch on a GPU, so plans that have arrived go first. On a CPU
             # launch() has computed the tokens already.
             while unreported and not (on_gpu and driver.poll(0)):
-                driver.send(encode_output(unreported.popleft().result()))
-            progress.entered += 1
-            message, *arguments = driver.receive()
-            progress.left += 1
+                with progress.step():
+                    driver.send(encode_output(self.result(unreported.popleft())))
+            message, *arguments = self._receive(driver)
             if message == "end":
                 return
-            progress.begun += 1
-            if message == "plan":
-                pending = self.runner.launch(self._decoder.decode(arguments[0]))
-                if pending is not None and self.world.rank == self._reporter:
-                    unreported.append(pending)
-            elif message == "report":
-                driver.send(asdict(self._report()))
-            elif message == "start_profiling":
-                self.runner.profiler.start()
-                driver.send("started")
-            else:
-                assert message == "stop_profiling"
-                driver.send(asdict(self.runner.profiler.stop()))
-            progress.done += 1
+            with progress.step():
+                if message == "plan":
+                    pending = self.runner.launch(self._decoder.decode(arguments[0]))
+                    if pending is not None and self.world.rank == self._reporter:
+                        unreported.append(pending)
+                elif message == "report":
+                    driver.send(asdict(self._report()))
+                elif message == "start_profiling":
+                    self.runner.profiler.start()
+                    driver.send("started")
+                else:
+                    assert message == "stop_profiling"
+                    driver.send(asdict(self.runner.profiler.stop()))
 
     def _report(self) -> RankReport:
         runner = self.runner

@@ -86,10 +86,9 @@ class RemoteReplica:
     def close(self, progress: Progress) -> None:
         with contextlib.suppress(YalisFailure):  # if the replica died, the last step has raised it
             self.link.send(["end"])
-            progress.entered += 1
-            while self.link.receive() != "end":
-                pass
-            progress.left += 1
+            with progress.waiting():
+                while self.link.receive() != "end":
+                    pass
         self.link.close()
 
 
@@ -109,9 +108,8 @@ def serve_replica(engine: Engine, link: Link) -> None:
                 replica.add(assignment_id, prompt, decode_params(params))
             else:
                 replica.finish(*arguments)
-        progress.begun += 1
-        report = replica.step()
-        progress.done += 1
+        with progress.step():
+            report = replica.step()
         link.send(_encode(report))
 
 
@@ -140,7 +138,8 @@ class ReplicaRouter:
         """`links`: to the drivers of the other replicas, by rank."""
         self.local = local
         self._local_replica = LocalReplica(local)
-        self._remote = {rank: RemoteReplica(link) for rank, link in links.items()}
+        with local.ranks.world.progress.waiting():
+            self._remote = {rank: RemoteReplica(link) for rank, link in links.items()}
         self._links = list(links.values())
         self._replicas: dict[int, LocalReplica | RemoteReplica] = {LOCAL: self._local_replica, **self._remote}
         #: the minimum over replicas, so that the length of a completion does not depend on where it runs
@@ -202,10 +201,8 @@ class ReplicaRouter:
             self._emitted += self._apply(LOCAL, self._local_replica.step())
         self._apply_received()
         if not self._emitted and not self.local.has_work and any(self._num_assigned[rank] for rank in self._remote):
-            progress = self.local.ranks.world.progress
-            progress.entered += 1
-            wait_any(self._links)
-            progress.left += 1
+            with self.local.ranks.world.progress.waiting():
+                wait_any(self._links)
             self._apply_received()
         return self._take_emitted()
 

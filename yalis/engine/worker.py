@@ -16,7 +16,7 @@ from yalis.engine.engine import Engine
 from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import serve_replica
 from yalis.errors import NotJoined, YalisError, YalisFailure
-from yalis.launch.heartbeat import CLOSING, IDLE
+from yalis.launch.heartbeat import CLOSING, IDLE, LOADING, OPENING
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.liveness import print_error
@@ -49,14 +49,17 @@ def _serve(world: World, config: EngineConfig | None) -> bool:
     agreed = agree(world, config)
     if agreed is None:
         return False
+    world.phase = OPENING
     checkpoint = open_checkpoint(agreed.model, agreed.load, agreed.load_seed)
-    try:
-        spec = read_spec(checkpoint.config, checkpoint.label)
-        eos = agree_on_model(world, checkpoint, None)
-        ranks = ReplicaRanks(world, agreed, spec, checkpoint, eos)
-    finally:
-        checkpoint.close()
-    to_router = world.open_links(0 if ranks.is_driver else None) if agreed.dp > 1 else {}
+    with world.progress.step():
+        world.phase = LOADING
+        try:
+            spec = read_spec(checkpoint.config, checkpoint.label)
+            eos = agree_on_model(world, checkpoint, None)
+            ranks = ReplicaRanks(world, agreed, spec, checkpoint, eos)
+        finally:
+            checkpoint.close()
+        to_router = world.open_links(0 if ranks.is_driver else None) if agreed.dp > 1 else {}
     try:
         if ranks.is_driver:
             serve_replica(Engine(agreed, spec, ranks, eos), to_router[0])
@@ -90,7 +93,8 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
         yield False
         return
     try:
-        agree(world, config)
+        with world.progress.step():
+            agree(world, config)
         yield True
         if world.failure is None:
             world.phase = CLOSING

@@ -6,6 +6,7 @@ second every rank sends its progress counters to rank 0, and rank 0 sends a hear
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ from pathlib import Path
 from yalis.launch.rank_info import RankInfo
 
 BEAT_S = 1.0
-SILENCE_S = 30.0  # without a heartbeat, after which a rank counts as stopped; see silence_limit()
+SILENCE_S = 60.0  # without a heartbeat, after which a rank on another host counts as lost; see silence_limit()
 STEP_TIMEOUT_S = 600.0
 JOIN_STOPPED_S = 10.0  # that a process on this host may be stopped (SIGSTOP) before heartbeats begin
-_LATE_S = 3.0  # without a heartbeat or progress, after which a rank may be the one that holds up a step
-IDLE, LOADING, CLOSING = "idle", "loading the model", "closing"
+LATE_S = 3.0  # without a heartbeat or progress, after which a rank may be the one that holds up a step
+IDLE, CLOSING = "idle", "closing"
+OPENING, CONNECTING, LOADING, WARMING_UP = "opening the model", "connecting", "loading the model", "warming up"
 
 
 class Progress:
@@ -37,13 +39,31 @@ class Progress:
         return self.begun, self.done, self.entered, self.left, self.bytes_read()
 
     @contextmanager
-    def reading(self, bytes_read: Callable[[], int]) -> Iterator[None]:
-        """Count the block as one step, whose timeout restarts whenever `bytes_read` returns another number."""
-        self.begun, self.bytes_read = self.begun + 1, bytes_read
+    def step(self) -> Iterator[None]:
+        """Count the block as one step: it must make progress within the step timeout."""
+        self.begun += 1
         try:
             yield
         finally:
-            self.done, self.bytes_read = self.done + 1, int
+            self.done += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as a wait for another rank or for a device."""
+        self.entered += 1
+        try:
+            yield
+        finally:
+            self.left += 1
+
+    @contextmanager
+    def reading(self, bytes_read: Callable[[], int]) -> Iterator[None]:
+        """Count a change of the number that `bytes_read` returns as progress inside the block."""
+        self.bytes_read = bytes_read
+        try:
+            yield
+        finally:
+            self.bytes_read = int
 
 
 class RankState:
@@ -53,11 +73,15 @@ class RankState:
         self.counters = (0, 0, 0, 0, 0)
         self.silent_s = 0.0  # since the last heartbeat
         self.unchanged_s = 0.0  # since the counters changed
-        self.step_s = 0.0  # since the current step began; 0 outside of a step
 
     @property
     def in_step(self) -> bool:
         return self.counters[0] > self.counters[1]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds without progress in the current step; 0 outside of a step."""
+        return self.unchanged_s if self.in_step else 0.0
 
     @property
     def waiting(self) -> bool:
@@ -67,8 +91,6 @@ class RankState:
     def update(self, counters: Sequence[int]) -> None:
         """Record a heartbeat."""
         begun, done, entered, left, bytes_read = counters
-        if (begun, bytes_read) != (self.counters[0], self.counters[4]):
-            self.step_s = 0.0
         if (begun, done, entered, left, bytes_read) != self.counters:
             self.unchanged_s = 0.0
             self.counters = (begun, done, entered, left, bytes_read)
@@ -77,12 +99,13 @@ class RankState:
     def advance(self, seconds: float) -> None:
         self.silent_s += seconds
         self.unchanged_s += seconds
-        self.step_s = self.step_s + seconds if self.in_step else 0.0
 
 
 def silence_limit(step_timeout: float) -> float:
-    """Return the seconds without a heartbeat after which a rank counts as stopped."""
-    return max(3 * BEAT_S, min(SILENCE_S, step_timeout)) if step_timeout else SILENCE_S
+    """Return the seconds without a heartbeat after which a rank counts as lost; infinite if steps have no limit."""
+    if not step_timeout:
+        return math.inf
+    return max(3 * BEAT_S, min(SILENCE_S, step_timeout), step_timeout / 10)
 
 
 def find_culprit(states: Sequence[RankState]) -> int | None:
@@ -91,17 +114,21 @@ def find_culprit(states: Sequence[RankState]) -> int | None:
     That is a rank without heartbeats, or one in a step that computes while others wait in a collective.
     """
     late = max(range(len(states)), key=lambda rank: states[rank].silent_s)
-    if states[late].silent_s > _LATE_S:
+    if states[late].silent_s > LATE_S:
         return late
-    stuck = [rank for rank, state in enumerate(states) if state.in_step and state.unchanged_s > _LATE_S]
+    stuck = [rank for rank, state in enumerate(states) if state.in_step and state.unchanged_s > LATE_S]
     computing = [rank for rank in stuck if not states[rank].waiting]
     return min(computing, key=lambda rank: states[rank].counters) if 0 < len(computing) < len(states) else None
 
 
 def describe_silence(member: RankInfo, seconds: float, phase: str, same_host: bool) -> str:
     """Return the error message for a rank that sends no heartbeats. `same_host`: /proc here has its process."""
-    stopped = same_host and is_stopped(member.pid)
-    reason = "it is stopped (SIGSTOP)" if stopped else "its process is stopped, or its host or network is down"
+    if same_host and is_stopped(member.pid):
+        reason = "it is stopped (SIGSTOP)"
+    elif same_host and is_running(member.pid):
+        reason = "its process runs, but hangs or does not release Python's GIL"
+    else:
+        reason = "its process is stopped, or its host or network is down"
     return f"{member} (pid {member.pid}) has not answered for {seconds:.0f} s{while_in(phase)}: {reason}"
 
 
@@ -128,7 +155,17 @@ class StoppedTimer:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process on this host is stopped by a signal or a debugger."""
+    return _process_state(pid) in ("T", "t")
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process on this host runs or sleeps: it has not ended and is not stopped."""
+    return _process_state(pid) not in ("", "T", "t", "Z", "X", "x")
+
+
+def _process_state(pid: int) -> str:
+    """Return the state in /proc/PID/stat; empty if there is no such process, or it is in another PID namespace."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return False
+        return ""

@@ -9,27 +9,51 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from yalis.launch.heartbeat import BEAT_S, SILENCE_S, STEP_TIMEOUT_S, Progress, describe_silence, while_in
+from yalis.errors import describe_error
+from yalis.launch.heartbeat import (
+    BEAT_S,
+    STEP_TIMEOUT_S,
+    Progress,
+    describe_silence,
+    is_running,
+    silence_limit,
+    while_in,
+)
 from yalis.launch.link import Link, LinkLost
 from yalis.launch.rank_info import RankInfo
 
 STUCK_S = 5.0  # after a failure, for rank 0 to return from its current operation before its process is ended
+PRINT_S = 1.0  # for stderr to accept a message
 LEAVE_S = 10.0  # after rank 0 has left, for a rank that serves it to finish
+
+#: A rank stops sending heartbeats when rank 0 has sent none for this long: they would fill the socket if it is stopped.
+_MAX_UNREAD_S = 20.0
 
 #: Applied to printed messages. The command line sets it, to name flags instead of keyword arguments.
 reword: Callable[[str], str] = str
 
 
 def print_error(message: str) -> None:
-    """Write a line to stderr, from any thread and in any state of the interpreter."""
+    """Write a line to stderr, from any thread and in any state of the interpreter.
+
+    Gives up after PRINT_S if stderr does not accept it, such as a full pipe or a terminal after Ctrl-S: the caller is
+    about to end the process, and other ranks must not wait for that.
+    """
+    unwritten = f"yalis: {reword(message)}\n".encode(errors="backslashreplace")
+    deadline = time.monotonic() + PRINT_S
+    poller = select.poll()
+    poller.register(2, select.POLLOUT)
     with contextlib.suppress(OSError):
-        os.write(2, f"yalis: {reword(message)}\n".encode())
+        while unwritten and poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            # A pipe that is writable accepts this many bytes without blocking.
+            unwritten = unwritten[os.write(2, unwritten[: select.PIPE_BUF]) :]
 
 
 class LivenessMonitor(ABC):
@@ -41,6 +65,7 @@ class LivenessMonitor(ABC):
         self.step_timeout = STEP_TIMEOUT_S  # seconds; 0: no limit
         self.failure: str | None = None
         self.failure_traceback: str | None = None  # if an exception on another rank caused the failure
+        self.failure_printed = False  # by this monitor
         self.departed: set[int] = set()  # ranks that left the job without an error
         self.phase = ""
         self._phase_thread = threading.get_ident()  # the thread that runs the job
@@ -48,7 +73,7 @@ class LivenessMonitor(ABC):
         self.closing = False
         self._changed = threading.Condition()  # of failure, departed and closing
         self._sending = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="yalis-liveness", daemon=True)
+        self._thread = threading.Thread(target=self._run_or_exit, name="yalis-liveness", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -88,17 +113,33 @@ class LivenessMonitor(ABC):
     def _run(self) -> None:
         """Body of the background thread."""
 
+    @abstractmethod
+    def _broadcast_failure(self, message: str, print_it: bool, traceback: str | None = None) -> bool:
+        """Send the failure to the ranks that this one has a link to. Returns False if the job has ended already."""
+
+    def _run_or_exit(self) -> None:
+        """Run the background thread. Without it no failure would be noticed, so an error in it ends the job."""
+        try:
+            self._run()
+        except Exception as error:
+            message = f"{self.members[self.rank]}: the liveness monitor failed ({describe_error(error)})"
+            with contextlib.suppress(Exception):
+                self._broadcast_failure(message, print_it=False)
+            if not self.closing:
+                print_error(message)
+                os._exit(1)
+
     def _mark_departed(self, rank: int) -> None:
         with self._changed:
             self.departed.add(rank)
             self._changed.notify_all()
 
-    def _set_failure(self, message: str, traceback: str | None = None) -> bool:
-        """Record the failure. Returns whether it is the first one."""
+    def _set_failure(self, message: str, traceback: str | None = None, printed: bool = False) -> bool:
+        """Record the failure. `printed`: by this monitor. Returns whether it is the first one."""
         with self._changed:
             if self.failure or self.closing:
                 return False
-            self.failure, self.failure_traceback = message, traceback
+            self.failure, self.failure_traceback, self.failure_printed = message, traceback, printed
             self._changed.notify_all()
             return True
 
@@ -116,8 +157,18 @@ class LivenessMonitor(ABC):
         return f"{self._name(rank, status)} died{while_in(phase)}"
 
     def _describe_silence(self, rank: int, seconds: float, phase: str) -> str:
-        same_host = self.members[rank].node == self.members[self.rank].node
-        return describe_silence(self.members[rank], seconds, phase, same_host)
+        return describe_silence(self.members[rank], seconds, phase, self._is_on_this_host(rank))
+
+    def _is_on_this_host(self, rank: int) -> bool:
+        return self.members[rank].node == self.members[self.rank].node
+
+    def _runs_here(self, rank: int) -> bool:
+        """Return whether the rank's process runs on this host, according to /proc.
+
+        If it sends no heartbeats nevertheless, some code in it does not release Python's GIL: a long sum() or
+        json.load() of the user, for example. That is no failure before the step timeout.
+        """
+        return self._is_on_this_host(rank) and is_running(self.members[rank].pid)
 
 
 class WorkerMonitor(LivenessMonitor):
@@ -127,6 +178,8 @@ class WorkerMonitor(LivenessMonitor):
         super().__init__(members, rank)
         self._link = link
         self.rank0_left = threading.Event()  # rank 0 has left without an error
+        self.rank0_stopping = False  # rank 0 has received Ctrl-C or SIGTERM
+        self._rank0_idle = False  # no request runs on rank 0
         self.serving = False
         self._done_serving = threading.Event()
 
@@ -136,9 +189,8 @@ class WorkerMonitor(LivenessMonitor):
             self._send(self._link, {"phase": phase})
 
     def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
-        if self.closing or self.rank0_left.is_set():
+        if not self._broadcast_failure(message, print_it=False, traceback=traceback):
             return
-        self._send(self._link, {"fail": message, "traceback": traceback})
         self.rank0_left.wait(STUCK_S)  # rank 0 answers `failed`, which ends this process, unless it has left
         os._exit(1)
 
@@ -165,7 +217,8 @@ class WorkerMonitor(LivenessMonitor):
         self._thread.join()
 
     def _run(self) -> None:
-        silent_s, limit, ticked = 0.0, SILENCE_S, time.monotonic()
+        silent_s = 0.0
+        ticked = counted = time.monotonic()  # counted: until when silent_s has been counted
         while True:
             if self._link.poll(max(0.0, ticked + BEAT_S - time.monotonic())):
                 try:
@@ -175,20 +228,39 @@ class WorkerMonitor(LivenessMonitor):
                         print_error(self._describe_death(0, lost, self.phase))
                         os._exit(1)
                     return
-                silent_s, limit = 0.0, message.get("beat", limit)
+                silent_s, counted = 0.0, time.monotonic()
                 self._handle(message)
-            elapsed = time.monotonic() - ticked
-            if elapsed >= BEAT_S:
-                ticked += elapsed
-                silent_s += min(elapsed, 2 * BEAT_S)  # if this process was stopped, it read no heartbeats
-                self._send(self._link, {"beat": self.progress.counters()})
-                if silent_s > limit and not self.rank0_left.is_set() and not self.closing:
+            now = time.monotonic()
+            if now - ticked >= BEAT_S:
+                silent_s += min(now - counted, 2 * BEAT_S)  # if this process was stopped, it read no heartbeats
+                ticked = counted = now
+                if silent_s < _MAX_UNREAD_S:
+                    self._send(self._link, {"beat": self.progress.counters()})
+                if self._is_rank0_lost(silent_s) and not self.rank0_left.is_set() and not self.closing:
                     print_error(self._describe_silence(0, silent_s, self.phase))
                     os._exit(1)
+
+    def _is_rank0_lost(self, silent_s: float) -> bool:
+        """Return whether to exit because rank 0 has sent no heartbeat for this long.
+
+        While rank 0 is idle, code of the user runs there, and the user may stop it with Ctrl-Z: only a connection that
+        breaks ends this process then.
+        """
+        if self._rank0_idle or not self.step_timeout or silent_s <= silence_limit(self.step_timeout):
+            return False
+        return silent_s > self.step_timeout or not self._runs_here(0)
+
+    def _broadcast_failure(self, message: str, print_it: bool, traceback: str | None = None) -> bool:
+        if self.closing or self.rank0_left.is_set():
+            return False
+        self._send(self._link, {"fail": message, "traceback": traceback})
+        return True
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "failed" in message:
             os._exit(1)
+        if "beat" in message:
+            self.step_timeout, self._rank0_idle, self.rank0_stopping = message["beat"]
         if "bye" in message:
             self._mark_departed(0)
             self.rank0_left.set()

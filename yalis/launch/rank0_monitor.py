@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -12,8 +13,13 @@ from collections import deque
 from yalis.launch.heartbeat import (
     BEAT_S,
     CLOSING,
+    CONNECTING,
     IDLE,
+    LATE_S,
     LOADING,
+    OPENING,
+    SILENCE_S,
+    WARMING_UP,
     RankState,
     find_culprit,
     is_stopped,
@@ -23,13 +29,15 @@ from yalis.launch.link import Link, LinkLost
 from yalis.launch.liveness import STUCK_S, LivenessMonitor, print_error
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo
+from yalis.launch.wakeup_pipe import WakeupPipe
 from yalis.log import get_logger
 
 _log = get_logger(__name__)
 
 INTERRUPTED = 128 + signal.SIGINT
 GOODBYE_S = 5.0  # after rank 0 has left, for the "bye" of the ranks that it has started
-STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, after which the job counts as stuck
+STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, if a rank is stopped or silent
+SIGTERM_S = 20.0  # without progress after SIGTERM otherwise; batch systems send SIGKILL after 30 s
 
 
 class Rank0Monitor(LivenessMonitor):
@@ -44,21 +52,19 @@ class Rank0Monitor(LivenessMonitor):
         self._phases: dict[int, str] = {}
         self._states = [RankState() for _ in members]
         self._deadline = 0.0  # for the other ranks to leave, once this monitor is closing
-        self._stopped_s = 0.0  # how long this process itself was stopped, if longer than the silence limit
+        self._stopped_s = 0.0  # how long this process itself was stopped, until every rank has sent a heartbeat again
+        self._unheard: set[int] = set()  # ranks without a heartbeat since then
+        self._idle = False  # no request runs, and the other ranks have been told
         self._stop_signal: signal.Signals | None = None  # a Ctrl-C or SIGTERM that has not ended the call yet
-        self._wakeup_pipe = os.pipe()
-        os.set_blocking(self._wakeup_pipe[1], False)
-        self._receives_signals = False
+        self._stopping_s = 0.0  # since that signal
+        self._wakeup = WakeupPipe()
         self._phase_count = 0  # how often rank 0 has entered a phase
         self._interrupts: deque[int] = deque(maxlen=2)  # the phase count at each of the last two Ctrl-C
 
     def start(self) -> None:
         super().start()
         if threading.current_thread() is threading.main_thread():
-            previous = signal.set_wakeup_fd(self._wakeup_pipe[1], warn_on_full_buffer=False)
-            self._receives_signals = previous == -1
-            if not self._receives_signals:  # an event loop uses the wakeup fd, and needs it to handle signals
-                signal.set_wakeup_fd(previous)
+            self._wakeup.receive_signals(replace=False)
 
     def set_phase(self, phase: str) -> None:
         self._phase_count += 1
@@ -66,6 +72,15 @@ class Rank0Monitor(LivenessMonitor):
         self.phase = phase
         if self._stop_signal and phase not in (IDLE, CLOSING):
             self._stop_signal = None  # the program has caught it and continues
+        if self._idle and phase != IDLE:
+            self._idle = False
+            self._send_heartbeats()
+
+    def set_idle(self) -> None:
+        """Tell the other ranks that no request runs, until the next phase."""
+        if self.phase == IDLE and not self._idle:
+            self._idle = True
+            self._send_heartbeats()  # at once: the user's code may hold Python's GIL from here on
 
     def set_step_timeout(self, seconds: float) -> None:
         super().set_step_timeout(seconds)
@@ -87,7 +102,7 @@ class Rank0Monitor(LivenessMonitor):
         self.failure_handled.set()
         for link in self._links.values():
             self._send(link, {"bye": 0})
-        self._wake_up()
+        self._wakeup.wake()
 
     def close(self) -> None:
         """Wait until the ranks that rank 0 started have left, and warn about those that have not after GOODBYE_S."""
@@ -96,31 +111,25 @@ class Rank0Monitor(LivenessMonitor):
             self._thread.join()
         finally:  # also if Ctrl-C interrupts the wait
             self._deadline = 0.0
-            self._wake_up()
+            self._wakeup.wake()
             self._thread.join()
         for link in self._links.values():
             link.close()
-        if self._receives_signals:
-            if threading.current_thread() is not threading.main_thread():
-                return  # only the main thread can reset the wakeup fd, so the pipe stays open
-            signal.set_wakeup_fd(-1)
-        for end in self._wakeup_pipe:
-            os.close(end)
-
-    def _wake_up(self) -> None:
-        os.write(self._wakeup_pipe[1], b"x")
+        self._wakeup.close()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
             ticked = time.monotonic()
             while not self.closing or (self._remaining() and time.monotonic() < self._deadline):
                 wake_up = self._deadline if self.closing else ticked + BEAT_S
-                for key, _ in selector.select(max(0.0, wake_up - time.monotonic())):
+                events = selector.select(max(0.0, wake_up - time.monotonic()))
+                self._note_stop(time.monotonic() - ticked)
+                for key, _ in events:
                     if not isinstance(key.fileobj, Link):
-                        self._handle_signals(os.read(self._wakeup_pipe[0], 64))
+                        self._handle_signals(self._wakeup.read())
                     elif not self._read(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
                 elapsed = time.monotonic() - ticked
@@ -134,37 +143,69 @@ class Rank0Monitor(LivenessMonitor):
     def _remaining(self) -> list[int]:
         return [rank for rank in self._links if rank not in self.departed]
 
+    def _note_stop(self, elapsed: float) -> None:
+        """Record that this process was stopped, before the links are read: other ranks may have ended because of it."""
+        if elapsed > silence_limit(self.step_timeout) and not self._idle and not self.closing:
+            self._stopped_s = elapsed
+
     def _tick(self, elapsed: float) -> None:
-        """Send heartbeats, and end the job if a rank is silent or a step does not end."""
+        """Send heartbeats, and end the job if a rank is lost or a step makes no progress."""
         self._send_heartbeats()
         silence = silence_limit(self.step_timeout)
         if elapsed > silence:
-            self._stopped_s = elapsed
+            self._unheard = set(self._remaining())  # heartbeats from before and during the stop have been read
+        elif not self._unheard:
+            self._stopped_s = 0.0
+        # If this process was stopped, it read no heartbeats meanwhile, so a tick counts two seconds at most.
+        seconds = min(elapsed, 2 * BEAT_S)
+        self._stopping_s += seconds
         for rank, state in enumerate(self._states):
-            # If this process was stopped, it read no heartbeats meanwhile, so a tick counts two seconds at most.
-            state.advance(min(elapsed, 2 * BEAT_S))
+            state.advance(seconds)
+            if OPENING in self._phases.values():  # a rank that opens the model may download it, and others wait for it
+                state.unchanged_s = 0.0
             if rank in self.departed or rank == 0:
                 state.silent_s = 0.0
         self._states[0].update(self.progress.counters())
         if self.failure or self.closing:
             return
-        silent = max(range(len(self._states)), key=lambda rank: self._states[rank].silent_s)
-        if self._states[silent].silent_s > silence:
-            self._end_job(self._describe_silent(silent), kill=silent)
+        if lost := self._lost_ranks(silence):
+            self._end_job(self._describe_silent(lost[0]), kill=lost[0])
         elif self.step_timeout and any(state.step_s > self.step_timeout for state in self._states):
             limit = f"{self.step_timeout:g} s; give a larger step_timeout= if steps take that long"
-            self._end_stuck_job(f"a step that takes longer than {limit}")
-        elif self._stop_signal and self.phase != IDLE and self._is_stuck(STOP_S):
+            self._end_stuck_job(f"a step for {limit}")
+        elif self._stop_signal and self.phase != IDLE and self._is_stuck(limit_s := self._stop_limit()):
             cause = "Ctrl-C" if self._stop_signal == signal.SIGINT else self._stop_signal.name
-            self._end_stuck_job(f"the step for {STOP_S:g} s after {cause}", 128 + self._stop_signal)
-        elif self.phase == CLOSING and self._is_stuck(silence):
-            self._end_stuck_job(f"the end of the job for {silence:g} s")
+            self._end_stuck_job(f"the step for {limit_s:g} s after {cause}", 128 + self._stop_signal)
+        elif self.phase == CLOSING and not self._in_step() and self._is_stuck(min(silence, SILENCE_S)):
+            self._end_stuck_job(f"the end of the job for {min(silence, SILENCE_S):g} s")
+
+    def _lost_ranks(self, silence: float) -> list[int]:
+        """Return the ranks without a heartbeat for this long whose processes do not run here, longest first."""
+        silent = [rank for rank, state in enumerate(self._states) if state.silent_s > silence]
+        silent.sort(key=lambda rank: self._states[rank].silent_s, reverse=True)
+        return [rank for rank in silent if not self._runs_here(rank)]
+
+    def _stop_limit(self) -> float:
+        """Return how long a job may make no progress after a signal.
+
+        A job whose ranks are all alive may be in a long step: after Ctrl-C it has the step timeout, and the user can
+        press Ctrl-C again.
+        """
+        if self._lost_ranks(LATE_S):
+            limit = STOP_S
+        else:
+            limit = SIGTERM_S if self._stop_signal == signal.SIGTERM else math.inf
+        return limit if self._stopping_s > limit else math.inf
+
+    def _in_step(self) -> bool:
+        return any(state.in_step for state in self._states)
 
     def _send_heartbeats(self) -> None:
-        """Send a heartbeat to every rank. It contains the seconds after which a rank without one must exit."""
+        """Send a heartbeat to every rank, with what the rank needs to judge the silence of rank 0."""
+        beat = (self.step_timeout, self._idle, self._stop_signal is not None)
         for rank, link in self._links.items():
             if rank not in self.departed:
-                self._send(link, {"beat": silence_limit(self.step_timeout)})
+                self._send(link, {"beat": beat})
 
     def _is_stuck(self, seconds: float) -> bool:
         """Return whether no rank has made progress for this long."""
@@ -177,12 +218,12 @@ class Rank0Monitor(LivenessMonitor):
             busy = [rank for rank in (0, *self._remaining()) if not self._states[rank].waiting]
             culprit = busy[0] if len(busy) == 1 else None
         if culprit is None:
-            self._end_job(f"no rank makes progress in {work}", status=status)
-        elif self._states[culprit].silent_s > 2 * BEAT_S:
+            self._end_job(f"no rank or device makes progress in {work}", status=status)
+        elif self._states[culprit].silent_s > LATE_S:
             self._end_job(self._describe_silent(culprit), kill=culprit, status=status)
         else:
-            if self._phase_of(culprit) == LOADING:
-                work = f"the job: it has read no weights for {self.step_timeout:g} s"
+            if (phase := self._phase_of(culprit)) in (CONNECTING, LOADING, WARMING_UP):
+                work = f"the job: no progress for {self.step_timeout:g} s while {phase}"
             self._end_job(f"{self._name(culprit)} holds up {work}", kill=culprit, status=status)
 
     def _describe_silent(self, rank: int) -> str:
@@ -200,6 +241,7 @@ class Rank0Monitor(LivenessMonitor):
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             if number in signals:
+                self._stopping_s = self._stopping_s if self._stop_signal else 0.0
                 self._stop_signal = number
         self._interrupts.extend([self._phase_count] * signals.count(signal.SIGINT))
         if self.phase == IDLE or list(self._interrupts) != [self._phase_count] * 2:
@@ -226,6 +268,7 @@ class Rank0Monitor(LivenessMonitor):
                 return False
             if "beat" in message:
                 self._states[rank].update(message["beat"])
+                self._unheard.discard(rank)
             elif "phase" in message:
                 self._phases[rank] = message["phase"]
             elif "fail" in message:
@@ -273,11 +316,10 @@ class Rank0Monitor(LivenessMonitor):
             os._exit(status)
 
     def _broadcast_failure(self, message: str, print_it: bool, traceback: str | None = None) -> bool:
-        """Send the failure to all ranks, which exit. Returns False if the job has already failed or is closing."""
-        if not self._set_failure(message, traceback):
+        if not self._set_failure(message, traceback, print_it):
             return False
-        if print_it:
-            print_error(message)
         for link in self._links.values():
             self._send(link, {"failed": message})
+        if print_it:
+            print_error(message)
         return True

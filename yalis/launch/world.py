@@ -85,9 +85,14 @@ class World:
             self._monitor.set_phase(phase)
 
     def set_step_timeout(self, seconds: float) -> None:
-        """End the job if a step takes longer than this; 0: no limit. Only the value on rank 0 has an effect."""
+        """End the job if a step makes no progress for this long; 0: no limit. Only the value on rank 0 counts."""
         if self._monitor:
             self._monitor.set_step_timeout(seconds)
+
+    def set_idle(self) -> None:
+        """Tell the other ranks that no request runs on rank 0: its silence is then no failure, until its next phase."""
+        if isinstance(self._monitor, Rank0Monitor):
+            self._monitor.set_idle()
 
     @property
     def failure(self) -> str | None:
@@ -103,6 +108,11 @@ class World:
         """Wait up to `timeout` seconds for rank 0 to leave. Returns whether it has."""
         return isinstance(self._monitor, WorkerMonitor) and self._monitor.rank0_left.wait(timeout)
 
+    @property
+    def rank0_stopping(self) -> bool:
+        """Whether rank 0 ends because of a Ctrl-C or SIGTERM. Always False on rank 0."""
+        return isinstance(self._monitor, WorkerMonitor) and self._monitor.rank0_stopping
+
     @contextlib.contextmanager
     def serving_rank0(self) -> Iterator[None]:
         """Mark the block as work for rank 0: the process is killed if it is stuck there after rank 0 has left."""
@@ -117,15 +127,14 @@ class World:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank. Collective; a value is anything that JSON can represent."""
         self._check()
-        self.progress.entered += 1
-        if self.rank:
-            self._controls[0].send(value)
-            values: list[Any] = self._controls[0].receive()
-        else:
-            values = [value, *(self._controls[rank].receive() for rank in range(1, self.size))]
-            for link in self._controls.values():
-                link.send(values)
-        self.progress.left += 1
+        with self.progress.waiting():
+            if self.rank:
+                self._controls[0].send(value)
+                values: list[Any] = self._controls[0].receive()
+            else:
+                values = [value, *(self._controls[rank].receive() for rank in range(1, self.size))]
+                for link in self._controls.values():
+                    link.send(values)
         return values
 
     def open_links(self, leader: int | None) -> dict[int, Link]:
@@ -143,12 +152,13 @@ class World:
         server = listen(self.members[self.rank].address, 0) if followers else None
         try:
             ports = self.all_gather_object(server.getsockname()[1] if server else None)
-            if server:
-                return self._accept_followers(server, followers)
+            with self.progress.waiting():
+                if server:
+                    return self._accept_followers(server, followers)
+                return {} if leader is None or leader == self.rank else {leader: self._connect(leader, ports[leader])}
         finally:
             if server:
                 server.close()
-        return {} if leader is None or leader == self.rank else {leader: self._connect(leader, ports[leader])}
 
     def fail(self, error: BaseException | str, background: bool = False) -> None:
         """End the job because this rank cannot continue. Returns on rank 0 only; other ranks exit.
@@ -196,6 +206,7 @@ class World:
             return YalisFailure(self._own_failure) if self._own_failure else None
         self._monitor.mark_failure_handled()
         failure, traceback = YalisFailure(self._monitor.failure), self._monitor.failure_traceback
+        failure.printed = self._monitor.failure_printed
         failure.__cause__ = RankTraceback(f"\n{traceback}") if traceback else None
         return failure
 
