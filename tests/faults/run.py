@@ -163,7 +163,8 @@ class Runner:
                 self._wait_for_end(case, job, began, outcome)
             finally:
                 for pid in job.running(self._table):
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        os.kill(pid, signal.SIGKILL)
                 job.reap(10)
         deadline = time.monotonic() + _RELEASE_S
         while (left := _left_behind(job, lane, ports, memory)) and time.monotonic() < deadline:

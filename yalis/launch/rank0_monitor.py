@@ -301,7 +301,8 @@ class Rank0Monitor(LivenessMonitor):
         if not self._broadcast_failure(message, print_it, traceback):
             return
         # If a rank does not respond, a collective with it returns only if that rank can be killed here: wait less.
-        seconds = STUCK_S if kill is None else STUCK_S / 2 if kill else 0.5
+        # The same if this process was stopped: the others have ended, and nobody is left to end the collective.
+        seconds = STUCK_S if kill is None and not self._stopped_s else STUCK_S / 2 if kill != 0 else 0.5
         deadline = time.monotonic() + seconds
         if self._local:
             if kill:
