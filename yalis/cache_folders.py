@@ -1,4 +1,4 @@
-"""Folders of the cache directory: compiled code, tables, tokenizers. Used only if nobody else can change them."""
+"""Folders of the cache directory for compiled code, tables and tokenizers, used only if nobody else can write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from yalis import env
 from yalis.errors import YalisError
 from yalis.log import get_logger
-from yalis.trusted_files import make_private_folder, untrusted_reason
+from yalis.trusted_files import make_private_folder, untrusted_entry
 
 log = get_logger(__name__)
 
@@ -21,11 +21,11 @@ log = get_logger(__name__)
 def cache_folder(name: str) -> Path:
     """Return a folder of the cache directory, created with mode 0700 if possible.
 
-    If another user could change it or an entry of it, a warning says so, and the folder is a temporary one of this
-    process: what would be loaded from the cache is then built again.
+    If another user could change it or an entry of it, this logs a warning and returns a temporary folder of this
+    process, in which the contents of the cache are built again.
     """
     folder = env.cache_dir() / name
-    with suppress(OSError):  # a reader finds no entries, and a writer gets the same error
+    with suppress(OSError):  # a reader then finds no entries, and a writer gets the same error
         make_private_folder(folder)
     refusal = why_not_used(folder)
     if refusal is None:
@@ -36,7 +36,7 @@ def cache_folder(name: str) -> Path:
     return temporary
 
 
-def kept_cache_folder(name: str) -> Path:
+def persistent_cache_folder(name: str) -> Path:
     """Return cache_folder(name) for files that must outlive this process; raises YalisError if it is not trusted."""
     folder = env.cache_dir() / name
     make_private_folder(folder)
@@ -46,11 +46,8 @@ def kept_cache_folder(name: str) -> Path:
 
 
 def why_not_used(folder: Path) -> str | None:
-    """Return a sentence if another user could change a folder of the cache or an entry of it; None if nobody can."""
-    paths = [folder]
-    with suppress(OSError):
-        paths += sorted(folder.iterdir())
-    reason = next(filter(None, map(untrusted_reason, paths)), None)
+    """Return an error message if another user could change a cache folder or an entry of it; None if nobody can."""
+    reason = untrusted_entry(folder)
     return None if reason is None else f"the cache {folder} is not used, because {reason}; {_how_to_fix(reason)}"
 
 
@@ -60,7 +57,8 @@ def _how_to_fix(reason: str) -> str:
     if not mode_is_wrong:
         return another
     cache_dir = Path.cwd() / env.cache_dir()
-    chmod = f"chmod -R go-w {cache_dir}" if Path(writable).is_relative_to(cache_dir) else f"chmod go-w {writable}"
+    # With a umask of 002 new entries can be written by the group; in a folder of mode 0700 that does no harm.
+    chmod = f"chmod -R go-rwx {cache_dir}" if Path(writable).is_relative_to(cache_dir) else f"chmod go-w {writable}"
     return f"type `{chmod}`, or {another}"
 
 

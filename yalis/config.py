@@ -45,7 +45,7 @@ class EngineConfig:
     ranks_per_node: int | None = None  # simulate nodes of this many ranks; None: detected
     ranks_per_gpu: int = 1  # ranks that may share a GPU
     join_timeout: float = 300.0  # seconds to wait for all ranks to join
-    step_timeout: float = 600.0  # seconds that a step of several ranks may take; 0: no limit
+    step_timeout: float = 600.0  # seconds that a step of several ranks may make no progress; 0: no limit
     insecure_rendezvous: bool = False  # start although the ranks cannot authenticate each other
 
     def __post_init__(self) -> None:

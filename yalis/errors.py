@@ -18,11 +18,12 @@ class YalisError(Exception):
 class YalisFailure(YalisError):
     """A valid request failed for an external reason, such as a full disk or a rank that died.
 
-    `done` holds the partial results, if there are any.
+    `done` holds the partial results, if there are any. `printed`: the message is on stderr already.
     """
 
     exit_code = 1
     done: Any = None
+    printed: bool = False
 
 
 class PeerLost(YalisFailure):

@@ -1,4 +1,4 @@
-"""Checks the keyword arguments of the public API, and accepts those of vLLM that have the same meaning here."""
+"""Checks the keyword arguments of the public API, and accepts vLLM's names for arguments with the same meaning."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass(frozen=True)
 class VllmKeywords:
-    """Arguments of a function of vLLM that its counterpart here does not have."""
+    """Arguments of a vLLM function that the corresponding YALIS function does not have."""
 
-    renamed: Mapping[str, str] = field(default_factory=dict)  # the name here of an argument with the same meaning
-    ignored: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values without an effect; others are refused
+    renamed: Mapping[str, str] = field(default_factory=dict)  # to the YALIS argument with the same meaning
+    ignored: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values without effect; others are refused
     advice: Mapping[str, str] = field(default_factory=dict)  # what to do instead
 
 
@@ -48,7 +48,7 @@ LLM_KEYWORDS = VllmKeywords(
         "quantization": (None,),
         "revision": (None,),
         "runner": ("auto", "generate"),
-        "seed": (None,),
+        "seed": (None, 0),
         "skip_tokenizer_init": (False,),
         "speculative_config": (None,),
         "task": ("auto", "generate"),
@@ -108,14 +108,14 @@ CHAT_KEYWORDS = VllmKeywords(
     ),
 )
 
-#: Of stream() and submit(), which vLLM does not have.
+#: For stream() and submit(), which vLLM does not have.
 NO_KEYWORDS = VllmKeywords()
 
 
 def check_keywords(
     owner: str, vllm: VllmKeywords
 ) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """Make a function accept the arguments of vLLM, and raise a YalisError that names all arguments it does not have.
+    """Return a decorator that translates vLLM's arguments, and raises a YalisError that names all unknown arguments.
 
     `owner` is the name of the function in the message.
     """
@@ -135,7 +135,7 @@ def check_keywords(
 
 
 def check_init_keywords(owner: str, vllm: VllmKeywords) -> Callable[[_Class], _Class]:
-    """Apply check_keywords() to the constructor of a class."""
+    """Return a class decorator that applies check_keywords() to the constructor."""
 
     def decorate(kind: _Class) -> _Class:
         kind.__init__ = check_keywords(owner, vllm)(kind.__init__)  # type: ignore[misc]
@@ -145,11 +145,13 @@ def check_init_keywords(owner: str, vllm: VllmKeywords) -> Callable[[_Class], _C
 
 
 def translate(owner: str, given: Mapping[str, Any], accepted: Collection[str], vllm: VllmKeywords) -> dict[str, Any]:
-    """Return the arguments under their names here, without those that have no effect."""
+    """Return the arguments with vLLM's names replaced, and without those that change nothing."""
     kept: dict[str, Any] = {}
     refused: dict[str, str] = {}
     for name, value in given.items():
         ours = vllm.renamed.get(name, name)
+        if ours != name and value is None:  # vLLM's default
+            continue
         if ours in accepted:
             if ours in kept or (ours != name and ours in given):
                 raise YalisError(f"{ours} and {name} are the same argument; give one of them")
@@ -173,7 +175,7 @@ def _explain(name: str, accepted: Iterable[str], vllm: VllmKeywords) -> str:
 
 
 def suggest(word: str, accepted: Iterable[str], prefix: str = "") -> str:
-    """Return " (did you mean ...?)" with the words that `word` begins, or else the most similar one; empty if none is.
+    """Return " (did you mean ...?)" with words that start with `word`, else the most similar one; empty if none is.
 
     `prefix` is printed before each word.
     """

@@ -1,4 +1,4 @@
-"""`python -m tests.faults`: run the fault matrix, write its table, exit with status 1 if a case is wrong."""
+"""`python -m tests.faults`: run the fault matrix, print its table, exit with status 1 if a case has a problem."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--jobs", type=int, default=6, help="jobs at a time (default: 6)")
     parser.add_argument("--cases", default="*", help="patterns such as 'kill-*-tp2-*', separated by spaces")
-    parser.add_argument("--cover", action="store_true", help="only the cases that the test suite runs")
+    parser.add_argument("--cover", action="store_true", help="only the pairwise cover that `make test` runs")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
-    parser.add_argument("--verbose", action="store_true", help="print the whole error output of wrong cases")
+    parser.add_argument("--verbose", action="store_true", help="print the whole error output of cases with a problem")
     parser.add_argument("--out", type=Path, help="write matrix.json and matrix.md into this folder")
     args = parser.parse_args()
     every = cover() if args.cover else matrix()

@@ -1,4 +1,4 @@
-"""The fault matrix: which fault hits which rank in which phase of which split, and what must be printed then."""
+"""The fault matrix: every fault, in every phase, split and rank, and the error output and exit status it must cause."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-PHASES = ("join", "load", "prefill", "decode", "shutdown")
-MOMENTS = {"load": "loading"}  # names of fault.py that differ from the phase
+PHASES = ("join", "connect", "load", "warm-up", "prefill", "decode", "shutdown")
+MOMENTS = {"load": "loading"}  # phases that have another name in tests/multiprocess/fault.py
+#: Phases that add only the faults after which another rank waits. The others are handled as while loading.
+START_PHASES, START_FAULTS = ("connect", "warm-up"), ("kill", "exception", "sigstop", "hang")
 _NOT_JOINED = "did not (arrive|reach|report|answer)|ended before"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`action` is what fault.py does in the rank; `reason` is a pattern for the reason that must be printed."""
+    """`action`: what tests/multiprocess/fault.py does in the rank; `reason`: pattern that the error must match."""
 
     action: str
     reason: str
@@ -37,7 +39,7 @@ SELF_STARTED, LAUNCHED, HOSTS = "self-started", "launched", "two hosts"
 
 @dataclass(frozen=True)
 class Split:
-    """`start`: rank 0 starts rank 1, a launcher starts both, or one is launched on each of two hosts."""
+    """`start`: rank 0 starts rank 1, a launcher starts both on one host, or it starts one on each of two hosts."""
 
     name: str
     flags: tuple[str, str]
@@ -76,7 +78,7 @@ class Case:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens per prompt: many, so that the job is still running at the end of every timeout."""
+        """Tokens per prompt: few if the fault comes at shutdown, else so many that no timeout outlasts the job."""
         return 8 if self.phase == "shutdown" else 200
 
     @property
@@ -85,10 +87,10 @@ class Case:
 
     @property
     def freeing_signal(self) -> str | None:
-        """The signal that ends the faulty rank after the others have gone, if it can neither end nor be ended.
+        """The signal to send to the faulty rank after all others have ended; None if it must have ended too.
 
-        A stopped rank runs no code: rank 0 kills those it started, and only the user can continue the rest. A rank that
-        hangs before it has joined is not connected to a rank that could notice.
+        A stopped rank runs no code: rank 0 kills one that it started, and only the user can continue others. A rank
+        that hangs before it has joined has no connection over which another rank could end it.
         """
         if self.rank and self.start == SELF_STARTED:
             return None
@@ -102,21 +104,23 @@ def matrix() -> list[Case]:
     return [
         Case(fault, phase, split, rank)
         for fault, phase, split, rank in itertools.product(FAULTS, PHASES, SPLITS, (0, 1))
-        if fault not in NETWORK_FAULTS or SPLITS[split].start == HOSTS
+        if (fault not in NETWORK_FAULTS or SPLITS[split].start == HOSTS)
+        and (phase not in START_PHASES or fault in START_FAULTS)
     ]
 
 
 def cover() -> list[Case]:
-    """Return a few cases that contain every pair of fault, phase, split and rank; without the slow self-started ranks.
+    """Return a pairwise cover of the launched cases on one or two hosts, without network faults.
 
-    Greedy: always the case with the most new pairs, of the rank that has fewer cases.
+    Every pair of values of fault, phase, split and rank occurs. Greedy: adds the case with the most missing pairs; of
+    equal cases, the one of the rank that has fewer. Self-started ranks are left out because they start slowly.
     """
-    left = [case for case in matrix() if case.start != SELF_STARTED and not case.by_network]
-    missing = {pair for case in left for pair in _pairs(case)}
+    candidates = [case for case in matrix() if case.start != SELF_STARTED and not case.by_network]
+    missing = {pair for case in candidates for pair in _pairs(case)}
     chosen: list[Case] = []
     while missing:
         ranks = [case.rank for case in chosen]
-        best = max(left, key=lambda case: (len(missing & _pairs(case)), -ranks.count(case.rank)))
+        best = max(candidates, key=lambda case: (len(missing & _pairs(case)), -ranks.count(case.rank)))
         chosen.append(best)
         missing -= _pairs(best)
     return chosen
@@ -128,9 +132,9 @@ def _pairs(case: Case) -> set[tuple[object, object]]:
 
 
 def wrong_sentences(case: Case, completed: bool, errors: str) -> Iterator[str]:
-    """Yield what is wrong with the error output of all ranks, in the order in which it was printed.
+    """Yield the problems of `errors`, the error output of all ranks in the order in which it was printed.
 
-    `completed`: all results were printed, so that the job need not report a fault at its end.
+    `completed`: all results were printed, so the job need not report a fault that comes later.
     """
     if "Traceback" in errors:
         yield "a traceback was printed"
@@ -166,12 +170,16 @@ def _has(sentences: list[str], rank: int, reason: str) -> bool:
 
 
 def error_sentences(errors: str) -> list[str]:
-    """Return the lines of yalis that report an error or a stop."""
-    return [line for line in errors.splitlines() if line.startswith("yalis") and not line.endswith("tokens/s")]
+    """Return the lines in which yalis reports an error or that it was stopped, not those on how much was done."""
+    return [
+        line
+        for line in errors.splitlines()
+        if line.startswith("yalis") and not re.search(r"tokens/s$|^yalis: (\d+ tokens? of|nothing was generated)", line)
+    ]
 
 
 def wrong_statuses(case: Case, completed: bool, statuses: dict[int, int]) -> Iterator[str]:
-    """Yield which exit status is wrong. `statuses` has rank 0, and rank 1 unless rank 0 started it.
+    """Yield the wrong exit statuses. `statuses` has rank 0, and rank 1 unless rank 0 started it.
 
     `completed`: all results were printed.
     """

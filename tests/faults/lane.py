@@ -1,6 +1,6 @@
-"""Places to run jobs in, one job at a time each: fork servers in namespaces of their own.
+"""Lanes: isolated environments that each run one job at a time, from a fork server.
 
-As root, a lane has its own network and /dev/shm, so that what a job leaves there can be told from other programs.
+As root, a lane has its own network namespace and /dev/shm, so that everything found there was left by its jobs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class ProcessTable:
         self._table: list[tuple[int, int, str]] = []
 
     def find(self, leaders: Sequence[int], mark: str, since: float) -> set[int]:
-        """Return these pids, those of their sessions and those with this mark in their environment, if they run.
+        """Return the running processes that are in `leaders`, are in a session of one of them, or have this mark.
 
-        The answer is not older than `since`. A zombie has ended: its parent is a stopped rank 0, or about to reap it.
+        The table is read again if it is older than `since`. A zombie does not count as running: its parent is a stopped
+        rank 0, or is about to reap it.
         """
         with self._lock:
             if self._time < max(since, time.monotonic() - 0.1):
@@ -67,7 +68,7 @@ class ProcessTable:
 
 
 class RunningJob:
-    """The processes of one case. All ranks append to the same two files."""
+    """The processes of one case. All ranks append their output to the same two files."""
 
     def __init__(self, servers: list[ForkServer], pids: list[int], mark: str, folder: Path) -> None:
         """servers[i] forked the process with pids[i]: rank i."""
@@ -75,11 +76,12 @@ class RunningJob:
         self.statuses: dict[int, int] = {}
         self._servers, self._mark, self._started = servers, mark, time.monotonic()
 
-    def left(self, table: ProcessTable) -> set[int]:
+    def running(self, table: ProcessTable) -> set[int]:
+        """Return the pids of the processes that still run."""
         return table.find(self.pids, self._mark, self._started)
 
     def reap(self, seconds: float) -> None:
-        """Read the exit status of every forked process; all of them have ended."""
+        """Read the exit status of every forked process. Call after all of them have ended."""
         for server in dict.fromkeys(self._servers):
             ranks = [rank for rank, owner in enumerate(self._servers) if owner is server]
             for _ in ranks:
@@ -96,7 +98,7 @@ class RunningJob:
 
 
 class Lane:
-    """One fork server for jobs of one host, or two on a pair of hosts."""
+    """One fork server for jobs on one host, or two for jobs on a pair of hosts."""
 
     def __init__(self, folder: Path, lab: Lab | None = None, first_host: int = 0) -> None:
         self._folder, self._lab, self._first_host = folder, lab, first_host
@@ -143,7 +145,7 @@ class Lane:
 
     @contextlib.contextmanager
     def network_fault(self, case: Case) -> Iterator[None]:
-        """Cut the host of the case's rank off for the block: its link is down, or nothing arrives at either end."""
+        """Disconnect the host of the case's rank during the block: its link is down, or packets are lost silently."""
         assert self._lab is not None
         host = self._first_host + case.rank
         if case.fault == "link-down":
@@ -159,7 +161,7 @@ class Lane:
             subprocess.run(["ip", *device, *mend], check=True)
 
     def listening_ports(self) -> set[tuple[int, str]]:
-        """Return the addresses that a socket of this lane listens on; none if the lane shares its network."""
+        """Return the addresses on which sockets of this lane listen; empty if the lane has no network of its own."""
         found = set()
         for server in self._servers if self.isolated else ():
             for name in ("tcp", "tcp6"):

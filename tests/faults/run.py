@@ -1,4 +1,4 @@
-"""Run cases of the fault matrix in parallel and judge how each job ended."""
+"""Runs cases of the fault matrix in parallel and checks how each job ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from yalis.study.lab.hosts import Lab
 _START_S = 120.0  # for a job to reach the moment of the fault
 _FREED_S = 5.0  # for a rank to end after its freeing signal
 _RELEASE_S = 2.0  # for the kernel to close the sockets of a process that was killed
-_REPORTED_S = 10.0  # after the limit, for a late job to end before it counts as hung
+_HUNG_S = 10.0  # after the limit; a job that ends before that is late, not hung
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Outcome:
 
     case: Case
     hung: bool = False
-    seconds: float | None = None  # from the fault until the last process has ended, or all but the one to be freed
+    seconds: float | None = None  # from the fault until all processes have ended, except one with a freeing signal
     freed_seconds: float | None = None  # from the freeing signal until the faulty rank has ended
     statuses: dict[int, int] = field(default_factory=dict)  # by rank
     sentence: str = ""  # the last error that was printed
-    left: list[str] = field(default_factory=list)  # processes, ports and files
+    left: list[str] = field(default_factory=list)  # processes, ports and files that the job left behind
     problems: list[str] = field(default_factory=list)
-    errors: str = ""  # all that was printed
+    errors: str = ""  # the whole error output
 
     def to_json(self) -> dict[str, object]:
         case = self.case
@@ -93,8 +93,8 @@ def command(case: Case, model: str, limits: Limits) -> list[str]:
 
 
 class Runner:
-    """Runs cases on lanes. Only as many jobs as there are cores start at a time, because most of their time is waiting
-    after the fault."""
+    """Runs cases on lanes. More jobs run than there are cores, since they mostly wait after the fault, but only as many
+    start at the same time."""
 
     def __init__(self, folder: Path, model: str, limits: Limits, report: Callable[[Outcome], None]) -> None:
         self._folder, self._model, self._limits, self._report = folder, model, limits, report
@@ -162,8 +162,9 @@ class Runner:
                     (job.folder / "note.go").touch()
                 self._wait_for_end(case, job, began, outcome)
             finally:
-                for pid in job.left(self._table):
-                    os.kill(pid, signal.SIGKILL)
+                for pid in job.running(self._table):
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        os.kill(pid, signal.SIGKILL)
                 job.reap(10)
         deadline = time.monotonic() + _RELEASE_S
         while (left := _left_behind(job, lane, ports, memory)) and time.monotonic() < deadline:
@@ -177,7 +178,7 @@ class Runner:
         deadline = time.monotonic() + _START_S
         note = job.folder / "note"
         while time.monotonic() < deadline:
-            running = job.left(self._table)
+            running = job.running(self._table)
             if note.exists() and (text := note.read_text()):
                 return float(text)
             if not running:
@@ -188,25 +189,25 @@ class Runner:
     def _wait_for_end(self, case: Case, job: RunningJob, began: float, outcome: Outcome) -> None:
         """Wait until the job has ended, or all of it except a rank that needs a signal, which is then sent."""
         culprit = job.pids[case.rank] if case.rank < len(job.pids) else None
-        while left := job.left(self._table):
-            if case.freeing_signal and left == {culprit}:
+        while running := job.running(self._table):
+            if case.freeing_signal and running == {culprit}:
                 outcome.seconds = round(time.time() - began, 2)
                 self._free(case, job, outcome)
                 return
-            if time.time() - began > self._limits.end + _REPORTED_S:
+            if time.time() - began > self._limits.end + _HUNG_S:
                 outcome.hung = True
-                outcome.left += ["process" for _ in left]
+                outcome.left += ["process" for _ in running]
                 return
             time.sleep(0.05)
         outcome.seconds = round(time.time() - began, 2)
 
     def _free(self, case: Case, job: RunningJob, outcome: Outcome) -> None:
         assert case.freeing_signal is not None
-        # A rank that has not joined yet first tries to.
+        # A rank that has not joined yet tries to join first.
         limit = _FREED_S + (self._limits.join_timeout if case.phase == "join" else 0)
         sent = time.time()
         os.kill(job.pids[case.rank], signal.Signals[case.freeing_signal])
-        while job.left(self._table):
+        while job.running(self._table):
             if time.time() - sent > limit:
                 outcome.problems.append(f"rank {case.rank} does not end after {case.freeing_signal}")
                 return
@@ -231,7 +232,7 @@ class Runner:
 
 
 def _left_behind(job: RunningJob, lane: Lane, ports: set[tuple[int, str]], memory: set[tuple[int, str]]) -> list[str]:
-    """Return the ports and files of an ended job. `ports` and `memory` were in use before it."""
+    """Return the ports and files that an ended job left behind. `ports` and `memory` were in use before it."""
     left = [f"port {address}" for _, address in sorted(lane.listening_ports() - ports)]
     left += [f"/dev/shm/{name}" for _, name in sorted(lane.shared_memory() - memory)]
     for folder in (job.folder / name for name in FOLDERS):
@@ -245,7 +246,7 @@ def _is_complete(output: str, tokens: int) -> bool:
 
 
 def _anonymous(errors: str) -> str:
-    """Replace what differs between machines and runs."""
+    """Replace host names, pids and ports, which differ between machines and runs."""
     errors = re.sub(r"\bpid \d+", "pid PID", errors.replace(socket.gethostname(), "HOST"))
     errors = re.sub(r"yalis-host(\d+)", lambda found: f"host{int(found[1]) % 2}", errors)
     return re.sub(r"\bport [\d, ]*\d", "port PORT", errors)

@@ -9,16 +9,16 @@ from tests.faults.run import Limits, Outcome
 
 _HEADER = """# Fault matrix
 
-`make faults` hits one rank of a job of two with one fault and checks how the job ends. With a step timeout of
+`make faults` injects one fault into one rank of a job of two ranks and checks how the job ends. With a step timeout of
 {step:g} s and a join timeout of {join:g} s, every process must have ended {end:g} s after the fault.
 
 - {count} cases: {wrong} wrong. {hung} hung, {late} ended late, {blame} named a wrong culprit or reason, {left} left
   something behind. Slowest: {slowest:.1f} s.
-- A cell has the number of cases that ended rightly (of those that ran), and the longest time from fault to end.
+- A cell has the number of cases that ended as required (of those that ran), and the longest time from fault to end.
 - Jobs: `yalis generate` on a tiny random model; rank 0 starts rank 1 (`tp2`, `pp2`, `dp2`), both are started with
   torchrun's variables on one host (`launched`), or one on each of two network namespaces (`hosts`).
-- A stopped rank that no other rank can kill (rank 0, or one of a launcher) gets SIGCONT after the others have ended and
-  must then end by itself; a rank that hangs before it has joined gets SIGTERM.
+- A stopped rank that no other rank can kill (rank 0, or a rank that a launcher started) gets SIGCONT after the others
+  have ended, and must then end by itself; a rank that hangs before it has joined gets SIGTERM.
 """
 
 
@@ -45,7 +45,7 @@ def markdown(outcomes: Sequence[Outcome], limits: Limits) -> str:
                 cells = (_cell([one for one in row if one.case.split == split]) for split in splits)
                 lines.append(f"| {fault} | {phase} | {' | '.join(cells)} |")
     if any(problems):
-        lines += ["", "## Wrong cases", "", "| case | problem | last error |", "| --- | --- | --- |"]
+        lines += ["", "## Cases with a problem", "", "| case | problem | last error |", "| --- | --- | --- |"]
         wrong = sorted((one for one in outcomes if one.problems), key=lambda one: str(one.case))
         lines += [f"| {one.case} | {'; '.join(one.problems)} | {one.sentence} |" for one in wrong]
     return text + "\n".join(lines) + "\n"

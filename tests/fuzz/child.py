@@ -1,4 +1,4 @@
-"""The process that runs inputs. It writes a line of JSON before and after each to the file descriptor it was given."""
+"""The process that runs inputs. It writes a line of JSON before and after each input to a given file descriptor."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def main(seed: int, results: int) -> None:
 
 
 def warm_up() -> None:
-    """Open a valid model and a tokenizer, so that no input pays for imports and kernels. Objects that exist then are
-    exempted from garbage collection, which every LLM requests when it is closed."""
+    """Open a valid model and a tokenizer, so that no input is charged for imports and the compilation of kernels.
+
+    Objects that exist afterwards are exempt from garbage collection, which every LLM runs when it is closed.
+    """
     with _folder() as folder:
         tokenizer_files.save(tokenizer_files.byte_level(), folder)
         (folder / "config.json").write_text(json.dumps(make_config(Random(0))))
@@ -53,7 +55,7 @@ def warm_up() -> None:
 
 def run_input(target: str, data: bytes) -> dict[str, Any]:
     """Run one input. A watchdog ends this process, with the stack on stderr, after WATCHDOG_S."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present memory
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak, to the current resident memory
     before, begin = _status("VmRSS"), _own_time()
     with _folder() as folder:
         faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
@@ -89,13 +91,13 @@ def _shorten(message: str, folder: Path) -> str:
 
 
 def _own_time() -> float:
-    """Return the time in seconds, without the time that this thread was ready and waited for a processor."""
+    """Return a clock in seconds that excludes the time in which this thread was ready but had no core."""
     _, waited, _ = Path("/proc/self/schedstat").read_text().split()
     return time.perf_counter() - int(waited) * 1e-9
 
 
 def _status(field: str) -> int:
-    """Return a size of this process in bytes."""
+    """Return a field of /proc/self/status in bytes, such as VmRSS."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 

@@ -176,7 +176,7 @@ class GgufTarget:
     def make(self, rng: Random) -> bytes:
         architecture = rng.choice(("llama", "llama", "qwen2", "qwen3", "gemma2", "phi3", "granite"))
         pairs, tensors = _metadata(architecture, tokenizer=rng.random() < 0.1), list(_TENSORS)
-        if rng.random() < 0.7:  # without it, other RoPE scaling is read
+        if rng.random() < 0.7:  # without this tensor, the RoPE scaling of the metadata is used
             tensors = [info for info in tensors if info[0] != "rope_freqs.weight"]
         version, counts, kind = 3, (0, 0), rng.random()
         if kind < 0.75:

@@ -1,4 +1,4 @@
-"""Targets: what strangers, impostors and processes that know the secret send while the ranks of a job connect.
+"""Targets: what unauthenticated peers, impostors of rank 0 and authenticated peers send while ranks connect.
 
 A real rank 0, or a leader of `open_links`, listens. After the mutated bytes, the real rank 1 must still be able to
 connect to it. The first byte of an input selects the listener, the method by which the ranks got the secret, or both.
@@ -28,7 +28,7 @@ from yalis.version import __version__
 _SECRET = b"5f0c2d1e" * 4
 _LOCALHOST = "127.0.0.1"
 _PURPOSE = b"rendezvous"
-#: Payloads that are hard on a parser.
+#: Payloads that may exhaust a parser's recursion limit or memory.
 _PAYLOADS = (
     *(b"[" * 1_000, b"[" * 60_000, b"[" * 65_536, b'{"a":' * 13_000, b"[" * 30_000 + b"]" * 30_000, b"9" * 60_000),
     *(b"", b"null", b"{}", b"0", b'"\\ud800"', b"\xff" * 100, b"\0" * 60_000, b"GET / HTTP/1.1\r\n\r\n"),
@@ -98,7 +98,7 @@ class _Leader(_Listener):
 
 
 def _join_after(listener: _Rendezvous | _Leader, timeout: float, intrude: Callable[[socket.socket], None]) -> bytes:
-    """Let somebody else connect to the listener first, then connect as rank 1. Returns what the other received."""
+    """Run `intrude` on a first connection to the listener, then connect as rank 1. Returns what the first received."""
     listener.start()
     try:
         with socket.create_connection((_LOCALHOST, listener.port), timeout=timeout) as other:
@@ -141,7 +141,7 @@ def _hello(rng: Random) -> dict[str, Any]:
 
 
 class StrangerTarget:
-    """Frames without a proof. Nothing that a stranger sends may keep rank 1 from joining."""
+    """What an unauthenticated peer sends. It must not keep rank 1 from joining."""
 
     name = "stranger"
 
@@ -166,7 +166,7 @@ class StrangerTarget:
 
 
 class RankTarget:
-    """Messages after the handshake. A process that knows the secret may end the job, but only with a sentence."""
+    """Messages after the handshake. A process that knows the secret may end the job, but only with a YalisError."""
 
     name = "authenticated rank"
 
@@ -186,7 +186,7 @@ class RankTarget:
 
 
 class ImpostorTarget:
-    """What a process that is not rank 0 answers to a rank. The rank must neither fail otherwise nor prove itself."""
+    """Replies of a process that is not rank 0. The rank must refuse them with a YalisError and not send the secret."""
 
     name = "impostor"
 

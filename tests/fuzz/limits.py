@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-#: Seconds, without those in which the input's process waited for a processor.
+#: Seconds, excluding those in which the process was ready but had no core.
 LIMIT_S = 5.0
-#: Seconds after which an input is ended, on a machine that is busy with other things too.
+#: Wall-clock seconds after which an input is ended; more than LIMIT_S, because the machine may be busy.
 WATCHDOG_S = 4 * LIMIT_S
-#: Resident memory above that before the input.
+#: Growth of the resident memory.
 LIMIT_BYTES = 1 << 30
-#: What a child may map in addition, so that an input far over the limit gets a MemoryError and not this machine.
+#: Address space that a child may map after its warm-up. An input far over the limit then raises MemoryError instead of
+#: exhausting the memory of the machine.
 ADDRESS_SPACE_BYTES = 4 << 30

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Raw(str):
-    """JSON text that is written as it is, for what json.dumps does not produce."""
+    """JSON text that is written unchanged, for text that json.dumps does not produce."""
 
 
 class Pairs(list[tuple[str, Any]]):
@@ -171,7 +171,7 @@ def mutate_bytes(data: bytes, rng: Random, limit: int | None = None) -> bytes:
 
 
 def mutate_json_text(value: Any, rng: Random) -> bytes:
-    """Return the text of a mutated JSON value; one text in six is damaged as bytes too."""
+    """Return the text of a mutated JSON value; in about one of six, bytes of the text are mutated."""
     if rng.random() < 0.1:
         return mutate_bytes(dump(value), rng)
     text = dump(mutate_json(value, rng), ascii_only=rng.random() < 0.8)

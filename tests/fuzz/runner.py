@@ -21,14 +21,14 @@ FAILURES = ("exception", "memory", "time", "crash")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one input did."""
+    """The outcome of one input."""
 
     target: str
     index: int
     outcome: str  # accepted | refused, or one of FAILURES
     message: str
     seconds: float
-    bytes: int  # peak of the resident memory above that before the input
+    bytes: int  # growth of the resident memory, at its peak
 
 
 def run_inputs(items: Sequence[Item], seed: int, processes: int, report: Callable[[Outcome], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a fuzz target is, and the models whose files are mutated."""
+"""The interface of fuzz targets, and the tiny model whose files are mutated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from yalis.engine.device import resolve_block_size
 from yalis.parallel.memory import whole_memory
 from yalis.spec import read_spec
 
-#: Larger models are opened and sized, but their weights are not loaded: that needs the memory it needs.
+#: Larger models are opened and sized, but not built, because a valid model may need more than the memory limit.
 _MAX_BUILT_BYTES = 16 << 20
 _MAX_BUILT_LAYERS = 100
 _MAX_POSITIONS = 1 << 16
@@ -69,7 +69,7 @@ def open_model(path: Path, load: str = "auto") -> None:
 
 
 def _read_tensors(checkpoint: Checkpoint) -> None:
-    """Read every tensor of the files, which bounds their size."""
+    """Read every tensor that the files contain. Their memory is bounded by the size of the files."""
     for name in checkpoint.names():
         tensor = checkpoint.find(name)
         if tensor is not None:

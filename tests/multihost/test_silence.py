@@ -12,7 +12,7 @@ RANK = """
 import sys, time
 from yalis.errors import YalisFailure
 from yalis.launch import link
-link.SILENCE_S = 6  # a tenth of the real one
+link.KEEPALIVE_S = 6  # a tenth of the real one
 from yalis.launch.join import join
 world = join(2, ["unused"])
 world.phase = "running"

@@ -53,6 +53,14 @@ def install() -> None:
         from yalis.comm.torch_dist import TorchGroup
 
         _before(TorchGroup, "all_gather", 1, act)  # while the ranks of a host share their memory
+    elif moment == "connect":
+        from yalis.parallel.plan import Grid
+
+        _before(Grid, "open", 1, act)
+    elif moment == "warm-up":
+        from yalis.engine.executor import StepExecutor
+
+        _before(StepExecutor, "warm_up", 1, act)
     elif moment == "shutdown":
         from yalis.engine.replica_ranks import ReplicaRanks
 

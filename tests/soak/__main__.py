@@ -1,4 +1,4 @@
-"""The command line of the soak: runs the load, samples every rank, prints a table, and writes it as JSON."""
+"""The command line of the soak test: runs the load, samples every rank, prints a table, and writes it as JSON."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from yalis import LLM
 from yalis.engine.engine import Engine
 from yalis.engine.replicas import ReplicaRouter
 
-#: MiB per minute that count as noise, stated with the result: a page here and there, not a list that grows.
+#: Growth in MiB per minute that counts as noise. It is written to the result.
 NOISE_MIB = 0.1
-#: The share of the run that is not evaluated: KV blocks are touched for the first time, and malloc's arenas, one for
-#: each thread that runs steps, grow to what the largest step needs.
+#: The fraction of the run that is not evaluated. In it, KV blocks are touched for the first time, and the malloc arena
+#: of each thread that runs steps grows to the size that the largest step needs.
 WARM_UP = 1 / 3
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
@@ -39,7 +39,7 @@ _CONFIG = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the soak; returns 1 if memory grows, something leaks or a result is wrong."""
+    """Run the soak test; returns 1 if memory grows, something leaks or a result is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--dp", type=int, default=2)
@@ -136,11 +136,11 @@ def _find_problems(row: dict[str, Any]) -> list[str]:
 
 
 def tracemalloc_snapshot(trace: bool) -> tracemalloc.Snapshot | None:
-    """Start tracemalloc and return what it sees first; None if it was not requested."""
+    """Start tracemalloc and return a snapshot after ten seconds; None if it was not requested."""
     if not trace:
         return None
     tracemalloc.start(12)
-    time.sleep(10)  # what the load allocates and frees all the time
+    time.sleep(10)  # so that the snapshot has what the load allocates and frees all the time
     gc.collect()
     return tracemalloc.take_snapshot()
 

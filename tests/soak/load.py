@@ -1,4 +1,4 @@
-"""The requests of a soak: threads that generate, stream, submit, poll and cancel on one LLM."""
+"""The requests of the soak test: threads that generate, stream, submit, poll and cancel on one LLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 class Load:
-    """Threads that run requests until stop(). `counts` has the requests of each kind; `errors` what went wrong."""
+    """Threads that run requests until stop(). `counts` has the number of requests by kind, `errors` the problems."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self.llm = llm
@@ -35,11 +35,11 @@ class Load:
             thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Let the threads run for so long, or until something goes wrong."""
+        """Wait for this time, or until a thread has found an error."""
         self._stopping.wait(seconds)
 
     def stop(self) -> None:
-        """Let the threads finish their requests, and wait for them."""
+        """Stop the threads after their current requests, and wait for them."""
         self._stopping.set()
         for thread in self._threads:
             thread.join()
@@ -81,7 +81,7 @@ class Load:
         self.counts["generated"] += len(outputs)
 
     def _stream(self, rng: Random) -> None:
-        """Stream a few requests and leave half of the loops early, which cancels them."""
+        """Stream three requests. Half of the calls leave the loop early, which cancels the requests."""
         leave_after = rng.choice((1, 5, 10**9, 10**9))
         for number, _ in enumerate(self.llm.stream([self._prompt(rng) for _ in range(3)], self._params(rng))):
             if number == leave_after:
@@ -89,7 +89,7 @@ class Load:
         self.counts["streamed"] += 3
 
     def _submit(self, rng: Random) -> None:
-        """Submit a burst, cancel part of it now or after a step, and poll until all have ended."""
+        """Submit eight requests, cancel some of them at once or after a step, and poll until all have ended."""
         ids = {self.llm.submit(self._prompt(rng), self._params(rng)) for _ in range(8)}
         self.counts["submitted"] += len(ids)
         for id in sorted(ids)[: rng.randrange(8)]:

@@ -1,4 +1,4 @@
-"""The process that samples the ranks once a second, so that the samples are in no rank's memory.
+"""Samples the ranks once a second, in a process of its own, so that the samples do not use memory of a rank.
 
 python -m tests.soak.sampler FILE PID [PID ...]
 """

@@ -93,11 +93,20 @@ def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:
     return run
 
 
+def failure_after_printed(message: str) -> YalisFailure:
+    """Return a failure whose cause is "rank 1 died", which the liveness monitor has printed."""
+    failure, cause = YalisFailure(message), YalisFailure("rank 1 died")
+    cause.printed, failure.__cause__ = True, cause
+    return failure
+
+
 @pytest.mark.parametrize(
     ("error", "status", "printed"),
     [
         (YalisError("change\nthis"), 2, "yalis: error: change this\n"),
         (YalisFailure("the disk is full"), 1, "yalis: error: the disk is full\n"),
+        (failure_after_printed("rank 1 died"), 1, ""),
+        (failure_after_printed("rank 1 died; 5 tokens of at most 9"), 1, "yalis: 5 tokens of at most 9\n"),
         (OSError(28, "full"), 1, "yalis: error: the output could not be written: full\n"),
         (ValueError("a\nb"), 70, "yalis: internal error: ValueError: a b; run again with --debug for the traceback\n"),
         (KeyboardInterrupt(), 130, "yalis: stopped\n"),

@@ -19,6 +19,7 @@ from yalis.comm.topology import Topology
 from yalis.comm.torch_dist import GlooGroup
 from yalis.comm.tuning import Choice, ShapeTimings, Timing, TuningTable
 from yalis.errors import YalisError
+from yalis.launch.auth import JobKey, Method
 from yalis.launch.world import RankInfo, World
 
 CPU = torch.device("cpu")
@@ -40,7 +41,8 @@ class ThreadWorld(World):
     """A rank of a world of threads."""
 
     def __init__(self, comm: Memory, values: list[Any]) -> None:
-        super().__init__(comm.rank, tuple(RankInfo(rank, "here", 0, rank, "127.0.0.1", 1) for rank in range(comm.size)))
+        members = tuple(RankInfo(rank, "here", 0, rank, "127.0.0.1", 1) for rank in range(comm.size))
+        super().__init__(comm.rank, members, key=JobKey(Method.GIVEN, "job", b"0123456789abcdef"))
         self.gate, self.values = comm.board.gate, values
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from yalis.comm.mpi import MpiBackend
 from yalis.comm.selection import open_backend
 from yalis.comm.torch_dist import TorchBackend
 from yalis.errors import YalisError
+from yalis.launch.link import Link
 from yalis.launch.world import RankInfo, World
 
 CPU = torch.device("cpu")
@@ -33,6 +34,10 @@ class Pair(World):
     def all_gather_object(self, value: Any) -> list[Any]:
         names = isinstance(value, dict) and value.keys() & self.unusable.keys()
         return [value, {name: self.unusable[name] for name in names} if names else value]
+
+    def open_links(self, leader: int | None) -> dict[int, Link]:
+        """Return no links: rank 1 has no process that could connect."""
+        return {}
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,8 @@ NOT_RUN = {
     "make test-full": THIS,
     "python benchmarks/threads.py": "takes minutes; test_benchmark_threads.py runs it with a tiny model",
     "make faults": "takes 20 minutes; `make test` runs a pairwise cover of it",
+    "make fuzz": "takes 10 minutes; test_fuzz.py runs some of its inputs",
+    "make soak": "takes 10 minutes",
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
     "make lint": "is part of `make test`",
     "make gpu-test": GPU,

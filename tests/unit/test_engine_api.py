@@ -167,7 +167,7 @@ def test_names_and_signature_are_visible():
         ({"zzz": 2, "max_num": 3}, r"'zzz' and 'max_num' \(did you mean max_num_seqs\?\); accepted: allreduce, "),
         ({"trust_remote_code": True}, "'trust_remote_code' .code of a model's folder is not supported.$"),
         ({"tensor_parallel_size": 2, "tp": 2}, "tp and tensor_parallel_size are the same argument; give one of them"),
-        ({"tensor_parallel_size": 0}, "tp is 0; give a number of ranks"),
+        ({"tensor_parallel_size": 0, "enable_prefix_caching": None, "seed": 0}, "tp is 0; give a number of ranks"),
         ({"model": None}, "model is None; give a non-empty string"),
     ],
 )

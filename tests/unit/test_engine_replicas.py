@@ -67,6 +67,10 @@ class FormulaRanks:
         }
         return SimpleNamespace(result=lambda: StepOutput(plan.step_id, sampled))
 
+    def result(self, step: Any) -> StepOutput:
+        output: StepOutput = step.result()
+        return output
+
     def close(self) -> None:
         self.closed = True
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_chat import save_tiny_chat
-from yalis.host_memory import HostMemory, read_host_memory
+from yalis.host_memory import HostMemory, count_oom_kills, read_host_memory
 
 MIB, GIB = 1 << 20, 1 << 30
 MEMINFO = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"
@@ -70,6 +70,24 @@ def test_limits(
 
 def test_a_system_without_these_files(tmp_path: Path) -> None:
     assert read_host_memory(tmp_path) == HostMemory(None)
+
+
+@pytest.mark.parametrize(
+    ("own", "mounts", "path", "text"),
+    [
+        ("0::/job", V2_MOUNT, "job/memory.events", "low 0\noom 9\noom_kill 3\n"),
+        ("4:memory:/job", V1_MOUNT, "memory/job/memory.oom_control", "under_oom 0\noom_kill 3\n"),
+    ],
+)
+def test_oom_kills_of_other_containers_do_not_count(
+    tmp_path: Path, own: str, mounts: str, path: str, text: str
+) -> None:
+    root = _system(tmp_path, own, mounts.replace("{shown}", "/"), {})
+    (root / "proc/vmstat").write_text("oom_kill 7\n")
+    assert count_oom_kills(root) == 7
+    (root / "sys/fs/cgroup" / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / "sys/fs/cgroup" / path).write_text(text)
+    assert count_oom_kills(root) == 3
 
 
 @pytest.fixture

@@ -17,9 +17,12 @@ import pytest
 from tests.families import CASES, Case
 from tests.gguf_files import SIZES, TINY, write_gguf
 from tests.peak_memory import peak_extra_bytes
+from tests.tiny_chat import save_tiny_chat
 from tests.tokenizer_files import byte_level
 from yalis import LLM
 from yalis.checkpoint.gguf import GgufCheckpoint
+from yalis.checkpoint.json_file import read_json_object
+from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.safetensors import INDEX, SafetensorsCheckpoint
 from yalis.checkpoint.tokenizer import Tokenizer
 from yalis.cli.main import main
@@ -93,6 +96,28 @@ def test_a_chat_template_has_limited_time(template: str, monkeypatch: pytest.Mon
     assert time.monotonic() - start < 5
     tokenizer.hf.chat_template = "{{ messages[0].content }}"
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hello"}])) == "hello"
+
+
+def test_a_chat_template_with_a_huge_power_is_refused() -> None:
+    """A single operation in C, which no exception from another thread can end."""
+    tokenizer = Tokenizer(byte_level(), (), "tiny")
+    tokenizer.hf.chat_template = "{% set n = messages | length %}{{ (3 * n) ** (400000000 * n) > 0 }}"
+    with pytest.raises(YalisError, match=r"the chat template of tiny uses the operator \*\*"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    tokenizer.hf.chat_template = "{% set x = dict(**messages[0]) %}** {{ x.content }} **"
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "x"}])) == "** x **"
+
+
+@pytest.mark.timeout(60)
+def test_a_named_pipe_or_device_is_not_read(tmp_path: Path) -> None:
+    save_tiny_chat(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(YalisError, match=r"model\.safetensors is not a regular file"):
+        open_checkpoint(str(tmp_path)).close()
+    (tmp_path / "device").symlink_to("/dev/zero")
+    with pytest.raises(YalisError, match="device is not a regular file; fetch it again"):
+        read_json_object(tmp_path / "device", "fetch it again")
 
 
 @pytest.mark.parametrize(

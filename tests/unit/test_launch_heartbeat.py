@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from yalis.launch import heartbeat
-from yalis.launch.heartbeat import Progress, RankState, StopWatch, describe_silence, find_culprit, silence_limit
+from yalis.launch.heartbeat import Progress, RankState, StoppedTimer, describe_silence, find_culprit, silence_limit
 from yalis.launch.rank_info import RankInfo
 
 IDLE, COMPUTING, WAITING = (5, 5, 40, 40, 0), (6, 5, 41, 41, 0), (6, 5, 42, 41, 0)
@@ -34,7 +35,7 @@ def make_states(*counters: tuple[int, ...]) -> list[RankState]:
         ((COMPUTING, WAITING, WAITING), 0),
         ((IDLE, IDLE, WAITING, COMPUTING), 3),  # data parallelism: the first replica has no work
         ((WAITING, WAITING), None),
-        ((COMPUTING, COMPUTING), None),  # GPUs: every host waits for its device
+        ((COMPUTING, COMPUTING), None),
         ((IDLE, IDLE), None),
     ],
 )
@@ -54,40 +55,47 @@ def test_a_rank_that_makes_progress_is_not_the_culprit() -> None:
     assert find_culprit(states) == 1
 
 
-def test_the_time_of_a_step_is_measured_from_its_begin() -> None:
+def test_a_step_has_the_timeout_since_its_last_progress() -> None:
     state, progress = RankState(), Progress()
     state.advance(100)
     assert state.step_s == 0.0
-    progress.begun += 1
+    with progress.step():
+        state.update(progress.counters())
+        state.advance(2.0)
+        assert state.step_s == 2.0
+        with progress.waiting():
+            state.update(progress.counters())  # it entered a collective
+            state.advance(1.0)
+            assert (state.step_s, state.waiting) == (1.0, True)
+        with progress.reading(lambda: 4096):
+            state.update(progress.counters())
+            assert (state.step_s, state.waiting) == (0.0, False)
+        state.advance(1.0)
     state.update(progress.counters())
     state.advance(1.0)
-    progress.entered += 1
-    state.update(progress.counters())
-    state.advance(1.0)
-    assert (state.step_s, state.unchanged_s) == (2.0, 1.0)
-    progress.begun, progress.done = 2, 1
-    state.update(progress.counters())
-    assert (state.step_s, state.silent_s) == (0.0, 0.0)
+    assert (state.step_s, state.silent_s) == (0.0, 1.0)
 
 
 def test_the_silence_limit() -> None:
-    assert [silence_limit(seconds) for seconds in (0, 1, 10, 600)] == [30, 3, 10, 30]
+    assert [silence_limit(seconds) for seconds in (0, 1, 10, 600, 3600)] == [math.inf, 3, 10, 60, 360]
 
 
 def test_a_stopped_process_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "JOIN_STOPPED_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        member, watch = RankInfo(1, "a", 0, 1, "127.0.0.1", process.pid), StopWatch(process.pid)
-        assert not watch.is_over()
+        member, timer = RankInfo(1, "a", 0, 1, "127.0.0.1", process.pid), StoppedTimer(process.pid)
+        assert not timer.expired()
         name = f"rank 1 on a (pid {process.pid}) has not answered for 3 s"
         unknown = "its process is stopped, or its host or network is down"
-        assert describe_silence(member, 3.2, "idle", same_host=True) == f"{name}: {unknown}"
+        runs = "its process runs, but hangs or does not release Python's GIL"
+        assert describe_silence(member, 3.2, "idle", same_host=True) == f"{name}: {runs}"
+        assert describe_silence(member, 3.2, "idle", same_host=False) == f"{name}: {unknown}"
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.1)
-        assert not watch.is_over()
+        assert not timer.expired()
         time.sleep(0.3)
-        assert watch.is_over()
+        assert timer.expired()
         assert describe_silence(member, 3.2, "running", True) == f"{name} while running: it is stopped (SIGSTOP)"
         assert describe_silence(member, 3.2, "running", False) == f"{name} while running: {unknown}"
     finally:

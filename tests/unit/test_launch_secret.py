@@ -14,10 +14,17 @@ import pytest
 from tests.system import needs
 from tests.system.strangers import NOBODY, as_nobody
 from yalis.errors import YalisError
-from yalis.launch import munge
+from yalis.launch import endpoint, munge
 from yalis.launch.auth import JobKey, Method
 from yalis.launch.launchers import LaunchInfo
-from yalis.launch.secret import SecretMissing, choose_method, find_secret, published_secret, secret_path
+from yalis.launch.secret import (
+    SecretMissing,
+    choose_method,
+    find_secret,
+    published_secret,
+    secret_path,
+    uses_mpi_broadcast,
+)
 
 ONE_HOST = LaunchInfo("srun", 1, 2, 1, 2, "127.0.0.1", job="srun 7.0")
 TWO_HOSTS = LaunchInfo("srun", 1, 2, 0, 1, "node01", job="srun 7.0")
@@ -148,6 +155,53 @@ def test_without_authentication_only_on_request(caplog: pytest.LogCaptureFixture
 
 def test_a_key_does_not_show_its_secret() -> None:
     assert "hidden" not in repr(JobKey(Method.GIVEN, "job", b"hidden"))
+
+
+def test_munge_is_used_only_if_this_user_can_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that maps this user to root, munged knows another user id."""
+
+    def refuse(credential: bytes) -> bytes:
+        raise munge.MungeError("Unauthorized credential for client UID=1000 GID=1000")
+
+    monkeypatch.setattr(munge, "encode", lambda payload: b"credential")
+    monkeypatch.setattr(munge, "decode", lambda credential: b"")
+    assert choose_method(TWO_HOSTS, False) is Method.MUNGE
+    monkeypatch.setattr(munge, "decode", refuse)
+    assert choose_method(TWO_HOSTS, False) is Method.HOME_FILE
+    assert choose_method(TWO_HOSTS, True) is Method.INSECURE
+
+
+def test_another_user_who_occupies_the_folder_in_tmp_does_not_block_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    needs.root("giving files to another user")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    occupied = Path("/tmp/yalis-4242")
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    for folder in (tmp_path / "home" / ".yalis", tmp_path / "home" / ".yalis" / "jobs"):
+        folder.mkdir(0o700)
+        os.chown(folder, 4242, 0)
+    occupied.mkdir(0o700)  # of root
+    try:
+        assert secret_path(ONE_HOST, Method.HOST_FILE).parent == tmp_path / "home" / ".yalis" / "jobs"
+        os.chown(occupied, 4242, 0)
+        assert secret_path(ONE_HOST, Method.HOST_FILE).parent == occupied
+        occupied.chmod(0o755)
+        with pytest.raises(YalisError, match=r"type `chmod 700 /tmp/yalis-4242`, or set YALIS_SECRET"):
+            secret_path(ONE_HOST, Method.HOST_FILE)
+    finally:
+        occupied.rmdir()
+
+
+def test_a_given_secret_is_not_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, object]] = []
+    monkeypatch.setattr(endpoint, "_broadcast", lambda info, value: sent.append(value) or value)
+    info = LaunchInfo("mpirun", 0, 2, 0, 1, None, job="mpi 7", peer="127.0.0.1")
+    assert uses_mpi_broadcast(info)
+    for secret, published in ((None, None), (b"x" * 32, "x" * 32)):
+        server, _ = endpoint.open_endpoint(info, secret, 1)
+        server.close()
+        assert sent.pop()["secret"] == published
 
 
 @pytest.mark.usefixtures("munged")

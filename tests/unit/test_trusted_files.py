@@ -24,7 +24,7 @@ from yalis.comm import tuning
 from yalis.errors import YalisError
 from yalis.kernels.compiler import build_cached
 from yalis.study.peers.process import find_python
-from yalis.trusted_files import make_private_folder, untrusted_reason
+from yalis.trusted_files import make_private_folder, untrusted_entry, untrusted_reason
 
 NOBODY = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
@@ -102,6 +102,43 @@ def test_a_closed_folder_and_the_sticky_bit(folder: Path) -> None:
     assert untrusted_reason(inner) is None
 
 
+def test_a_path_that_leaves_a_closed_folder(folder: Path) -> None:
+    (folder / "closed").mkdir(mode=0o700)
+    (folder / "shared").mkdir()
+    os.chown(folder / "shared", 0, NOBODY)
+    (folder / "shared").chmod(0o775)
+    (folder / "closed" / "link").symlink_to(folder / "shared")
+    for path in (folder / "closed" / ".." / "shared" / "x.so", folder / "closed" / "link" / "x.so"):
+        assert untrusted_reason(path) == f"{folder / 'shared'} can be written by other users"
+
+
+def test_a_folder_that_cannot_be_read_is_not_trusted(folder: Path) -> None:
+    """As on NFS with root_squash, where root may not read the folders of users."""
+    (folder / "closed" / "inner").mkdir(parents=True)
+    (folder / "closed").chmod(0o700)
+    assert as_nobody(_reason, folder / "closed" / "inner") == f"{folder / 'closed' / 'inner'} cannot be checked"
+
+
+def _reason(path: Path) -> str | None:
+    return untrusted_reason(path)
+
+
+def test_entries_of_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(50):
+        (folder / f"{number:02}").touch()
+    calls: list[Path] = []
+    lstat = os.lstat
+    monkeypatch.setattr(os, "lstat", lambda path: (calls.append(path), lstat(path))[1])
+    assert untrusted_entry(folder) is None
+    assert len(calls) < 10  # the path of the folder is not checked for every entry
+    os.chown(folder / "30", NOBODY, 0)
+    assert untrusted_entry(folder) == f"{folder / '30'} belongs to nobody"
+    (folder / "20").unlink()
+    (folder / "20").symlink_to("30")
+    assert untrusted_entry(folder) == f"{folder / '30'} belongs to nobody"
+    assert untrusted_entry(folder / "missing") is None
+
+
 def test_loops_and_odd_paths_end(folder: Path) -> None:
     (folder / "loop").symlink_to("loop")
     (folder / "file").touch()
@@ -157,7 +194,7 @@ def test_a_planted_library_is_not_loaded(
     os.chown(library, 0, 0)
     cache.chmod(0o777)
     assert load() == 2  # from the temporary cache of this process
-    assert f"because {cache} can be written by other users; type `chmod -R go-w {cache}`, or set" in caplog.text
+    assert f"because {cache} can be written by other users; type `chmod -R go-rwx {cache}`, or set" in caplog.text
     assert not ran.exists()
 
 

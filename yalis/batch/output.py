@@ -79,13 +79,13 @@ def _finite(value: float) -> float | None:
 
 
 class ResultFile:
-    """Opening the file locks it, reads its results and removes an incomplete last line; then it is written by line."""
+    """Opening the file locks it, reads its results and removes an incomplete last line. write() appends a line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.digests: dict[str, str | None] = {}  # of every result in the file, by id
         self.errors: dict[str, str] = {}  # messages of the results that are errors, by id
-        self.format: str | None = None  # "flat" or "openai", as the first result; None if the file has none
+        self.format: str | None = None  # "flat" or "openai", the format of the first result; None without results
         self.locked = True
         self.keep_empty = False  # whether close() keeps a file without results
         self._displaced = False
@@ -101,10 +101,10 @@ class ResultFile:
         self._synced = time.monotonic()
 
     def write(self, custom_id: str, digest: str, fields: dict[str, Any]) -> None:
-        """Append one result. If it fails, nothing of the line stays in the file.
+        """Append one result. If that fails, no part of the line stays in the file.
 
-        Raises ResultsDisplaced if the file is not the one that was written. That costs a call per result for its size,
-        without which a write to a truncated file would leave a hole, and one per sync for its path.
+        Raises ResultsDisplaced if another program has changed the file. Its size is compared before every write, which
+        would leave a hole in a truncated file; its path only at every sync.
         """
         if custom_id in self.digests:
             raise AssertionError(f"{custom_id!r} is already in {self.path}")
@@ -118,7 +118,7 @@ class ResultFile:
             while written < len(line):  # usually one call, but a write may be short
                 written += os.pwrite(self._fd, line[written:], self._end + written)
             if sync:
-                os.fsync(self._fd)  # a power failure loses at most these seconds of work
+                os.fsync(self._fd)  # a power failure loses at most the results since the last sync
                 self._synced = time.monotonic()
         except OSError as error:
             self._truncate()
@@ -140,7 +140,7 @@ class ResultFile:
         """Raise ResultsDisplaced if the path does not name the file that was written, or the file has another size.
 
         Its results are then saved in a file next to it. They are read through the descriptor, because the file may have
-        been removed. The files are compared once: after the exception this does nothing.
+        been removed. After it has raised once, this does nothing.
         """
         if self._displaced or not self._end:
             return
@@ -201,7 +201,7 @@ class ResultFile:
             return
         try:
             if self._created and not self._end and self.locked and not self.keep_empty:
-                self._remove()
+                self._unlink()
             self.verify()
             os.fsync(self._fd)
         except OSError as error:
@@ -219,8 +219,8 @@ class ResultFile:
                 return
         self.verify()
 
-    def _remove(self) -> None:
-        """Unlink the file while it is locked: a job that opened it in the meantime fails _check_not_replaced()."""
+    def _unlink(self) -> None:
+        """Unlink the file while it is locked: a job that has opened it meanwhile fails in _check_not_replaced()."""
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
                 os.unlink(self.path)
@@ -274,7 +274,7 @@ class ResultFile:
             yield from file
 
     def _intact_lines(self) -> Iterator[bytes]:
-        """Yield each line that is still the one that was written: another program may have changed the file."""
+        """Yield the lines that are still as they were written: another program may have changed the file."""
         unseen = dict(self.digests)
         for raw in self._lines():
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

@@ -18,9 +18,9 @@ class ResultsDisplaced(YalisFailure):
 
 
 def find_change(path: Path, fd: int, size: int) -> str | None:
-    """Return what happened to an open file after `size` bytes were written, such as "was removed or renamed".
+    """Return how a file of `size` bytes was changed since it was opened, such as "was removed or renamed".
 
-    None if `path` still names the file of the descriptor and it has that size.
+    None if `path` still names the file of the descriptor and the file has that size.
     """
     try:
         opened = os.fstat(fd)
@@ -39,8 +39,8 @@ def find_change(path: Path, fd: int, size: int) -> str | None:
 def save_beside(path: Path, lines: Iterable[bytes], mode: int) -> tuple[Path, int]:
     """Write the lines to a new file next to `path`; returns that file and the number of lines.
 
-    If the folder of `path` is gone or cannot be written, the file is created in the current or the temporary folder.
-    Raises OSError if none of them can be written. An empty file is not left behind.
+    If the folder of `path` does not exist or cannot be written, the file is created in the current folder or in the
+    temporary one. Raises OSError if none of them can be written. A file without lines is removed.
     """
     fd, saved = _create(path)
     try:

@@ -1,4 +1,4 @@
-"""Runs code that comes with a model, such as a chat template, for a limited time."""
+"""Runs code that comes with a model, such as a chat template, with a time limit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Result = TypeVar("Result")
 
 
 class _Expired(BaseException):
-    """Raised in a thread whose time is over. Not an Exception, so that no handler on the way catches it."""
+    """Raised in a thread that exceeds its time limit. Not an Exception, so that the code in it does not catch it."""
 
 
 def call_with_deadline(function: Callable[[], Result], seconds: float) -> Result:
     """Return function(), or raise TimeoutError if it takes longer than `seconds`.
 
-    It runs in a thread of its own, which is ended by an exception between two Python instructions. A thread is needed
-    because a Python call can be interrupted only from another one, and the caller need not be the main thread.
+    It runs in a new thread, in which an exception is raised between two Python instructions at the deadline. A signal
+    cannot be used instead: it interrupts only the main thread, and the caller may be another one.
     """
     results: list[Result] = []
     errors: list[Exception] = []

@@ -8,13 +8,18 @@ from typing import Any
 
 from yalis.errors import YalisError
 
-_MAX_DEPTH = 100  # of any value; deeper ones exceed Python's recursion limit later
+_MAX_BYTES = 1 << 28  # the largest index of a model has a few megabytes
+_MAX_DEPTH = 100  # levels of nesting; code that recurses over deeper values could exceed Python's recursion limit
 _TOO_DEEP = f"has more than {_MAX_DEPTH} levels of nesting"
 
 
 def read_json_object(path: Path, advice: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises YalisError if there is none; `advice` is the end of that sentence."""
+    """Return the JSON object in a file. Raises YalisError if there is none; its message ends with `advice`."""
     try:
+        if path.exists() and not path.is_file():
+            raise YalisError(f"{path} is not a regular file; {advice}")
+        if path.stat().st_size > _MAX_BYTES:
+            raise YalisError(f"{path} has more than {_MAX_BYTES >> 20} MiB; {advice}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise YalisError(f"cannot read {path}: {error.strerror or error}") from error

@@ -17,12 +17,14 @@ CHUNK_BYTES = 8 << 20
 
 
 class MappedFile:
-    """A private mapping: torch accepts it as a writable buffer without a copy, and writes would not reach the file."""
+    """A private (copy-on-write) mapping: torch requires a writable buffer, and writes do not reach the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
         try:
+            if path.exists() and not path.is_file():  # opening a named pipe would wait for a writer
+                raise YalisError(f"{path} is not a regular file; fetch it again")
             with path.open("rb") as file:
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
@@ -43,7 +45,7 @@ class MappedFile:
         return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset).view(shape)
 
     def check_size(self) -> None:
-        """Raise YalisFailure if the file was truncated: to read beyond its end kills the process with SIGBUS."""
+        """Raise YalisFailure if the file was truncated: reading beyond its end would kill the process with SIGBUS."""
         if self.buffer.size() < self.size:
             raise YalisFailure(
                 f"{self.path} was truncated to {self.buffer.size()} of {self.size} bytes while it was read; fetch it "

@@ -9,7 +9,8 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class Tokenizer:
         """Encode the messages with the chat template, including the generation prompt."""
         if not getattr(self.hf, "chat_template", None):
             raise YalisError(f"{self.label} has no chat template; give a plain prompt, or use a model made for chat")
+        self._check_operators()
         self._check_roles(messages)
         render = partial(self.hf.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True)
         try:
@@ -59,6 +61,16 @@ class Tokenizer:
             reason = first_line(error)
             raise YalisError(f"the chat template of {self.label} does not accept these messages ({reason})") from error
         return self._ids(text, add_special_tokens=False)
+
+    def _check_operators(self) -> None:
+        """Raise YalisError for a template with a power: a huge one computes for hours, and no exception ends it."""
+        templates = self.hf.chat_template
+        for template in templates.values() if isinstance(templates, dict) else (templates,):
+            if _has_power(str(template)):
+                raise YalisError(
+                    f"the chat template of {self.label} uses the operator **, which is not accepted; "
+                    "give a plain prompt"
+                )
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         """Raise YalisError for a misspelled role. Templates may have roles of their own, such as ipython."""
@@ -201,3 +213,15 @@ def _cache(hf: Any, folder: Path) -> None:
         os.replace(temporary, folder)  # atomic; fails if another process was first
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@lru_cache(maxsize=8)
+def _has_power(template: str) -> bool:
+    """Return whether a Jinja template uses ** as an operator; f(**values) unpacks a dict."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        tokens = [value for _, kind, value in Environment().lex(template) if kind != "whitespace"]
+    except TemplateSyntaxError:
+        return False  # rendering reports it
+    return any(token == "**" and before not in ("(", ",") for before, token in pairwise(tokens))

@@ -1,4 +1,4 @@
-"""Recognises model files that this engine does not read, so that the error names the cause and what to do instead."""
+"""Recognizes model files that YALIS cannot read, so that the error names the cause and what to do instead."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise YalisError if the file is a git-LFS pointer: the folder was cloned without git-lfs."""
+    if not path.is_file():  # opening a named pipe would wait for a writer
+        return
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise YalisError(
@@ -64,7 +66,7 @@ def refuse_lfs_pointer(path: Path) -> None:
 def refuse_pickles(folder: Path, label: str) -> None:
     """Raise YalisError if a folder without .safetensors files has pickled weights, or may have them on the hub.
 
-    A hub repo is named by its `label`: its pickled weights were not downloaded.
+    If `label` is not an existing path it is a hub repo, whose pickled weights are never downloaded.
     """
     found = sorted(path.name for path in folder.glob("pytorch_model*"))
     if not Path(label).expanduser().exists():
@@ -81,9 +83,9 @@ def refuse_pickles(folder: Path, label: str) -> None:
 
 
 def ignored_parts(checkpoint: Checkpoint, num_layers: int) -> list[str]:
-    """Return a warning for each part of the checkpoint that is not used, for a config of `num_layers` layers.
+    """Return a warning for each part of the checkpoint that is not used. `num_layers`: of the config.
 
-    Raises YalisError if it has fewer layers than that.
+    Raises YalisError if the weights have fewer layers.
     """
     warnings = []
     stored = max((int(match[1]) + 1 for name in checkpoint.names() if (match := _LAYER.match(name))), default=0)

@@ -46,7 +46,7 @@ HELP = {
     "ranks_per_node": "treat every N consecutive ranks as one node for communication, instead of detecting nodes",
     "ranks_per_gpu": "number of ranks that may share a GPU",
     "join_timeout": "seconds to wait for all ranks to start",
-    "step_timeout": "seconds that a step of several ranks may take until the job ends; 0: no limit",
+    "step_timeout": "seconds without progress in a step of several ranks until the job ends; 0: no limit",
     "insecure_rendezvous": "start on several hosts although the ranks cannot authenticate each other",
     # SamplingParams
     "max_tokens": "maximum tokens to generate",

@@ -20,7 +20,7 @@ from yalis.cli import batch, bench, calibrate, chat, doctor, generate, lab, mode
 from yalis.cli.flags import Parser, engine_config, name_flags
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import print_status
-from yalis.errors import NotJoined, YalisError
+from yalis.errors import NotJoined, YalisError, YalisFailure
 from yalis.launch import liveness
 from yalis.launch.launchers import detect_launcher, process_rank
 from yalis.log import configure_logging
@@ -91,7 +91,7 @@ def _run_command(arguments: list[str]) -> int:
         if debug:
             traceback.print_exc()
         if process_rank() == 0 or isinstance(error, NotJoined):  # rank 0 prints for all ranks
-            _print_error(f"error: {_describe(error)}")
+            _report(error)
         if isinstance(error, OSError):
             _drop_stdout()
         return error.exit_code if isinstance(error, YalisError) else 1
@@ -139,6 +139,17 @@ def _accept_any_text() -> None:
     ):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
+
+
+def _report(error: Exception) -> None:
+    """Print the error, without the part that the liveness monitor has printed when the job failed."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, YalisFailure) and cause.printed):
+        cause = cause.__cause__
+    if cause is None:
+        _print_error(f"error: {_describe(error)}")
+    elif rest := _describe(error).removeprefix(name_flags(str(cause))).removeprefix("; "):
+        _print_error(rest)
 
 
 def _describe(error: Exception) -> str:

@@ -1,13 +1,12 @@
-"""The key-value store in which gloo's groups meet, over authenticated links.
+"""A torch.distributed Store over authenticated links, through which gloo process groups connect their ranks.
 
-torch's own TCPStore has no authentication: any process that reaches its port can read and write it, and fill the
-memory of rank 0.
+torch's TCPStore has no authentication: any process that reaches its port can read and write it, and exhaust the memory
+of rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import threading
 from collections import defaultdict
@@ -18,6 +17,7 @@ import torch.distributed
 
 from yalis.errors import YalisFailure
 from yalis.launch.link import Link
+from yalis.launch.wakeup_pipe import WakeupPipe
 from yalis.launch.world import World
 
 
@@ -32,7 +32,7 @@ class LinkStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
         self._links = world.open_links(0)
         self._world = world
         self._server = _StoreServer(self._links) if world.rank == 0 else None
-        self._fetched: dict[str, bytes] = {}  # by wait(), for the get() that follows
+        self._fetched: dict[str, bytes] = {}  # values that wait() received, for the get() that follows
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value if isinstance(value, str) else value.decode("latin-1")
@@ -46,16 +46,20 @@ class LinkStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
         return self._fetched.pop(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. There is no time limit: a failure of the job ends the wait."""
-        for key in keys:
-            if key in self._fetched:
-                continue
-            if self._server:
-                value = self._server.get(key, self._world)
-            else:
-                self._links[0].send([key])
-                value = self._links[0].receive()
-            self._fetched[key] = value.encode("latin-1")
+        """Wait until all keys are set. `timeout` is not used: a failure of the job ends the wait.
+
+        The wait counts in the progress of this rank, so that the step timeout ends the job if a rank sets no key.
+        """
+        with self._world.progress.waiting():
+            for key in keys:
+                if key in self._fetched:
+                    continue
+                if self._server:
+                    value = self._server.get(key, self._world)
+                else:
+                    self._links[0].send([key])
+                    value = self._links[0].receive()
+                self._fetched[key] = value.encode("latin-1")
 
     def close(self) -> None:
         if self._server:
@@ -65,16 +69,16 @@ class LinkStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
 
 
 class _StoreServer:
-    """Rank 0's side: a thread that answers the other ranks. [key, value] sets a value, [key] asks for it."""
+    """The values, on rank 0, and a thread that serves other ranks: [key, value] sets a value, [key] requests it."""
 
     def __init__(self, links: dict[int, Link]) -> None:
         self._links = links
         for link in links.values():
-            link.failure_source = None  # a rank that closes its end needs no explanation
+            link.failure_source = None  # a link that another rank closes is not a failure here
         self._values: dict[str, str] = {}
         self._waiting: defaultdict[str, list[Link]] = defaultdict(list)  # links whose request has no answer yet
         self._changed = threading.Condition()
-        self._wakeup_pipe = os.pipe()
+        self._wakeup = WakeupPipe()
         self._thread = threading.Thread(target=self._run, name="yalis-store", daemon=True)
         self._thread.start()
 
@@ -93,13 +97,13 @@ class _StoreServer:
             return self._values[key]
 
     def close(self) -> None:
-        os.close(self._wakeup_pipe[1])
+        self._wakeup.wake()
         self._thread.join()
-        os.close(self._wakeup_pipe[0])
+        self._wakeup.close()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             for link in self._links.values():
                 selector.register(link, selectors.EVENT_READ)
             while True:
@@ -128,5 +132,5 @@ class _StoreServer:
 
 
 def _answer(link: Link, value: str) -> None:
-    with contextlib.suppress(YalisFailure):  # the link is lost, which reading it shows
+    with contextlib.suppress(YalisFailure):  # if the link is lost, reading it raises the same
         link.send(value)

@@ -18,14 +18,14 @@ from yalis.launch.world import World
 
 
 class NullGroup(Communicator):
-    """Returns from every operation at once, as if the other ranks had sent zeros to a sum and copies to a gather.
+    """Returns from every operation at once, as if other ranks had added zeros to sums and sent copies to gathers.
 
     The values stay finite, so that the steps that follow compute on ordinary numbers.
     """
 
     def __init__(self, rank: int, size: int, capturable: bool) -> None:
         self.rank, self.size, self.capturable = rank, size, capturable
-        self.calls: Counter[str] = Counter()  # by name; a replayed CUDA graph calls nothing
+        self.calls: Counter[str] = Counter()  # by operation; a replayed CUDA graph does not count
         self.reduced_bytes = 0  # of all inputs of all_reduce
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:

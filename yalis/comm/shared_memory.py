@@ -1,9 +1,10 @@
 """Messages between the ranks of one machine through shared memory.
 
-Every rank has a window that the other ranks of its node map. It is anonymous memory: its file descriptor is passed to
-them over Unix sockets that have no file either, so nothing is left when ranks are killed at any moment. A sender writes
-data into its own window, at the offset that the data has in the tensor, and notifies the receiver with one byte over
-the socket. The receiver reads the data in place. A socket closes when its rank dies, so the death of a peer is noticed.
+Every rank has a window that the other ranks of its node map. It is anonymous memory, whose file descriptor is passed to
+them over abstract Unix sockets. Neither has a name in the file system, so nothing is left behind when ranks are killed.
+A sender writes data into its own window, at the offset that the data has in the tensor, and notifies the receiver with
+one byte over the socket. The receiver reads the data in place. A socket closes when its rank dies, which its peers
+detect.
 
 A window has two halves that consecutive all-reduces alternate between. Reads are not acknowledged: a rank starts
 all-reduce k after k - 1, whose result depends on every rank, so every rank has finished k - 2 and its half is free.
@@ -50,11 +51,11 @@ class SharedWindows:
         """Signal `peer` that data for it is in this rank's window."""
         try:
             self._sockets[peer].sendall(_NOTIFICATION)
-        except OSError as error:  # elsewhere, an OSError means a file or this process's output
+        except OSError as error:  # callers would report an OSError as a problem with a file
             raise PeerLost(f"the connection to rank {peer} of this node is lost: {error.strerror}") from error
 
     def wait_for(self, peer: int) -> None:
-        """Wait until `peer` has written its next data. Raises PeerLost if the peer is gone."""
+        """Wait until `peer` has written its next data. Raises PeerLost if the peer has ended."""
         try:
             received = self._sockets[peer].recv(1)
         except OSError as error:
@@ -102,7 +103,7 @@ def _create_window() -> int:
     """Return the file descriptor of a new window."""
     window = os.memfd_create("yalis-window")
     try:
-        os.posix_fallocate(window, 0, 2 * HALF_BYTES)  # otherwise full memory raises SIGBUS during a copy
+        os.posix_fallocate(window, 0, 2 * HALF_BYTES)  # otherwise a copy raises SIGBUS if memory runs out
     except OSError:
         os.close(window)
         raise
@@ -142,7 +143,7 @@ def _connect(
         sockets[peer], windows[peer] = connection, _receive_window(connection)[1]
     while len(sockets) < len(others):
         connection, _ = listener.accept()
-        if not _is_own_process(connection):
+        if not _is_same_user(connection):
             connection.close()
             continue
         peer, other = _receive_window(connection)
@@ -151,8 +152,8 @@ def _connect(
     return sockets, windows
 
 
-def _is_own_process(connection: socket.socket) -> bool:
-    """Return whether a process of this user has connected; addresses without a file have no permissions."""
+def _is_same_user(connection: socket.socket) -> bool:
+    """Return whether a process of this user has connected. Abstract sockets have no file permissions."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())

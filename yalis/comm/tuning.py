@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from yalis.cache_folders import cache_folder, kept_cache_folder
+from yalis.cache_folders import cache_folder, persistent_cache_folder
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.world import World
 
@@ -103,7 +103,7 @@ def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence
         "timings": [asdict(timing) for timing in timings],
     }
     try:
-        path = kept_cache_folder("tuning") / name
+        path = persistent_cache_folder("tuning") / name
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuning-")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:

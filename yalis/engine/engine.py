@@ -126,7 +126,7 @@ class Engine:
         return self._commit_oldest()
 
     def _commit_oldest(self) -> list[Emitted]:
-        output = self._launched.popleft().result()
+        output = self.ranks.result(self._launched.popleft())
         begin = time.perf_counter()
         emitted = self.scheduler.commit(output)
         self.stats.schedule_seconds += time.perf_counter() - begin
@@ -167,7 +167,7 @@ class Engine:
     def drain(self) -> None:
         """Wait for the steps in flight and discard their tokens: their requests have ended."""
         while self._launched:
-            self.scheduler.commit(self._launched.popleft().result())
+            self.scheduler.commit(self.ranks.result(self._launched.popleft()))
 
     def close(self) -> None:
         if self._broken is None and self.ranks.world.failure is None:

@@ -17,6 +17,7 @@ from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
 from yalis.config import EngineConfig
 from yalis.engine.engine import Engine, EngineStats
+from yalis.engine.interrupts import interrupts_held
 from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import ReplicaRouter
 from yalis.engine.request_loop import RequestLoop
@@ -84,13 +85,15 @@ class LoadedModel:
             if self._world is None:
                 self._world = join_engine(config)
             world = self._world
-            agree(world, config)
-            agree_on_model(world, checkpoint, eos)
-            self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
-            engine = Engine(config, self.spec, self._ranks, eos)
-            self._loop = RequestLoop(
-                engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
-            )
+            with world.progress.step():
+                agree(world, config)
+                agree_on_model(world, checkpoint, eos)
+                self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
+                engine = Engine(config, self.spec, self._ranks, eos)
+                self._loop = RequestLoop(
+                    engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
+                )
+            world.set_idle()
             self._ranks = None
             self._finalizer = weakref.finalize(self, self._loop.close)
             self._finalizer.atexit = False  # the world has its own exit handler
@@ -156,14 +159,17 @@ class LoadedModel:
         engine = self._single_engine("profile()")
         if engine.runner.profiler.running:
             raise YalisError("this LLM is being profiled already; leave the first profile() block before the next")
-        profile = Profile(self._between_steps(engine.start_profiling))
         try:
+            with interrupts_held():  # torch crashes at exit if its profiler was started and never stopped
+                profile = Profile(self._between_steps(engine.start_profiling))
             yield profile
         except BaseException:
-            with suppress(YalisError):  # the error of the block is the one to raise
-                self._between_steps(engine.stop_profiling)
+            with suppress(YalisError), interrupts_held():  # the error of the block is the one to raise
+                if engine.runner.profiler.running:
+                    self._between_steps(engine.stop_profiling)
             raise
-        profile.ranks = self._between_steps(engine.stop_profiling)
+        with interrupts_held():
+            profile.ranks = self._between_steps(engine.stop_profiling)
 
     def rank_reports(self) -> list[RankReport]:
         """Return memory and busy time of each rank. Needs dp=1 and no unfinished request."""

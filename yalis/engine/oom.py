@@ -36,7 +36,7 @@ class OutOfMemory:
 
     requested: int | None  # by the allocation that failed
     free: int | None  # on the device at that time
-    allocated: int = 0  # by the same work before that, as counted by the device's allocator
+    allocated: int = 0  # by the same work before the failure, according to the device's allocator
 
     @property
     def needed(self) -> int | None:
@@ -56,7 +56,7 @@ class OutOfMemory:
         return self.requested - self.free
 
     def fitting(self, count: int) -> int | None:
-        """Return how many of `count` equal items fit, if the work consists of these."""
+        """Return how many of `count` items fit, if the work needs the same memory for each; None if unknown."""
         if not (self.shortfall and self.needed and self.available):
             return None
         return count * self.available // self.needed
@@ -79,7 +79,7 @@ def explain_oom(
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # A graph capture that was interrupted raises an error of its own, with the cause as context.
+        # An interrupted graph capture raises another error, with the out-of-memory error as its context.
         errors = [one for one in (error, error.__context__) if one is not None and is_out_of_memory(one)]
         if not errors:
             raise
@@ -104,8 +104,8 @@ def free_bytes(device: torch.device) -> int | None:
 def check_host_memory(world: World, config: EngineConfig, spec: ModelSpec, device: torch.device, label: str) -> None:
     """Raise YalisFailure if the ranks of this host need more memory than it has. Every rank of the world calls this.
 
-    It is called before anything is loaded: the system overcommits memory, and would kill a rank later. On a GPU the
-    allocator reports a lack of memory itself.
+    Called before anything is loaded, because the kernel overcommits memory and would kill a rank later. Does nothing on
+    a GPU, whose allocator raises an out-of-memory error.
     """
     if device.type != "cpu":
         return
@@ -114,7 +114,7 @@ def check_host_memory(world: World, config: EngineConfig, spec: ModelSpec, devic
     split = Split(*config.tp, config.pp, config.dp)
     memory = rank_memory(spec, split, world.rank, dtype.itemsize, block_size, max_len)
     blocks = count_blocks(config, device, memory.kv_block_bytes, -(-max_len // block_size) * config.max_num_seqs)
-    tables = 2 * memory.rotary.bytes  # as much again while the table is computed
+    tables = 2 * memory.rotary.bytes  # computing the table needs a second copy
     by_rank = world.all_gather_object([memory.weight_bytes, tables, memory.kv_block_bytes, blocks, free_bytes(device)])
     node = world.members[world.rank].node
     local = [by_rank[rank] for rank, member in enumerate(world.members) if member.node == node]
@@ -136,7 +136,7 @@ def check_host_memory(world: World, config: EngineConfig, spec: ModelSpec, devic
 def weights_do_not_fit(
     oom: OutOfMemory, label: str, weight_bytes: int, ranks: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Explain that a model did not fit. `weight_bytes`: of this rank, one of `ranks` that share the model."""
+    """Explain that a model did not fit. `ranks` share it; `weight_bytes`: of this one, on a CPU of all on this host."""
     options = ["a smaller model"]
     if dtype == torch.float32:
         options.insert(0, "dtype='bfloat16', which takes half")
@@ -186,7 +186,7 @@ def suggest_fit(
     sequences: int = 0,
     block_bytes: int = 0,
 ) -> list[str]:
-    """Return arguments for a step of this many tokens or sequences, with values that fit where they can be estimated.
+    """Return the arguments to reduce for a step of this many tokens or sequences, with values that fit if known.
 
     `block_bytes`: size of a KV block, if the KV cache is allocated and could be smaller; otherwise 0.
     """

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from yalis.engine.runner import PendingStep, Runner
 from yalis.engine.step_profiler import RankProfile, StepInfo
 from yalis.errors import PeerLost, YalisError, YalisFailure, describe_error
 from yalis.launch.fan_out import FanOut
-from yalis.launch.heartbeat import LOADING
+from yalis.launch.heartbeat import CONNECTING, IDLE, LOADING, WARMING_UP
 from yalis.launch.link import Link
 from yalis.launch.world import World
 from yalis.log import get_logger
@@ -72,7 +72,7 @@ def agree_on_model(world: World, checkpoint: Checkpoint, eos: frozenset[int] | N
 
 
 def _agreed(world: World, values: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return rank 0's values; raise YalisError where another rank has different ones. None takes no part."""
+    """Return rank 0's values; raise YalisError if another rank has different ones. Ranks that pass None are skipped."""
     values = json.loads(json.dumps(values))  # tuples become lists, as in the values that other ranks receive
     expected, difference = world.reduce_object(values, partial(_compare, world))
     if difference is not None:
@@ -104,18 +104,18 @@ class RankReport:
     weight_bytes: int
     kv_bytes: int
     bytes_read: int  # from the checkpoint
-    busy_seconds: float  # host time spent computing; only on a CPU is that the time of the computation
+    busy_seconds: float  # host time to pack, launch and sample steps; on a CPU this includes the computation
     waiting_seconds: float  # host time spent waiting for the previous pipeline stage
 
 
 class RemoteStep:
     """A launched step whose tokens are sampled on another rank; `result()` waits for them."""
 
-    def __init__(self, receive: Callable[[], Any]) -> None:
-        self._receive = receive
+    def __init__(self, reporter: Link) -> None:
+        self._reporter = reporter
 
     def result(self) -> StepOutput:
-        return decode_output(self._receive())
+        return decode_output(self._reporter.receive())
 
 
 class ReplicaRanks:
@@ -142,14 +142,14 @@ class ReplicaRanks:
         self._comm: CommBackend | None = None
         grid, stage = Grid(), Stage()
         if world.size > 1:
-            world.phase = "connecting"
+            world.phase = CONNECTING
             topology = Topology.of(world, config.ranks_per_node)
             try:
                 self._comm = (open_comm or partial(open_backend, config.allreduce))(world, device, topology)
                 log.info("%s over %s, joined by %s", self.split, topology, self._comm.name)
                 grid = Grid.open(self.split, world.rank, self._comm)
                 stage = Stage.open(self.split, world.rank, self._comm)
-            except RuntimeError as error:  # of torch or MPI: usually another rank died
+            except RuntimeError as error:  # raised by torch or MPI, usually because another rank died
                 raise PeerLost(f"the ranks could not be connected ({describe_error(error)})") from error
         world.phase = LOADING
         driver = self.split.driver(coords.replica)
@@ -162,19 +162,25 @@ class ReplicaRanks:
 
         try:
             check = self._comm.check if self._comm is not None else lambda: None
-            reading = partial(world.progress.reading, lambda: checkpoint.bytes_read)
+
+            @contextlib.contextmanager
+            def reading() -> Iterator[None]:
+                with world.progress.reading(lambda: checkpoint.bytes_read):
+                    yield
+                world.phase = WARMING_UP
+
             self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, min_over_ranks, check, reading)
+            self._fan_out = world.open_fan_out(driver) if world.size > 1 else FanOut({}, None, ())
+            self._links = self._fan_out.links
         except BaseException:
             if self._comm is not None and world.failure is not None:
                 self._comm.close()
             raise
         self._bytes_read = checkpoint.bytes_read
         self.is_driver = world.rank == driver
-        self._fan_out = world.open_fan_out(driver) if world.size > 1 else FanOut({}, None, ())
-        self._links = self._fan_out.links
         self._reporter = self.split.reporter(coords.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
-        world.phase = "running" if world.rank else "idle"  # rank 0 sets it to "running" during calls of the user
+        world.phase = "running" if world.rank else IDLE  # rank 0 is "running" only during calls of the user
 
     # On the driver
 
@@ -183,7 +189,16 @@ class ReplicaRanks:
         if self._links:
             self._fan_out.send(["plan", self._encoder.encode(plan)])
         pending = self.runner.launch(plan)
-        return RemoteStep(partial(self._receive, self._links[self._reporter])) if pending is None else pending
+        return RemoteStep(self._links[self._reporter]) if pending is None else pending
+
+    def result(self, step: PendingStep | RemoteStep) -> StepOutput:
+        """Wait for the tokens of a launched step.
+
+        Counted as a wait: on GPUs a device may hang in a collective with another one, and which of them holds it up is
+        not known.
+        """
+        with self.world.progress.waiting():
+            return step.result()
 
     def reports(self) -> list[RankReport]:
         """Return a report of each rank of this replica. No step may be in flight."""
@@ -219,10 +234,8 @@ class ReplicaRanks:
 
     def _receive(self, link: Link) -> Any:
         """Wait for the answer of another rank."""
-        self.world.progress.entered += 1
-        message = link.receive()
-        self.world.progress.left += 1
-        return message
+        with self.world.progress.waiting():
+            return link.receive()
 
     # On the other ranks
 
@@ -236,26 +249,25 @@ class ReplicaRanks:
             # Waiting for tokens would delay the next launch on a GPU, so plans that have arrived go first. On a CPU
             # launch() has computed the tokens already.
             while unreported and not (on_gpu and self._fan_out.poll(0)):
-                driver.send(encode_output(unreported.popleft().result()))
-            progress.entered += 1
-            message, *arguments = self._fan_out.receive()
-            progress.left += 1
+                with progress.step():
+                    driver.send(encode_output(self.result(unreported.popleft())))
+            with progress.waiting():
+                message, *arguments = self._fan_out.receive()
             if message == "end":
                 return
-            progress.begun += 1
-            if message == "plan":
-                pending = self.runner.launch(self._decoder.decode(arguments[0]))
-                if pending is not None and self.world.rank == self._reporter:
-                    unreported.append(pending)
-            elif message == "report":
-                driver.send(asdict(self._report()))
-            elif message == "start_profiling":
-                self.runner.profiler.start()
-                driver.send("started")
-            else:
-                assert message == "stop_profiling"
-                driver.send(asdict(self.runner.profiler.stop()))
-            progress.done += 1
+            with progress.step():
+                if message == "plan":
+                    pending = self.runner.launch(self._decoder.decode(arguments[0]))
+                    if pending is not None and self.world.rank == self._reporter:
+                        unreported.append(pending)
+                elif message == "report":
+                    driver.send(asdict(self._report()))
+                elif message == "start_profiling":
+                    self.runner.profiler.start()
+                    driver.send("started")
+                else:
+                    assert message == "stop_profiling"
+                    driver.send(asdict(self.runner.profiler.stop()))
 
     def _report(self) -> RankReport:
         runner = self.runner

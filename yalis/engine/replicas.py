@@ -47,7 +47,7 @@ class LocalReplica:
 
     def finish(self, assignment_id: int, reason: FinishReason) -> None:
         self.engine.finish(assignment_id, reason)
-        self._requests.pop(assignment_id, None)  # absent if it has finished, and the report is on its way to rank 0
+        self._requests.pop(assignment_id, None)  # absent if it has finished and rank 0 has not received that report yet
 
     def step(self) -> ReplicaReport:
         emitted = self.engine.step()
@@ -70,7 +70,7 @@ class RemoteReplica:
         self.link.send(["add", assignment_id, prompt, encode_params(params)])
 
     def finish(self, assignment_id: int, reason: FinishReason) -> None:
-        with contextlib.suppress(YalisFailure):  # if the replica is lost, the next step raises that
+        with contextlib.suppress(YalisFailure):  # if the replica is lost, the next step raises it
             self.link.send(["finish", assignment_id, reason])
 
     def received_reports(self) -> Iterable[ReplicaReport]:
@@ -81,17 +81,16 @@ class RemoteReplica:
             yield ReplicaReport(items, cached_tokens, unstarted, EngineStats(**stats))
 
     def close(self, progress: Progress) -> None:
-        with contextlib.suppress(YalisFailure):  # if the replica died, the last step has raised that
+        with contextlib.suppress(YalisFailure):  # if the replica died, the last step has raised it
             self.link.send(["end"])
-            progress.entered += 1
-            while self.link.receive() != "end":
-                pass
-            progress.left += 1
+            with progress.waiting():
+                while self.link.receive() != "end":
+                    pass
         self.link.close()
 
 
 def serve_replica(engine: Engine, link: Link) -> None:
-    """Run on the driver of another replica: receive requests from rank 0, step, send reports, until rank 0 ends it."""
+    """Run on the driver of another replica until rank 0 ends it: receive requests from rank 0, step, send reports."""
     replica, progress = LocalReplica(engine), engine.ranks.world.progress
     link.send(engine.max_model_len)
     while True:
@@ -106,9 +105,8 @@ def serve_replica(engine: Engine, link: Link) -> None:
                 replica.add(assignment_id, prompt, decode_params(params))
             else:
                 replica.finish(*arguments)
-        progress.begun += 1
-        report = replica.step()
-        progress.done += 1
+        with progress.step():
+            report = replica.step()
         link.send(_encode(report))
 
 
@@ -124,7 +122,8 @@ class ReplicaRouter(RequestRouter):
         """`links`: to the drivers of the other replicas, by rank."""
         self.local = local
         self._local_replica = LocalReplica(local)
-        self._remote = {rank: RemoteReplica(link) for rank, link in links.items()}
+        with local.ranks.world.progress.waiting():
+            self._remote = {rank: RemoteReplica(link) for rank, link in links.items()}
         self._links = list(links.values())
         # The minimum over replicas, so that the length of a completion does not depend on where it runs.
         max_model_len = min([local.max_model_len, *(replica.max_model_len for replica in self._remote.values())])
@@ -155,10 +154,8 @@ class ReplicaRouter(RequestRouter):
             self._apply(LOCAL, self._local_replica.step())
         self._apply_received()
         if not self._emitted and not self.local.has_work and any(self._num_assigned[rank] for rank in self._remote):
-            progress = self.local.ranks.world.progress
-            progress.entered += 1
-            wait_any(self._links)
-            progress.left += 1
+            with self.local.ranks.world.progress.waiting():
+                wait_any(self._links)
             self._apply_received()
         return self._take_emitted()
 

@@ -142,6 +142,8 @@ class RequestLoop:
                 self.world.phase = IDLE
             if detect_launcher().size == 1:
                 self.world.close()
+            else:
+                self.world.set_idle()
             del engine
             release_memory(device)
 
@@ -150,11 +152,10 @@ class RequestLoop:
         """Mark this process as running. If a rank dies now, a call that cannot return is ended from another thread;
         if it dies while this process is idle, the next call reports it."""
         self.world.phase = "running"
-        self.world.progress.begun += 1
         try:
-            yield
+            with self.world.progress.step():
+                yield
         finally:
-            self.world.progress.done += 1
             self.world.phase = IDLE
 
     # The thread that has the engine
@@ -260,6 +261,8 @@ class RequestLoop:
             for follower in self._followers:
                 if follower.ready():
                     follower.woken.set()
+        if not self.requests:
+            self.world.set_idle()
 
     # The other threads
 

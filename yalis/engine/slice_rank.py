@@ -26,7 +26,7 @@ from yalis.spec import ModelSpec
 
 
 class SliceWorld(World):
-    """The world of a rank whose peers do not exist. Every rank has a node of its own, and answers as this one does."""
+    """The world of a rank whose peers do not exist. Every rank is on its own node and gathers this rank's values."""
 
     def __init__(self, rank: int, size: int) -> None:
         host, pid = socket.gethostname(), os.getpid()
@@ -46,7 +46,7 @@ class StageStep(PendingStep):
     """A launched step of a pipeline stage that samples no tokens. `result()` waits for the device."""
 
     def __init__(self, plan: StepPlan, token: int, device: torch.device) -> None:
-        """`token`: stands for the tokens that the last stage would send."""
+        """`token`: returned in place of every token that the last stage would sample."""
         super().__init__(plan, None)
         self._token, self._computed = token, None
         if device.type == "cuda":
@@ -61,7 +61,7 @@ class StageStep(PendingStep):
 
 
 class SliceRank(ReplicaRanks):
-    """Rank `rank` of the split that `config` describes, as the only rank and driver of its engine."""
+    """Rank `rank` of the split in `config`, run as the only rank and driver of its engine."""
 
     def __init__(self, rank: int, config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> None:
         world = SliceWorld(rank, split_of(config).size)
@@ -77,7 +77,7 @@ class SliceRank(ReplicaRanks):
     def count_all_reduces(self) -> tuple[int, int]:
         """Return the number of all-reduces in the model for a decode step of one sequence, and their bytes.
 
-        Runs such a step eagerly, which overwrites the first KV block. The sampler's messages are not counted.
+        Runs such a step eagerly, which overwrites the first KV block. Collectives of the sampler are not counted.
         """
         groups = self._comm.groups if isinstance(self._comm, NullBackend) else []
 

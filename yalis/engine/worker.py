@@ -1,4 +1,4 @@
-"""What ranks other than 0 run: join the job, load their part of the model, serve until rank 0 closes the engine.
+"""Runs ranks other than 0: joins the job, loads this rank's part of the model, serves until rank 0 closes the engine.
 
 `python -m yalis.engine.worker` is a rank that rank 0 started itself. Under a launcher, `LLM(...)` and the command line
 serve in the same way.
@@ -16,7 +16,7 @@ from yalis.engine.engine import Engine
 from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
 from yalis.engine.replicas import serve_replica
 from yalis.errors import NotJoined, YalisError, YalisFailure
-from yalis.launch.heartbeat import CLOSING, IDLE
+from yalis.launch.heartbeat import CLOSING, IDLE, LOADING, OPENING
 from yalis.launch.join import join
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.liveness import print_error
@@ -36,9 +36,9 @@ def join_engine(config: EngineConfig) -> World:
 
 
 def serve_rank(world: World, config: EngineConfig | None) -> bool:
-    """Serve the next engine that rank 0 creates; False if it creates no more.
+    """Serve the next engine that rank 0 creates, until it is closed. Returns False if rank 0 creates no more.
 
-    With `config` None this rank uses rank 0's settings; otherwise they must be equal to it.
+    If `config` is None this rank uses rank 0's settings; otherwise `config` must be equal to them.
     """
     with serving(world):
         return _serve(world, config)
@@ -49,21 +49,24 @@ def _serve(world: World, config: EngineConfig | None) -> bool:
     agreed = agree(world, config)
     if agreed is None:
         return False
+    world.phase = OPENING
     checkpoint = open_checkpoint(agreed.model, agreed.load, agreed.load_seed)
-    try:
-        spec = read_spec(checkpoint.config, checkpoint.label)
-        eos = agree_on_model(world, checkpoint, None)
-        ranks = ReplicaRanks(world, agreed, spec, checkpoint, eos)
-    finally:
-        checkpoint.close()
-    to_router = world.open_links(0 if ranks.is_driver else None) if agreed.dp > 1 else {}
+    with world.progress.step():
+        world.phase = LOADING
+        try:
+            spec = read_spec(checkpoint.config, checkpoint.label)
+            eos = agree_on_model(world, checkpoint, None)
+            ranks = ReplicaRanks(world, agreed, spec, checkpoint, eos)
+        finally:
+            checkpoint.close()
+        to_router = world.open_links(0 if ranks.is_driver else None) if agreed.dp > 1 else {}
     try:
         if ranks.is_driver:
             serve_replica(Engine(agreed, spec, ranks, eos), to_router[0])
         else:
             ranks.serve()
     except Exception as error:
-        report_error(world, error)  # before the connections are closed, which other ranks would report instead
+        report_error(world, error)  # first, because other ranks would report the connections that are closed below
         raise
     finally:
         ranks.close()
@@ -76,7 +79,7 @@ def _serve(world: World, config: EngineConfig | None) -> bool:
 def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
     """Yield True on the rank that runs the command: rank 0, or the only process if no launcher started others.
 
-    Every other rank serves the engines that rank 0 creates inside its block. It yields False once rank 0 has left it.
+    Every other rank serves the engines that rank 0 creates inside its `with` block, and then yields False.
     """
     if detect_launcher().size == 1:
         yield True
@@ -90,7 +93,8 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
         yield False
         return
     try:
-        agree(world, config)
+        with world.progress.step():
+            agree(world, config)
         yield True
         if world.failure is None:
             world.phase = CLOSING
@@ -106,9 +110,9 @@ def lead_or_serve(config: EngineConfig) -> Iterator[bool]:
 
 
 def main() -> int:
-    place = detect_launcher()
+    info = detect_launcher()
     try:
-        world = join(place.size, WORKER)
+        world = join(info.size, WORKER)
         serve_rank(world, None)
         world.close()
     except NotJoined as error:

@@ -1,9 +1,9 @@
-"""Accepting connections of ranks: a connection becomes a `Link` after its handshake.
+"""Accepts connections of ranks: a connection becomes a `Link` after its handshake.
 
-Connections without a complete handshake cannot exhaust this process: there are at most 128 of them, a random one is
-closed for a new one, and each is closed after ten seconds. A rank whose connection is closed connects again. Because
-the choice is random, and what has arrived is read before new connections are accepted, a rank succeeds after a few
-attempts even while a stranger opens connections as fast as it can.
+Unauthenticated connections cannot exhaust this process. At most 128 are open: beyond that, a new one replaces a random
+one, and each is closed after ten seconds. A rank whose connection is closed connects again. Because the choice is
+random, and data that has arrived is read before new connections are accepted, a rank succeeds after a few attempts even
+while another process opens connections as fast as it can.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from yalis.errors import YalisFailure
-from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, OtherMethod, Responder
+from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, MethodMismatch, Responder
 from yalis.launch.link import Link, plain_address
 from yalis.log import get_logger
 
@@ -28,7 +28,7 @@ _log = get_logger(__name__)
 MAX_UNAUTHENTICATED = 128
 _DESCRIPTORS_PER_RANK = 8  # two channels, and links and connections of the engine and the communication backends
 _OTHER_DESCRIPTORS = 256
-_ACCEPTS = 16  # connections accepted in a row, before those that are open are read
+_ACCEPTS = 16  # connections to accept before open ones are read again
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
@@ -41,7 +41,7 @@ class _Unauthenticated:
 
 
 def reserve_descriptors(ranks: int) -> None:
-    """Raise this process's limit on open files, as far as it may, so that so many other ranks can connect to it."""
+    """Raise the soft limit on open files, up to the hard limit, for connections of this many other ranks."""
     needed = MAX_UNAUTHENTICATED + _DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -54,7 +54,7 @@ class Acceptor:
 
     def __init__(self, server: socket.socket, key: JobKey, purpose: bytes, accepted: Callable[[Link], None]) -> None:
         self.server = server
-        self.refusal = ""  # why the last connection was refused; contains no text of the peer
+        self.refusal = ""  # why the last connection was refused; contains no data sent by the peer
         self._key, self._purpose, self._accepted = key, purpose, accepted
         self._open: dict[socket.socket, _Unauthenticated] = {}
         self._selector = selectors.DefaultSelector()
@@ -112,13 +112,13 @@ class Acceptor:
     def _read(self, sock: socket.socket) -> None:
         state = self._open[sock]
         try:
-            # Not more than the frame, because what follows the last one belongs to the link.
-            data = sock.recv(state.responder.wants - len(state.buffer))
+            # Not more than the frame: data after the last frame belongs to the link.
+            data = sock.recv(state.responder.frame_size - len(state.buffer))
             if not data:
                 self._drop(sock)
                 return
             state.buffer += data
-            if len(state.buffer) < state.responder.wants:
+            if len(state.buffer) < state.responder.frame_size:
                 return
             frame, state.buffer = state.buffer, b""
             answer = state.responder.receive(frame)
@@ -126,14 +126,14 @@ class Acceptor:
                 raise HandshakeError("does not read")
         except BlockingIOError:
             return
-        except OtherMethod as error:
+        except MethodMismatch as error:
             _send_last(sock, error.reply)
             self._drop(sock, str(error))
         except HandshakeError as error:
             self._drop(sock, str(error))
         except OSError:
             self._drop(sock)
-        except Exception:  # a stranger must not end the job
+        except Exception:  # an unauthenticated peer must not end the job
             _log.exception("a connection from %s was closed after an unexpected error", state.address)
             self._drop(sock)
         else:
@@ -154,7 +154,7 @@ class Acceptor:
 
 
 def _send_last(sock: socket.socket, data: bytes) -> None:
-    """Send before a close, which would discard the data if there were unread input."""
+    """Send data before the connection is closed. Reads first: closing with unread input would discard the data."""
     with contextlib.suppress(OSError):
         sock.recv(1 << 12)
     with contextlib.suppress(OSError):

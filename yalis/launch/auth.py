@@ -28,7 +28,7 @@ from enum import IntEnum
 from yalis.launch import munge
 from yalis.launch.link import plain_address
 
-HANDSHAKE_S = 10.0  # an unauthenticated connection is closed after so long
+HANDSHAKE_S = 10.0  # after which an unauthenticated connection is closed
 _MAGIC = b"YALIS\0\0\1"
 _HELLO = struct.Struct(">8sBxH32s")  # magic, method, bytes of the credential, nonce
 _REPLY = struct.Struct(">8sBBH32s32s")  # magic, status, method, bytes of the credential, nonce, proof
@@ -63,12 +63,15 @@ _METHOD_NAMES = {
 
 
 class HandshakeError(Exception):
-    """The peer is not a rank of this job, or uses another method."""
+    """The peer is not a rank of this job, or uses another method.
+
+    The message has no subject: "does not know the job's secret" follows "the process at ADDRESS".
+    """
 
 
 @dataclass(frozen=True)
 class JobKey:
-    """What a rank needs to prove that it belongs to a job."""
+    """What a rank needs to prove that it is a rank of a job."""
 
     method: Method
     job: str
@@ -83,10 +86,10 @@ class JobKey:
 
 
 class Responder:
-    """The accepting side of one handshake, without I/O: pass it `wants` bytes at a time until `done`."""
+    """The accepting side of one handshake, without I/O: call receive() with `frame_size` bytes until `done`."""
 
     def __init__(self, key: JobKey, purpose: bytes, sock: socket.socket) -> None:
-        self.wants, self.done = _HELLO.size, False
+        self.frame_size, self.done = _HELLO.size, False
         self._key, self._purpose, self._address = key, purpose, _encode_address(sock.getsockname())
         self._nonces = b""
         self._handle: Callable[[bytes], bytes] = self._handle_hello
@@ -100,7 +103,7 @@ class Responder:
         if magic != _MAGIC or method not in _METHOD_NAMES:
             raise HandshakeError("is not a rank of this version of yalis")
         if method != self._key.method:
-            error = OtherMethod(Method(method), self._key.method)
+            error = MethodMismatch(Method(method), self._key.method)
             error.reply = _REPLY.pack(_MAGIC, _OTHER_METHOD, self._key.method, 0, bytes(32), bytes(32))
             raise error
         self._nonces = nonce + secrets.token_bytes(_NONCE_BYTES)
@@ -108,7 +111,7 @@ class Responder:
             return self._reply(b"")
         if method != Method.MUNGE or length > munge.MAX_CREDENTIAL:
             raise HandshakeError("sent a frame of a wrong size")
-        self.wants, self._handle = length, self._handle_credential
+        self.frame_size, self._handle = length, self._handle_credential
         return b""
 
     def _handle_credential(self, credential: bytes) -> bytes:
@@ -121,7 +124,7 @@ class Responder:
             raise HandshakeError(f"sent a MUNGE credential that was refused ({error})") from error
 
     def _reply(self, credential: bytes) -> bytes:
-        self.wants, self._handle = PROOF_BYTES, self._handle_proof
+        self.frame_size, self._handle = PROOF_BYTES, self._handle_proof
         proof = self._key.proof(_ACCEPTING, self._purpose, self._address, self._nonces)
         nonce = self._nonces[_NONCE_BYTES:]
         return _REPLY.pack(_MAGIC, _OK, self._key.method, len(credential), nonce, proof) + credential
@@ -130,14 +133,14 @@ class Responder:
         expected = self._key.proof(_CONNECTING, self._purpose, self._address, self._nonces)
         if not hmac.compare_digest(frame, expected):
             raise HandshakeError("does not know the job's secret")
-        self.done, self.wants = True, 0
+        self.done, self.frame_size = True, 0
         return b""
 
 
-class OtherMethod(HandshakeError):
-    """The two sides get the secret in different ways."""
+class MethodMismatch(HandshakeError):
+    """The two sides get the secret by different methods."""
 
-    reply = b""
+    reply = b""  # what the accepting side sends before it closes the connection
 
     def __init__(self, theirs: Method, own: Method) -> None:
         super().__init__(f"gets the job's secret from {theirs}, and this rank from {own}")
@@ -154,7 +157,7 @@ def authenticate(
 ) -> JobKey:
     """Run the connecting side of the handshake on a connected socket. Returns the job's key.
 
-    `secret` None, with MUNGE: ask the accepting side for it. Raises HandshakeError or OSError.
+    If `secret` is None (MUNGE only), the accepting side is asked for it. Raises HandshakeError or OSError.
     """
     deadline = time.monotonic() + timeout
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -168,7 +171,7 @@ def authenticate(
     if magic != _MAGIC or their_method not in _METHOD_NAMES:
         raise HandshakeError("is another program or another version of yalis")
     if status != _OK or their_method != method:
-        raise OtherMethod(Method(their_method), method)
+        raise MethodMismatch(Method(their_method), method)
     if length > munge.MAX_CREDENTIAL or (length > 0) != (secret is None):
         raise HandshakeError("sent a frame of a wrong size")
     nonces = nonce + their_nonce

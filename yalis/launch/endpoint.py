@@ -1,11 +1,11 @@
-"""How the other ranks find the endpoint (host and port) that rank 0 listens on.
+"""Publishes and finds the endpoint (host and port) on which rank 0 listens.
 
 - torchrun: rank 0 writes it to the TCPStore of torchrun's agent.
-- mpirun on several hosts: rank 0 broadcasts it over MPI, together with the job's secret.
+- mpirun on several hosts: rank 0 broadcasts it over MPI, together with the job's secret if the user gave none.
 - Otherwise every rank derives it from the launcher's variables: MASTER_ADDR and MASTER_PORT where they are set, else
   the first node of the job and ports computed from the job's name.
 
-An endpoint is not secret and not trusted: the handshake (`auth.py`) shows whether rank 0 of this job is there.
+An endpoint is neither secret nor trusted: the handshake (`auth.py`) verifies that rank 0 of this job is there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from yalis.launch.secret import uses_mpi_broadcast
 
 _NUM_PORTS = 8
 _PORTS = range(20000, 32000)  # below the ephemeral ports of Linux
-_ANY_ADDRESS = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: no host has them
+_EXAMPLE_ADDRESSES = ("192.0.2.1", "2001:db8::1")  # reserved for documentation; used only to find the default route
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,11 @@ class Endpoint:
     job: str
 
 
-def open_endpoint(info: LaunchInfo, secret: bytes, timeout: float) -> tuple[socket.socket, Endpoint]:
-    """Listen on rank 0 and publish the endpoint. Returns the listening socket and the endpoint."""
+def open_endpoint(info: LaunchInfo, secret: bytes | None, timeout: float) -> tuple[socket.socket, Endpoint]:
+    """Listen on rank 0 and publish the endpoint. Returns the listening socket and the endpoint.
+
+    `secret`: the job's secret if it is to be published over MPI.
+    """
     if not info.has_store and not uses_mpi_broadcast(info):
         endpoint = derive_endpoint(info)
         return _listen(info, endpoint.ports), endpoint
@@ -48,7 +51,7 @@ def open_endpoint(info: LaunchInfo, secret: bytes, timeout: float) -> tuple[sock
         if info.has_store:
             _connect_store(info, timeout).set(_store_key(info), json.dumps(asdict(endpoint)))
         else:
-            _broadcast(info, {**asdict(endpoint), "secret": secret.decode()})
+            _broadcast(info, {**asdict(endpoint), "secret": secret and secret.decode()})
     except BaseException:
         server.close()
         raise
@@ -56,9 +59,9 @@ def open_endpoint(info: LaunchInfo, secret: bytes, timeout: float) -> tuple[sock
 
 
 def find_endpoint(info: LaunchInfo, timeout: float) -> tuple[Endpoint, bytes | None]:
-    """Return the endpoint of rank 0, on any other rank, and the job's secret if it came with it (MPI only).
+    """Return the endpoint of rank 0 and, if MPI broadcast it too, the job's secret. For ranks other than 0.
 
-    Waits until rank 0 has published it.
+    Waits until rank 0 has published the endpoint.
     """
     if info.has_store:
         try:
@@ -70,7 +73,9 @@ def find_endpoint(info: LaunchInfo, timeout: float) -> tuple[Endpoint, bytes | N
             ) from error
     if uses_mpi_broadcast(info):
         published = _broadcast(info, None)
-        return Endpoint(published["host"], tuple(published["ports"]), published["job"]), published["secret"].encode()
+        secret = published["secret"]
+        endpoint = Endpoint(published["host"], tuple(published["ports"]), published["job"])
+        return endpoint, secret and secret.encode()
     return derive_endpoint(info), None
 
 
@@ -121,7 +126,7 @@ def _listen(info: LaunchInfo, ports: tuple[int, ...]) -> socket.socket:
 
 
 def _own_addresses(info: LaunchInfo) -> list[str]:
-    """Return the addresses of this host, rank 0's, on the network of the other ranks; [""] if they are unknown."""
+    """Return the addresses of this host at which other ranks can reach rank 0; [""] for all if they are unknown."""
     if info.has_store and info.address is not None:  # rank 0 may be on another host than torchrun's store
         route = _route_to(info.address)
         if route is not None and not is_loopback(route):
@@ -136,7 +141,7 @@ def _own_addresses(info: LaunchInfo) -> list[str]:
         addresses = [address for address in addresses if not is_loopback(address)]
     if addresses:
         return addresses
-    routes = (_route_to(host) for host in (info.peer, *_ANY_ADDRESS) if host is not None)
+    routes = (_route_to(host) for host in (info.peer, *_EXAMPLE_ADDRESSES) if host is not None)
     return [next((route for route in routes if route is not None and not is_loopback(route)), "")]
 
 
@@ -149,7 +154,7 @@ def _route_to(host: str) -> str | None:
     for family, socket_type, protocol, _, target in resolved:
         with socket.socket(family, socket_type, protocol) as probe:
             try:
-                probe.connect(target)  # a datagram socket only chooses a route here; nothing is sent
+                probe.connect(target)  # on a datagram socket this only selects a route; nothing is sent
                 return plain_address(str(probe.getsockname()[0]))
             except OSError:
                 continue

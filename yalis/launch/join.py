@@ -1,4 +1,4 @@
-"""Joining the job: every rank of it, however it was started, calls `join`."""
+"""Connects this process with the other ranks of its job. Every rank calls `join`, however it was started."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def join(size: int, worker: Sequence[str], timeout: float = 300, insecure: bool 
         world = _join_rank0(info, method, timeout, persistent) if info.rank else _accept_ranks(info, method, timeout)
     except YalisError:
         raise
-    except Exception as error:  # the other ranks do not learn it from this one
+    except Exception as error:  # not connected, so this rank must print the error itself
         raise NotJoined(f"rank {info.rank} on {socket.gethostname()}: {describe_error(error)}") from error
     if persistent:
         _persistent = world
@@ -79,7 +79,7 @@ def _start_ranks(size: int, worker: Sequence[str], timeout: float) -> World:
 def _accept_ranks(info: LaunchInfo, method: Method, timeout: float) -> World:
     """Wait for the other ranks of an external launcher and return the world as rank 0."""
     with published_secret(info, method) as secret:
-        server, endpoint = open_endpoint(info, secret, timeout)
+        server, endpoint = open_endpoint(info, secret if method is Method.MPI else None, timeout)
         key = JobKey(method, endpoint.job, secret)
         rendezvous = RendezvousServer(server, key, info.size, None)
         members = rendezvous.wait_for_ranks(timeout)
@@ -108,5 +108,5 @@ def _find_secret(info: LaunchInfo, method: Method) -> bytes | None:
         return find_secret(info, method)
     except YalisError as error:
         if method is Method.GIVEN:
-            raise  # rank 0 reports the same
+            raise  # rank 0 reports the same error
         raise NotJoined(f"rank {info.rank} on {socket.gethostname()}: {error}") from error

@@ -31,7 +31,7 @@ class LaunchInfo:
     address: str | None = None  # host of rank 0, if the launcher provides it
     port: int | None = None
     job: str = ""  # unique name of this job
-    peer: str | None = None  # the second host of the job, if it is known
+    peer: str | None = None  # the second host of the job, if the launcher provides it
     has_store: bool = False  # address and port belong to the TCPStore of torchrun's agent
     parent_pid: int | None = None  # of rank 0, if it started this process
     join_timeout: int | None = None  # seconds, if rank 0 started this process
@@ -51,7 +51,7 @@ class Launcher:
     size_variables: tuple[str, ...]  # the first one that is set counts
     describe: Callable[[Mapping[str, str], int, int], LaunchInfo | None]  # None: these variables are not a launch
     command: Callable[[int, Sequence[int]], list[str]]  # see `launch_command`
-    # Variables hidden from processes that we start: MPI, torch and yalis would take them for their own rank.
+    # Variables removed for processes that yalis starts: MPI, torch or yalis would read this process's rank from them.
     hidden_names: frozenset[str] = frozenset()
     hidden_prefixes: tuple[str, ...] = ()
 
@@ -139,7 +139,7 @@ def _describe_yalis(variables: Mapping[str, str], rank: int, size: int) -> Launc
 def torchrun_variables(
     rank: int, ranks_per_host: int, hosts: int, address: str, port: int, secret: str
 ) -> dict[str, str]:
-    """Return what torchrun sets for a rank, for ranks started without it (there is no store then), and YALIS_SECRET."""
+    """Return the variables of a rank that is started as by torchrun, but without its store; includes YALIS_SECRET."""
     values = {
         "RANK": rank,
         "WORLD_SIZE": ranks_per_host * hosts,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from yalis.errors import PeerLost, YalisFailure
 
 MAX_FRAME = 256 << 20
-SILENCE_S = 60  # a host that has answered no TCP keepalive for so long counts as down
+KEEPALIVE_S = 60  # a host that answers no TCP keepalive probe for this long counts as down
 _HEADER = struct.Struct(">I")
 _CHUNK = 1 << 18
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
@@ -35,7 +35,7 @@ class LinkLost(PeerLost):
 
 
 class FailureSource(Protocol):
-    """Explains why a link broke. A `World` is one."""
+    """Provides the failure that broke a link. `World` implements it."""
 
     @property
     def failure(self) -> str | None: ...
@@ -160,7 +160,7 @@ class Link:
 
     def check_job(self) -> None:
         """Raise the failure that ended the job, if there is one."""
-        if self.failure_source and self.failure_source.failure:  # an unreachable peer does not close the link
+        if self.failure_source and self.failure_source.failure:  # an unreachable peer never closes the link
             raise self._explain(LinkLost(f"the job ended while waiting for {self.peer}", self.peer))
 
     def _has_message(self) -> bool:
@@ -203,7 +203,7 @@ def encode_frame(value: Any) -> bytes:
 
 
 def wait_any(links: Sequence[Link]) -> None:
-    """Wait until one of them is readable. Buffered messages must have been received before: see `Link`."""
+    """Wait until one of the links is readable. Buffered messages must have been received before: see `Link`."""
     poller = select.poll()
     for link in links:
         poller.register(link, select.POLLIN)
@@ -232,10 +232,10 @@ def keep_alive(sock: socket.socket) -> None:
     """Turn on TCP keepalive. The peer's kernel answers it even while its process is busy or stopped."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S // 6)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_S * 1000)
 
 
 def plain_address(address: str) -> str:

@@ -1,59 +1,59 @@
-"""Liveness monitoring: a connection between every rank and rank 0 that breaks when either process dies.
+"""Liveness monitoring over a connection between every rank and rank 0 that breaks when either process dies.
 
 A process that dies closes its connections at once. A process that is stopped, a host that hangs and a step that never
-ends are found by heartbeats (`heartbeat.py`). Rank 0 then reports the failure and tells all other ranks to exit.
+ends are found by heartbeats (`heartbeat.py`). Rank 0 then reports the failure and sends it to all other ranks, which
+exit. `rank0_monitor.py` has the monitor of rank 0, this file that of the other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
-import signal
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from yalis.errors import describe_error
 from yalis.launch.heartbeat import (
     BEAT_S,
-    CLOSING,
-    IDLE,
-    LOADING,
-    SILENCE_S,
     STEP_TIMEOUT_S,
     Progress,
-    RankState,
     describe_silence,
-    find_culprit,
-    is_stopped,
+    is_running,
     silence_limit,
     while_in,
 )
 from yalis.launch.link import Link, LinkLost, encode_frame
-from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo
-from yalis.log import get_logger
 
-_log = get_logger(__name__)
+STUCK_S = 5.0  # after a failure, for rank 0 to return from its current operation before its process is ended
+PRINT_S = 1.0  # for stderr to accept a message
+LEAVE_S = 10.0  # after rank 0 has left, for a rank that serves it to finish
 
-INTERRUPTED = 128 + signal.SIGINT
-STUCK_S = 5.0  # for rank 0 to return from its current operation after a rank has died, before it is killed
-LEAVE_S = 10.0  # for a serving rank to return after rank 0 has left
-GOODBYE_S = 5.0  # for ranks that rank 0 started to leave after rank 0
-STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, until the job counts as stuck
-
+#: A rank stops sending heartbeats when rank 0 has sent none for this long: they would fill the socket if it is stopped.
+_MAX_UNREAD_S = 20.0
 
 #: Applied to printed messages. The command line sets it, to name flags instead of keyword arguments.
 reword: Callable[[str], str] = str
 
 
 def print_error(message: str) -> None:
-    """Write a line to stderr, from any thread and in any state of the interpreter."""
+    """Write a line to stderr, from any thread and in any state of the interpreter.
+
+    Gives up after PRINT_S if stderr does not accept it, such as a full pipe or a terminal after Ctrl-S: the caller is
+    about to end the process, and other ranks must not wait for that.
+    """
+    unwritten = f"yalis: {reword(message)}\n".encode(errors="backslashreplace")
+    deadline = time.monotonic() + PRINT_S
+    poller = select.poll()
+    poller.register(2, select.POLLOUT)
     with contextlib.suppress(OSError):
-        os.write(2, f"yalis: {reword(message)}\n".encode())
+        while unwritten and poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            # A pipe that is writable accepts this many bytes without blocking.
+            unwritten = unwritten[os.write(2, unwritten[: select.PIPE_BUF]) :]
 
 
 class LivenessMonitor(ABC):
@@ -64,15 +64,16 @@ class LivenessMonitor(ABC):
         self.progress = Progress()
         self.step_timeout = STEP_TIMEOUT_S  # seconds; 0: no limit
         self.failure: str | None = None
-        self.failure_traceback: str | None = None  # of the error on another rank
+        self.failure_traceback: str | None = None  # if an exception on another rank caused the failure
+        self.failure_printed = False  # by this monitor
         self.departed: set[int] = set()  # ranks that left the job without an error
         self.phase = ""
         self._phase_thread = threading.get_ident()  # the thread that runs the job
-        self.noticed = threading.Event()  # the failure was raised in the thread that runs the job
+        self.failure_handled = threading.Event()  # the thread that runs the job has raised the failure, or leaves
         self.closing = False
         self._changed = threading.Condition()  # of failure, departed and closing
         self._sending = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="yalis-liveness", daemon=True)
+        self._thread = threading.Thread(target=self._run_or_exit, name="yalis-liveness", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -91,10 +92,10 @@ class LivenessMonitor(ABC):
     def set_step_timeout(self, seconds: float) -> None:
         self.step_timeout = seconds
 
-    def notice(self) -> None:
-        """Note that the thread that runs the job raises the failure. Background threads may see it earlier."""
+    def mark_failure_handled(self) -> None:
+        """Record that the caller raises the failure. Does nothing unless the caller is the thread that runs the job."""
         if threading.get_ident() == self._phase_thread:
-            self.noticed.set()
+            self.failure_handled.set()
 
     @abstractmethod
     def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
@@ -102,7 +103,7 @@ class LivenessMonitor(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Say goodbye, so that connections that break from here on are not failures."""
+        """Announce that this rank leaves, so that connections that break from now on are not failures."""
 
     @abstractmethod
     def close(self) -> None:
@@ -112,17 +113,33 @@ class LivenessMonitor(ABC):
     def _run(self) -> None:
         """Body of the background thread."""
 
+    @abstractmethod
+    def _broadcast_failure(self, message: str, print_it: bool, traceback: str | None = None) -> bool:
+        """Send the failure to the ranks that this one has a link to. Returns False if the job has ended already."""
+
+    def _run_or_exit(self) -> None:
+        """Run the background thread. Without it no failure would be noticed, so an error in it ends the job."""
+        try:
+            self._run()
+        except Exception as error:
+            message = f"{self.members[self.rank]}: the liveness monitor failed ({describe_error(error)})"
+            with contextlib.suppress(Exception):
+                self._broadcast_failure(message, print_it=False)
+            if not self.closing:
+                print_error(message)
+                os._exit(1)
+
     def _mark_departed(self, rank: int) -> None:
         with self._changed:
             self.departed.add(rank)
             self._changed.notify_all()
 
-    def _set_failure(self, message: str, traceback: str | None = None) -> bool:
-        """Record the failure. Returns whether it is the first one."""
+    def _set_failure(self, message: str, traceback: str | None = None, printed: bool = False) -> bool:
+        """Record the failure. `printed`: by this monitor. Returns whether it is the first one."""
         with self._changed:
             if self.failure or self.closing:
                 return False
-            self.failure, self.failure_traceback = message, traceback
+            self.failure, self.failure_traceback, self.failure_printed = message, traceback, printed
             self._changed.notify_all()
             return True
 
@@ -130,7 +147,7 @@ class LivenessMonitor(ABC):
         self._send_frame(link, encode_frame(message))
 
     def _send_frame(self, link: Link, frame: bytes) -> None:
-        with self._sending, contextlib.suppress(LinkLost):  # the reading side handles it
+        with self._sending, contextlib.suppress(LinkLost):  # the thread that reads the link handles it
             link.send_frame(frame)
 
     def _name(self, rank: int, status: str | None = None) -> str:
@@ -143,269 +160,29 @@ class LivenessMonitor(ABC):
         return f"{self._name(rank, status)} died{while_in(phase)}"
 
     def _describe_silence(self, rank: int, seconds: float, phase: str) -> str:
-        same_host = self.members[rank].node == self.members[self.rank].node
-        return describe_silence(self.members[rank], seconds, phase, same_host)
+        return describe_silence(self.members[rank], seconds, phase, self._is_on_this_host(rank))
 
+    def _is_on_this_host(self, rank: int) -> bool:
+        return self.members[rank].node == self.members[self.rank].node
 
-class Rank0Monitor(LivenessMonitor):
-    """Rank 0's monitor. It has a link to every other rank, and reports failures for the whole job."""
+    def _runs_here(self, rank: int) -> bool:
+        """Return whether the rank's process runs on this host, according to /proc.
 
-    def __init__(
-        self, members: tuple[RankInfo, ...], links: dict[int, Link], local: LocalRanks | None, launched: bool
-    ) -> None:
-        """`launched`: an external launcher started the ranks."""
-        super().__init__(members, 0)
-        self._links, self._local, self._launched = links, local, launched
-        self._phases: dict[int, str] = {}
-        self._states = [RankState() for _ in members]
-        self._deadline = 0.0  # for the other ranks to leave, once this monitor is closing
-        self._stopped_s = 0.0  # how long this process was stopped itself, if that was long
-        self._stop_signal: signal.Signals | None = None  # Ctrl-C or SIGTERM that has not taken effect yet
-        self._wakeup_pipe = os.pipe()
-        os.set_blocking(self._wakeup_pipe[1], False)
-        self._receives_signals = False
-        self._phase_count = 0  # how often rank 0 has entered a phase
-        self._interrupts: deque[int] = deque(maxlen=2)  # the phase count at each of the last two Ctrl-C
-
-    def start(self) -> None:
-        super().start()
-        if threading.current_thread() is threading.main_thread():
-            previous = signal.set_wakeup_fd(self._wakeup_pipe[1], warn_on_full_buffer=False)
-            self._receives_signals = previous == -1
-            if not self._receives_signals:  # it belongs to an event loop, which cannot do without it
-                signal.set_wakeup_fd(previous)
-
-    def set_phase(self, phase: str) -> None:
-        self._phase_count += 1
-        self._phase_thread = threading.get_ident()
-        self.phase = phase
-        if self._stop_signal and phase not in (IDLE, CLOSING):
-            self._stop_signal = None  # the program goes on
-
-    def set_step_timeout(self, seconds: float) -> None:
-        super().set_step_timeout(seconds)
-        self._send_heartbeats()
-
-    def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
-        if background:
-            self._end_job(f"{self.members[0]}: {message}")
-            return
-        self.noticed.set()
-        self._broadcast_failure(f"{self.members[0]}: {message}", print_it=False)  # the caller raises its own error
-
-    def leave(self) -> None:
-        with self._changed:
-            if self.closing:
-                return
-            self._deadline = time.monotonic() + (GOODBYE_S if self._local and not self.failure else 0.0)
-            self.closing = True
-        self.noticed.set()
-        for link in self._links.values():
-            self._send(link, {"bye": 0})
-        self._wake_up()
-
-    def close(self) -> None:
-        """Wait for the ranks that rank 0 started to leave, and warn about those that do not leave in order."""
-        self.leave()
-        try:
-            self._thread.join()
-        finally:  # also if Ctrl-C interrupts the wait
-            self._deadline = 0.0
-            self._wake_up()
-            self._thread.join()
-        for link in self._links.values():
-            link.close()
-        if self._receives_signals:
-            if threading.current_thread() is not threading.main_thread():
-                return  # only the main thread can reset the wakeup fd, so the pipe stays open
-            signal.set_wakeup_fd(-1)
-        for end in self._wakeup_pipe:
-            os.close(end)
-
-    def _wake_up(self) -> None:
-        os.write(self._wakeup_pipe[1], b"x")
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
-            for rank, link in self._links.items():
-                selector.register(link, selectors.EVENT_READ, rank)
-            ticked = time.monotonic()
-            while not self.closing or (self._remaining() and time.monotonic() < self._deadline):
-                wake_up = self._deadline if self.closing else ticked + BEAT_S
-                for key, _ in selector.select(max(0.0, wake_up - time.monotonic())):
-                    if not isinstance(key.fileobj, Link):
-                        self._handle_signals(os.read(self._wakeup_pipe[0], 64))
-                    elif not self._read(key.data, key.fileobj):
-                        selector.unregister(key.fileobj)
-                elapsed = time.monotonic() - ticked
-                if elapsed >= BEAT_S and not self.closing:
-                    ticked += elapsed
-                    self._tick(elapsed)
-        for rank in self._remaining() if self._local and not self.failure else ():
-            reason = "it is stopped (SIGSTOP)" if is_stopped(self.members[rank].pid) else "it hangs"
-            _log.warning("%s had to be killed after the last request: %s", self._name(rank), reason)
-
-    def _remaining(self) -> list[int]:
-        return [rank for rank in self._links if rank not in self.departed]
-
-    def _tick(self, elapsed: float) -> None:
-        """Send heartbeats, and end the job if a rank is silent or holds up a step."""
-        self._send_heartbeats()
-        silence = silence_limit(self.step_timeout)
-        if elapsed > silence:
-            self._stopped_s = elapsed
-        for rank, state in enumerate(self._states):
-            # While this process was stopped it read no heartbeats, so it counts two seconds at most.
-            state.advance(min(elapsed, 2 * BEAT_S))
-            if rank in self.departed or rank == 0:
-                state.silent_s = 0.0
-        self._states[0].update(self.progress.counters())
-        if self.failure or self.closing:
-            return
-        silent = max(range(len(self._states)), key=lambda rank: self._states[rank].silent_s)
-        if self._states[silent].silent_s > silence:
-            self._end_job(self._describe_silent(silent), kill=silent)
-        elif self.step_timeout and any(state.step_s > self.step_timeout for state in self._states):
-            limit = f"{self.step_timeout:g} s; give a larger step_timeout= if steps take that long"
-            self._end_stuck_job(f"a step that takes longer than {limit}")
-        elif self._stop_signal and self.phase != IDLE and self._is_stuck(STOP_S):
-            cause = "Ctrl-C" if self._stop_signal == signal.SIGINT else self._stop_signal.name
-            self._end_stuck_job(f"the step for {STOP_S:g} s after {cause}", 128 + self._stop_signal)
-        elif self.phase == CLOSING and self._is_stuck(silence):
-            self._end_stuck_job(f"the end of the job for {silence:g} s")
-
-    def _send_heartbeats(self) -> None:
-        """Send the seconds after which a rank without heartbeats from rank 0 ends, as a sign of life."""
-        frame = encode_frame({"beat": silence_limit(self.step_timeout)})
-        for rank, link in self._links.items():
-            if rank not in self.departed:
-                self._send_frame(link, frame)
-
-    def _is_stuck(self, seconds: float) -> bool:
-        """Return whether no rank has made progress for so long."""
-        return all(state.unchanged_s > seconds for state in self._states)
-
-    def _end_stuck_job(self, work: str, status: int = 1) -> None:
-        """End the job because `work` does not end."""
-        culprit = find_culprit(self._states)
-        if culprit is None and self.phase == CLOSING:
-            busy = [rank for rank in (0, *self._remaining()) if not self._states[rank].waiting]
-            culprit = busy[0] if len(busy) == 1 else None
-        if culprit is None:
-            self._end_job(f"no rank makes progress in {work}", status=status)
-        elif self._states[culprit].silent_s > 2 * BEAT_S:
-            self._end_job(self._describe_silent(culprit), kill=culprit, status=status)
-        else:
-            if self._phase_of(culprit) == LOADING:
-                work = f"the job: it has read no weights for {self.step_timeout:g} s"
-            self._end_job(f"{self._name(culprit)} holds up {work}", kill=culprit, status=status)
-
-    def _describe_silent(self, rank: int) -> str:
-        return self._describe_silence(rank, self._states[rank].silent_s, self._phase_of(rank))
-
-    def _phase_of(self, rank: int) -> str:
-        if self.closing:
-            return CLOSING
-        return self.phase if self.phase in (IDLE, CLOSING) else self._phases.get(rank) or self.phase
-
-    def _handle_signals(self, signals: bytes) -> None:
-        """Note a Ctrl-C or SIGTERM, and end rank 0 at a second Ctrl-C in one phase.
-
-        A collective that another rank holds up never returns to the interpreter, so Python's own handler cannot run.
+        If it sends no heartbeats nevertheless, some code in it does not release Python's GIL: a long sum() or
+        json.load() of the user, for example. That is no failure before the step timeout.
         """
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if number in signals:
-                self._stop_signal = number
-        self._interrupts.extend([self._phase_count] * signals.count(signal.SIGINT))
-        if self.phase == IDLE or list(self._interrupts) != [self._phase_count] * 2:
-            return
-        phase_count = self._phase_count
-        time.sleep(1)  # for Python's own handler to run, if it can
-        if (
-            self._phase_count == phase_count
-            and not self.closing
-            and self._broadcast_failure("rank 0 was interrupted", print_it=False)
-        ):
-            if self._local:
-                self._local.stop(0.5)
-            os._exit(INTERRUPTED)
-
-    def _read(self, rank: int, link: Link) -> bool:
-        """Handle the messages that have arrived. Returns whether the link is still open."""
-        while link.poll(0):
-            try:
-                message = link.receive()
-            except LinkLost as lost:
-                if rank not in self.departed:
-                    self._handle_death(rank, lost)
-                return False
-            if "beat" in message:
-                self._states[rank].update(message["beat"])
-            elif "phase" in message:
-                self._phases[rank] = message["phase"]
-            elif "fail" in message:
-                self._handle_failure(rank, f"{self.members[rank]}: {message['fail']}", message.get("traceback"))
-            elif "bye" in message:
-                self._mark_departed(rank)
-        return True
-
-    def _handle_death(self, rank: int, lost: LinkLost) -> None:
-        if self._stopped_s:
-            message = f"{self._name(0)} was stopped for {self._stopped_s:.0f} s, and the other ranks have ended"
-        else:
-            status = self._local.exit_status(rank, 0.3) if self._local and not self.failure else None
-            message = self._describe_death(rank, lost, self._phase_of(rank), status)
-        self._handle_failure(rank, message)
-
-    def _handle_failure(self, rank: int, message: str, traceback: str | None = None) -> None:
-        if not self.closing:
-            self._end_job(message, traceback)
-        elif self._local and not self.failure:
-            self._mark_departed(rank)
-            _log.warning("%s", message)
-
-    def _end_job(self, message: str, traceback: str | None = None, kill: int | None = None, status: int = 1) -> None:
-        """Report the failure and make all ranks exit. `kill`: a rank that does not react."""
-        # Print at once under a launcher: it notices the death too, and may kill this process before anything else.
-        # After Ctrl-C or SIGTERM the main thread reports only that, and while it closes the engine it reports nothing.
-        phase_count = self._phase_count
-        print_it = self._launched or self._stop_signal is not None or self.phase == CLOSING
-        if not self._broadcast_failure(message, print_it, traceback):
-            return
-        # A collective with a rank that does not react does not return, unless that rank can be killed here.
-        patience = STUCK_S if kill is None else STUCK_S / 2 if kill else 0.5
-        deadline = time.monotonic() + patience
-        if self._local:
-            if kill:
-                self._local.kill(kill)
-            self._local.stop(STUCK_S / 2)
-        # receive(), all_gather_object() or explain() raises the failure, unless rank 0 is stuck in a collective.
-        if self.phase == IDLE or self.noticed.wait(max(0.0, deadline - time.monotonic())):
-            return
-        if self._phase_count == phase_count:
-            if not print_it:
-                print_error(message)
-            os._exit(status)
-
-    def _broadcast_failure(self, message: str, print_it: bool, traceback: str | None = None) -> bool:
-        """Tell all ranks to exit. Returns False if the job has failed or is closing already."""
-        if not self._set_failure(message, traceback):
-            return False
-        if print_it:
-            print_error(message)
-        for link in self._links.values():
-            self._send(link, {"failed": message})
-        return True
+        return self._is_on_this_host(rank) and is_running(self.members[rank].pid)
 
 
 class WorkerMonitor(LivenessMonitor):
-    """The monitor of every other rank. A failure ends the process without a message: rank 0 has printed it."""
+    """The monitor of ranks other than 0. A failure ends the process without a message, because rank 0 prints it."""
 
     def __init__(self, members: tuple[RankInfo, ...], rank: int, link: Link) -> None:
         super().__init__(members, rank)
         self._link = link
         self.rank0_left = threading.Event()  # rank 0 has left without an error
+        self.rank0_stopping = False  # rank 0 has received Ctrl-C or SIGTERM
+        self._rank0_idle = False  # no request runs on rank 0
         self.serving = False
         self._done_serving = threading.Event()
 
@@ -415,10 +192,9 @@ class WorkerMonitor(LivenessMonitor):
             self._send(self._link, {"phase": phase})
 
     def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
-        if self.closing or self.rank0_left.is_set():
+        if not self._broadcast_failure(message, print_it=False, traceback=traceback):
             return
-        self._send(self._link, {"fail": message, "traceback": traceback})
-        self.rank0_left.wait(STUCK_S)  # rank 0 replies `failed`, which ends this process, unless it has left meanwhile
+        self.rank0_left.wait(STUCK_S)  # rank 0 answers `failed`, which ends this process, unless it has left
         os._exit(1)
 
     def start_serving(self) -> None:
@@ -444,7 +220,8 @@ class WorkerMonitor(LivenessMonitor):
         self._thread.join()
 
     def _run(self) -> None:
-        silent_s, limit, ticked = 0.0, SILENCE_S, time.monotonic()
+        silent_s = 0.0
+        ticked = counted = time.monotonic()  # counted: until when silent_s has been counted
         while True:
             if self._link.poll(max(0.0, ticked + BEAT_S - time.monotonic())):
                 try:
@@ -454,20 +231,39 @@ class WorkerMonitor(LivenessMonitor):
                         print_error(self._describe_death(0, lost, self.phase))
                         os._exit(1)
                     return
-                silent_s, limit = 0.0, message.get("beat", limit)
+                silent_s, counted = 0.0, time.monotonic()
                 self._handle(message)
-            elapsed = time.monotonic() - ticked
-            if elapsed >= BEAT_S:
-                ticked += elapsed
-                silent_s += min(elapsed, 2 * BEAT_S)  # while this process was stopped it read no heartbeats
-                self._send(self._link, {"beat": self.progress.counters()})
-                if silent_s > limit and not self.rank0_left.is_set() and not self.closing:
+            now = time.monotonic()
+            if now - ticked >= BEAT_S:
+                silent_s += min(now - counted, 2 * BEAT_S)  # if this process was stopped, it read no heartbeats
+                ticked = counted = now
+                if silent_s < _MAX_UNREAD_S:
+                    self._send(self._link, {"beat": self.progress.counters()})
+                if self._is_rank0_lost(silent_s) and not self.rank0_left.is_set() and not self.closing:
                     print_error(self._describe_silence(0, silent_s, self.phase))
                     os._exit(1)
+
+    def _is_rank0_lost(self, silent_s: float) -> bool:
+        """Return whether to exit because rank 0 has sent no heartbeat for this long.
+
+        While rank 0 is idle, code of the user runs there, and the user may stop it with Ctrl-Z: only a connection that
+        breaks ends this process then.
+        """
+        if self._rank0_idle or not self.step_timeout or silent_s <= silence_limit(self.step_timeout):
+            return False
+        return silent_s > self.step_timeout or not self._runs_here(0)
+
+    def _broadcast_failure(self, message: str, print_it: bool, traceback: str | None = None) -> bool:
+        if self.closing or self.rank0_left.is_set():
+            return False
+        self._send(self._link, {"fail": message, "traceback": traceback})
+        return True
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "failed" in message:
             os._exit(1)
+        if "beat" in message:
+            self.step_timeout, self._rank0_idle, self.rank0_stopping = message["beat"]
         if "bye" in message:
             self._mark_departed(0)
             self.rank0_left.set()

@@ -12,18 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from yalis.errors import YalisFailure
-from yalis.launch.heartbeat import StopWatch
+from yalis.host_memory import count_oom_kills
+from yalis.launch.heartbeat import StoppedTimer
 from yalis.launch.launchers import YALIS, environment_without_launcher
 
 
 class LocalRanks:
-    """Processes by rank. Each has its own session, so that Ctrl-C in the terminal reaches rank 0 only."""
+    """The processes that rank 0 started. Each is its own session, so that Ctrl-C in a terminal reaches only rank 0."""
 
     def __init__(self, worker: Sequence[str], ranks: Sequence[int], variables: Mapping[str, str]) -> None:
         """Run `python -m WORKER` for each rank, or WORKER itself if it begins with an absolute path."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._stop_watches: dict[int, StopWatch] = {}
-        self._oom_kills = _count_oom_kills()
+        self._stopped_timers: dict[int, StoppedTimer] = {}
+        self._oom_kills = count_oom_kills()
         command = list(worker) if os.path.isabs(worker[0]) else [sys.executable, "-m", *worker]
         try:
             for rank in ranks:
@@ -34,7 +35,7 @@ class LocalRanks:
                     stdout=_standard_error(),  # stdout is for results, which rank 0 prints
                     start_new_session=True,
                 )
-                self._stop_watches[rank] = StopWatch(self.processes[rank].pid)
+                self._stopped_timers[rank] = StoppedTimer(self.processes[rank].pid)
         except OSError as error:
             self.stop(0)
             raise YalisFailure(f"rank {rank} could not be started: {error.strerror or error}") from error
@@ -52,8 +53,8 @@ class LocalRanks:
             return f"exit status {status}"
         cause = ""
         if -status == signal.SIGBUS:
-            cause = ": a file was truncated while it was read"
-        elif -status == signal.SIGKILL and _count_oom_kills() > self._oom_kills:
+            cause = ": a file was truncated while it was read, or /dev/shm is full"
+        elif -status == signal.SIGKILL and count_oom_kills() > self._oom_kills:
             cause = ": the kernel ran out of memory"
         try:
             return f"killed by {signal.Signals(-status).name}{cause}"
@@ -61,11 +62,11 @@ class LocalRanks:
             return f"killed by signal {-status}"
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether this rank's process has been stopped for many seconds. Call this repeatedly."""
-        return self._stop_watches[rank].is_over()
+        """Return whether this rank's process has been stopped (SIGSTOP) for JOIN_STOPPED_S. Call this repeatedly."""
+        return self._stopped_timers[rank].expired()
 
     def kill(self, rank: int) -> None:
-        """End a rank that does not react; SIGKILL ends a stopped process too."""
+        """Send SIGKILL, which ends a stopped process too."""
         self.processes[rank].kill()
 
     def stop(self, grace: float) -> None:
@@ -93,22 +94,13 @@ class LocalRanks:
         return True
 
 
-def _count_oom_kills() -> int:
-    """Return how many processes the kernel has killed because the host or a container ran out of memory."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
 def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a rank that this process starts: no launcher's variables, and this same package."""
+    """Return the environment for a rank that this process starts: launcher variables are removed."""
     variables = environment_without_launcher()
     # Import yalis from where this process did, and not from the current directory.
-    home = str(Path(__file__).resolve().parents[2])
-    if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [home, variables.get("PYTHONPATH")]))
+    source = str(Path(__file__).resolve().parents[2])
+    if source not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [source, variables.get("PYTHONPATH")]))
     return {**variables, "PYTHONSAFEPATH": "1", **extra}
 
 

@@ -37,7 +37,7 @@ def accept_followers(
         link.limit = MAX_FRAME
         links[rank] = link
         try:
-            link.send(None)  # the follower knows now that its connection was not closed to make room for another
+            link.send(None)  # confirms that the connection was accepted, and not closed to make room for another
         except LinkLost:
             del links[rank]
             link.close()
@@ -66,7 +66,7 @@ def accept_followers(
 def connect_to_leader(leader: RankInfo, port: int, key: JobKey, purpose: bytes, rank: int) -> Link:
     """Return this rank's link to its leader. Raises YalisFailure if the leader cannot be reached.
 
-    Tries again if the connection is closed: the leader does that if there are too many without a handshake.
+    Connects again if the leader closes the connection, as it does if too many are unauthenticated.
     """
     deadline = time.monotonic() + CONNECT_S
     pause = 0.02

@@ -1,4 +1,4 @@
-"""What the ranks of a job learn about each other at the rendezvous."""
+"""The entries of the table of ranks that every rank receives at the rendezvous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rendezvous: every rank connects to rank 0 and learns which ranks there are, on which hosts and addresses.
+"""The rendezvous: every rank connects to rank 0 and receives a table of all ranks, their hosts and addresses.
 
 A rank opens one connection per channel. After the handshake (`auth.py`) it sends a hello as JSON. Rank 0 answers
 {"here": rank}, or {"refused": reason}, which ends that rank. When all ranks have connected, rank 0 sends the table of
@@ -19,9 +19,9 @@ from typing import Any
 
 from yalis.errors import NotJoined, YalisFailure
 from yalis.launch.acceptor import Acceptor, reserve_descriptors
-from yalis.launch.auth import HandshakeError, JobKey, Method, OtherMethod, authenticate
+from yalis.launch.auth import HandshakeError, JobKey, Method, MethodMismatch, authenticate
 from yalis.launch.endpoint import Endpoint, resolve
-from yalis.launch.heartbeat import StopWatch
+from yalis.launch.heartbeat import StoppedTimer
 from yalis.launch.link import MAX_FRAME, Link, LinkLost, encode_frame, is_loopback
 from yalis.launch.local import LocalRanks
 from yalis.launch.rank_info import RankInfo, list_ranks
@@ -33,11 +33,11 @@ _log = get_logger(__name__)
 
 _MAX_HELLO = 64 << 10  # bytes of a message before all ranks have joined
 _ANSWER_S = 10  # for rank 0 to answer a hello
-_STOPPED_S = 3  # for one turn of rank 0's loop, which takes 0.1 s
-_LATE_S = 3  # for the message of a rank 0 whose timeout has ended
-_LINGER_S = 5  # after a fatal error, for late ranks to connect and receive the reason
+_STOPPED_S = 3  # an iteration of rank 0's loop, normally 0.1 s, that takes longer shows that rank 0 was stopped
+_LATE_S = 3  # after the timeout, for rank 0's error message to arrive
+_LINGER_S = 5  # after a fatal error, for the remaining ranks to connect and receive the reason
 _PURPOSE = b"rendezvous"
-CONTROL, LIVENESS = "control", "watch"  # as sent in a hello
+CONTROL, LIVENESS = "control", "liveness"  # as sent in a hello
 CHANNELS = (CONTROL, LIVENESS)
 
 
@@ -65,7 +65,7 @@ class RendezvousServer:
         self._deadline = 0.0
         reserve_descriptors(size - 1)
         self._acceptor = Acceptor(server, key, _PURPOSE, self._accept)
-        self._silent: set[Link] = set()  # authenticated, but without a hello so far
+        self._without_hello: set[Link] = set()  # authenticated, but have not sent a hello yet
 
     def wait_for_ranks(self, timeout: float) -> tuple[RankInfo, ...]:
         """Wait for every rank, send all of them the table of ranks and return it.
@@ -90,13 +90,13 @@ class RendezvousServer:
             return members
         except BaseException as error:
             message = str(error) if isinstance(error, YalisFailure) else "rank 0 gave up before all ranks had joined"
-            for link in (*self.links[CONTROL].values(), *self._silent):
+            for link in (*self.links[CONTROL].values(), *self._without_hello):
                 _try_send(link, {"refused": message})
             for channel in CHANNELS:
                 _close(self.links[channel])
             raise
         finally:
-            for link in self._silent:
+            for link in self._without_hello:
                 link.close()
             self._acceptor.close()
 
@@ -105,7 +105,7 @@ class RendezvousServer:
         return sorted({*range(1, self.size)} - joined - self._given_up)
 
     def _give_up(self, rank: int, message: str) -> None:
-        """Record that the job cannot start because of this rank, and stop waiting for it."""
+        """Record that the job cannot start because of this rank, and do not wait for it any longer."""
         self._error = self._error or message
         self._given_up.add(rank)
         self._deadline = min(self._deadline, time.monotonic() + _LINGER_S)
@@ -120,7 +120,10 @@ class RendezvousServer:
         )
 
     def _check_local_ranks(self, stopped_s: float) -> None:
-        """Raise if a rank that this process started has ended. `stopped_s`: how long this process did not run."""
+        """Raise if a rank that this process started has ended or is stopped.
+
+        `stopped_s`: seconds since the last call; many if this process itself was stopped.
+        """
         for rank in self._missing() if self.local else ():
             if self.local and (status := self.local.exit_status(rank)):
                 if stopped_s > _STOPPED_S:
@@ -133,20 +136,20 @@ class RendezvousServer:
 
     def _accept(self, link: Link) -> None:
         link.limit = _MAX_HELLO
-        self._silent.add(link)
+        self._without_hello.add(link)
         self._acceptor.watch(link, self._read)
 
     def _read(self, link: Link) -> None:
         if not link.poll(0):
             return
-        if link not in self._silent:  # a joined rank sends nothing more here, so its connection has ended
+        if link not in self._without_hello:  # a joined rank sends nothing more here, so its connection has ended
             rank = next(r for channel in self.links.values() for r, known in channel.items() if known is link)
             hello = self._hellos[rank]
             status = (self.local.exit_status(rank, 0.3) if self.local else None) or f"pid {hello['pid']}"
             self._give_up(rank, f"rank {rank} on {hello['host']} ({status}) died before all ranks had joined")
             self._disconnect(link)
             return
-        self._silent.remove(link)
+        self._without_hello.remove(link)
         try:
             hello = link.receive()
         except LinkLost:
@@ -255,7 +258,7 @@ def _try_send(link: Link, message: Any) -> None:
 
 
 class RankClient:
-    """The side of any other rank: connects to rank 0 and waits until all ranks have joined."""
+    """The side of ranks other than 0: connects to rank 0 and waits until all ranks have joined."""
 
     def __init__(
         self,
@@ -271,9 +274,9 @@ class RankClient:
         self.endpoint, self.method, self.rank, self.timeout = endpoint, method, rank, timeout
         self.links: dict[str, Link] = {}
         self._find_secret = find_secret
-        self._parent_watch = StopWatch(parent_pid) if parent_pid is not None else None
+        self._parent_timer = StoppedTimer(parent_pid) if parent_pid is not None else None
         self._key: JobKey | None = None  # known from the first handshake on
-        self._targets: Sequence[tuple[str, int]] = ()  # address and port at which rank 0 has proved itself
+        self._targets: Sequence[tuple[str, int]] = ()  # address and port at which rank 0 was authenticated
         self._hello = {"version": __version__, "rank": rank, "size": size}
         self._hello |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine_id()}
         self._warned = False
@@ -308,12 +311,12 @@ class RankClient:
 
     def _check_parent(self) -> None:
         """Raise if rank 0 started this rank, and has ended or is stopped."""
-        if self._parent_watch is None:
+        if self._parent_timer is None:
             return
-        if os.getppid() != self._parent_watch.pid:
-            raise NotJoined(f"rank 0 (pid {self._parent_watch.pid}) ended before rank {self.rank} had joined")
-        if self._parent_watch.is_over():
-            raise NotJoined(f"rank 0 (pid {self._parent_watch.pid}) was stopped before rank {self.rank} had joined")
+        if os.getppid() != self._parent_timer.pid:
+            raise NotJoined(f"rank 0 (pid {self._parent_timer.pid}) ended before rank {self.rank} had joined")
+        if self._parent_timer.expired():
+            raise NotJoined(f"rank 0 (pid {self._parent_timer.pid}) was stopped before rank {self.rank} had joined")
 
     def _receive_table(self) -> tuple[RankInfo, ...]:
         answer = self.links[CONTROL].receive()
@@ -369,7 +372,7 @@ class RankClient:
             link = Link(sock, f"rank 0 on {self.endpoint.host}", limit=_MAX_HELLO)
             link.send({**self._hello, "channel": channel, "address": link.addresses()[0]})
             answer = link.receive() if link.poll(seconds) else {}
-        except LinkLost:  # rank 0 has proved itself, and has ended or closed this connection to accept others
+        except LinkLost:  # rank 0 is authenticated, but has ended, or closed this connection to accept another
             self._targets = (target,)
             sock.close()
             raise
@@ -386,8 +389,11 @@ class RankClient:
         raise LinkLost(f"rank 0 did not answer within {seconds:.0f} s", link.peer)
 
     def _warn_once(self, error: HandshakeError, problem: str) -> None:
-        """Report at once what waiting does not mend, though an impostor may have sent it."""
-        if isinstance(error, OtherMethod) and not self._warned:
+        """Log once that rank 0 uses another method, which does not change by waiting.
+
+        It does not end this rank, because the reply is not authenticated.
+        """
+        if isinstance(error, MethodMismatch) and not self._warned:
             self._warned = True
             _log.warning("%s", problem)
 

@@ -1,10 +1,10 @@
-"""The secret of a job: 128 random bits that only its ranks know, and the ways in which they reach a rank.
+"""The secret of a job, 128 random bits that only its ranks have, and the methods by which a rank gets it.
 
-The first of these that applies is used (`choose_method`):
+The first method that applies is used (`choose_method`):
 
 1. YALIS_SECRET or YALIS_SECRET_FILE. Rank 0 sets YALIS_SECRET for the ranks that it starts itself.
 2. mpirun on several hosts, without MASTER_ADDR: rank 0 broadcasts it over MPI (mpi4py).
-3. All ranks on one host: a file that only this user can read, in $XDG_RUNTIME_DIR or /tmp/yalis-UID.
+3. All ranks on one host: a file that only this user can read, in $XDG_RUNTIME_DIR, /tmp/yalis-UID or ~/.yalis/jobs.
 4. MUNGE: rank 0 sends it in a credential that only this user can decode.
 5. insecure_rendezvous=True: there is no secret, and any process that reaches rank 0 can join.
 6. A file that only this user can read, in ~/.yalis/jobs, which must be shared by the hosts.
@@ -40,7 +40,7 @@ OPTIONS = (
 
 
 class SecretMissing(Exception):
-    """The file with the secret is not there yet; the message says which one."""
+    """The file with the secret does not exist yet. The message names the file."""
 
 
 def new_secret() -> str:
@@ -52,7 +52,7 @@ def uses_mpi_broadcast(info: LaunchInfo) -> bool:
 
 
 def choose_method(info: LaunchInfo, insecure: bool) -> Method:
-    """Return how this rank gets the secret. All ranks of a job must come to the same result."""
+    """Return the method by which this rank gets the secret. It must be the same on all ranks of a job."""
     if env.job_secret() is not None or env.job_secret_file() is not None:
         return Method.GIVEN
     if uses_mpi_broadcast(info):
@@ -60,7 +60,7 @@ def choose_method(info: LaunchInfo, insecure: bool) -> Method:
     if info.single_host:
         return Method.HOST_FILE
     try:
-        munge.encode(b"")
+        munge.decode(munge.encode(b""))  # in a container with remapped user ids, only decoding fails
         return Method.MUNGE
     except munge.MungeError as error:
         _log.info("the ranks of this job are not authenticated with MUNGE: %s", error)
@@ -88,7 +88,7 @@ def published_secret(info: LaunchInfo, method: Method) -> Iterator[bytes]:
         yield secret.encode()
     finally:
         with contextlib.suppress(OSError):
-            if path.read_text() == secret:  # not of a later job with the same name
+            if path.read_text() == secret:  # unless a later job with the same name has replaced it
                 path.unlink()
 
 
@@ -113,19 +113,26 @@ def find_secret(info: LaunchInfo, method: Method) -> bytes | None:
 
 def secret_path(info: LaunchInfo, method: Method) -> Path:
     """Return the file in which rank 0 puts the secret. Its directory exists and belongs to this user only."""
-    folder = private_folder() if method is Method.HOST_FILE else _home_folder()
+    folder = _host_folder() if method is Method.HOST_FILE else _home_folder()
     name = "\n".join((info.job, info.address or "", str(info.port or "")))
     return folder / f"{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()[:32]}.secret"
 
 
-def private_folder() -> Path:
-    """Return a directory on this host that only this user can access."""
+def _host_folder() -> Path:
+    """Return a directory on this host that only this user can access.
+
+    Another user can occupy the name in /tmp. Then all ranks use the home directory.
+    """
     runtime = env.runtime_dir()
     if runtime is not None and _is_private(runtime):
-        folder = runtime / "yalis"
-    else:
-        folder = Path(f"/tmp/yalis-{os.geteuid()}")
-    return _make_private(folder)
+        return _make_private(runtime / "yalis")
+    folder = Path(f"/tmp/yalis-{os.geteuid()}")
+    try:
+        return _make_private(folder)
+    except YalisError:
+        if folder.lstat().st_uid == os.geteuid():
+            raise  # the user can follow the advice of the message
+        return _home_folder()
 
 
 def _home_folder() -> Path:
@@ -148,7 +155,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _make_private(folder: Path) -> Path:
-    """Create the directory for this user only. An existing one is accepted if nobody else can write or read it."""
+    """Create the directory for this user only. An existing one is accepted if nobody else can access it."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -158,14 +165,14 @@ def _make_private(folder: Path) -> Path:
         ) from error
     if not _is_private(folder):
         raise YalisError(
-            f"{folder} must be a directory of this user that nobody else can access; remove it or type "
-            f"`chmod 700 {folder}`"
+            f"{folder} must be a directory of this user that nobody else can access; remove it, type "
+            f"`chmod 700 {folder}`, or {OPTIONS}"
         )
     return folder
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, complete from the moment it has its name."""
+    """Write a file that only this user can read. It gets its name when it is complete."""
     unfinished = path.with_suffix(f".{new_secret()}")
     try:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -181,7 +188,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _read_private(path: Path) -> str:
-    """Return the text of a file, if it is one that only this user can read. Raises FileNotFoundError."""
+    """Return the text of a file; raises YalisError if other users can access it, FileNotFoundError if it is missing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Signals and errors in a rank other than 0 while it works for rank 0."""
+"""Handles signals and errors in a rank other than 0 while it serves rank 0."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from contextlib import contextmanager
 
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import LEAVE_S
+from yalis.launch.wakeup_pipe import WAKE, WakeupPipe
 from yalis.launch.world import World
 
 TERMINATED = 128 + signal.SIGTERM
-_SAME_ERROR_S = 2.0  # for rank 0 to find the same error in its input
+_STOPPING_S = 20.0  # more, if rank 0 has received a signal too and completes a long step
+_SAME_ERROR_S = 2.0  # for rank 0 to raise the same error about the input, and leave
 
 
 @contextmanager
 def serving(world: World) -> Iterator[None]:
-    """Run the block on behalf of rank 0, which decides when this rank ends.
+    """Run the block, which serves rank 0 until rank 0 ends it.
 
     Ctrl-C is ignored: rank 0 handles it. After SIGTERM, which batch systems send to every rank, rank 0 has ten seconds
-    to finish and close, and this process exits with status 143. An error ends the job with a message that names this
-    rank, except after rank 0 has left, when broken connections are expected. A rank that is still in the block ten
-    seconds after rank 0 has left is killed.
+    to finish and close (30 if it has received the signal too), and this process exits with status 143. An error ends
+    the job with a message that names this rank, except after rank 0 has left, when broken connections are expected. A
+    rank that is still in the block ten seconds after rank 0 has left is killed.
     """
     terminated = threading.Event()
     with world.serving_rank0(), _handle_signals(world, terminated):
@@ -40,7 +42,7 @@ def serving(world: World) -> Iterator[None]:
 def report_error(world: World, error: Exception) -> None:
     """End the job with an error of this rank. Call before any connection is closed; returns only if rank 0 has left.
 
-    An error that says that another rank is lost is reported only if that rank does not report its own.
+    A PeerLost is reported only if the lost rank does not report an error of its own.
     """
     if world.rank0_left:
         return
@@ -55,36 +57,36 @@ def _handle_signals(world: World, terminated: threading.Event) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Python handlers run in the main thread, which may be stuck in a collective. The wakeup pipe works regardless.
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    arguments = (reader, world, terminated)
+    pipe = WakeupPipe()
+    arguments = (pipe, world, terminated)
     thread = threading.Thread(target=_wait_for_sigterm, args=arguments, name="yalis-signals", daemon=True)
     thread.start()
     sigint_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     sigterm_handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    pipe.receive_signals(replace=True)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wakeup_fd)
+        pipe.stop_receiving_signals()
         signal.signal(signal.SIGTERM, sigterm_handler)
         signal.signal(signal.SIGINT, sigint_handler)
-        os.close(writer)
+        pipe.wake()
         thread.join()
+        pipe.close()
 
 
-def _wait_for_sigterm(reader: int, world: World, terminated: threading.Event) -> None:
-    while signals := os.read(reader, 64):
+def _wait_for_sigterm(pipe: WakeupPipe, world: World, terminated: threading.Event) -> None:
+    signals = b""
+    while WAKE not in signals:
+        signals = pipe.read()
         if signal.SIGTERM in signals:
             if world.rank0_left:
                 os._exit(TERMINATED)
             terminated.set()
             threading.Thread(target=_exit_unless_rank0_leaves, args=(world,), daemon=True).start()
-    os.close(reader)
 
 
 def _exit_unless_rank0_leaves(world: World) -> None:
-    if not world.wait_rank0_left(LEAVE_S):
+    if not world.wait_rank0_left(LEAVE_S) and not (world.rank0_stopping and world.wait_rank0_left(_STOPPING_S)):
         world.fail("received SIGTERM", background=True)
         os._exit(TERMINATED)

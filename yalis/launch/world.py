@@ -1,4 +1,4 @@
-"""The ranks of a job, and the messages between them."""
+"""The `World`: all ranks of a job, messages between them, and the failure that ends the job."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from yalis.launch.auth import JobKey
 from yalis.launch.fan_out import FAN_OUT, FanOut, tree_parents
 from yalis.launch.heartbeat import Progress
 from yalis.launch.link import Link, LinkLost, encode_frame, listen
-from yalis.launch.liveness import LivenessMonitor, Rank0Monitor, WorkerMonitor
+from yalis.launch.liveness import LivenessMonitor, WorkerMonitor
 from yalis.launch.local import LocalRanks
 from yalis.launch.peer_links import CONNECT_S, accept_followers, connect_to_leader
+from yalis.launch.rank0_monitor import Rank0Monitor
 from yalis.launch.rank_info import RankInfo
 
-_EXPLAIN_S = 3.0  # for the failed rank to report its error, which normally takes milliseconds
-_RANK0_EXPLAIN_S = 5.0  # longer: a rank that waits for an explanation in vain reports its own error
-_MAX_TRACEBACK = 16 << 10  # characters, its end
-_EXIT_S = 8.0  # for ranks that rank 0 started to exit after they have left
+_EXPLAIN_S = 3.0  # after a lost connection, for the failed rank to report its error; normally milliseconds
+_RANK0_EXPLAIN_S = 5.0  # longer, because a rank whose wait ends without an explanation reports its own error to rank 0
+_MAX_TRACEBACK = 16 << 10  # characters; of a longer traceback only the end is sent
+_EXIT_S = 8.0  # for the processes of LocalRanks to exit, after all ranks have left
 
 __all__ = ["RankInfo", "World"]
 
@@ -43,7 +44,7 @@ class World:
         local: LocalRanks | None = None,
         persistent: bool = False,
     ) -> None:
-        """`controls`: on rank 0 a link to each rank, elsewhere {0: link}. A persistent world outlives close()."""
+        """`controls`: on rank 0 a link to each other rank, elsewhere {0: link}. A persistent world outlives close()."""
         self.rank, self.members = rank, members
         self._controls = controls or {}
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
@@ -85,9 +86,14 @@ class World:
             self._monitor.set_phase(phase)
 
     def set_step_timeout(self, seconds: float) -> None:
-        """End the job if a step takes longer; 0: no limit. Only the value of rank 0 counts."""
+        """End the job if a step makes no progress for this long; 0: no limit. Only the value on rank 0 counts."""
         if self._monitor:
             self._monitor.set_step_timeout(seconds)
+
+    def set_idle(self) -> None:
+        """Tell the other ranks that no request runs on rank 0: its silence is then no failure, until its next phase."""
+        if isinstance(self._monitor, Rank0Monitor):
+            self._monitor.set_idle()
 
     @property
     def failure(self) -> str | None:
@@ -102,6 +108,11 @@ class World:
     def wait_rank0_left(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for rank 0 to leave. Returns whether it has."""
         return isinstance(self._monitor, WorkerMonitor) and self._monitor.rank0_left.wait(timeout)
+
+    @property
+    def rank0_stopping(self) -> bool:
+        """Whether rank 0 ends because of a Ctrl-C or SIGTERM. Always False on rank 0."""
+        return isinstance(self._monitor, WorkerMonitor) and self._monitor.rank0_stopping
 
     @contextlib.contextmanager
     def serving_rank0(self) -> Iterator[None]:
@@ -125,16 +136,14 @@ class World:
     def reduce_object(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Return `combine` of the values of all ranks, by rank. Collective; only rank 0 calls `combine`."""
         self._check()
-        self.progress.entered += 1
-        if self.rank:
-            self._controls[0].send(value)
-            combined = self._controls[0].receive()
-        else:
+        with self.progress.waiting():
+            if self.rank:
+                self._controls[0].send(value)
+                return self._controls[0].receive()
             combined = combine([value, *(self._controls[rank].receive() for rank in range(1, self.size))])
             frame = encode_frame(combined)
             for link in self._controls.values():
                 link.send_frame(frame)
-        self.progress.left += 1
         return combined
 
     def broadcast_object(self, value: Any) -> Any:
@@ -187,9 +196,10 @@ class World:
         try:
             ports = self.all_gather_object(server.getsockname()[1] if server else None)
             above: dict[int, Link] = {}
-            if parent is not None and parent != self.rank:
-                above = {parent: self._connect(parent, ports[parent])}
-            return above, self._accept_followers(server, children) if server else {}
+            with self.progress.waiting():
+                if parent is not None and parent != self.rank:
+                    above = {parent: self._connect(parent, ports[parent])}
+                return above, self._accept_followers(server, children) if server else {}
         finally:
             if server:
                 server.close()
@@ -208,7 +218,7 @@ class World:
     def explain(self, error: BaseException) -> YalisFailure | None:
         """Return the failure that ended the job if it caused `error`, else None.
 
-        Waits a few seconds for it if `error` says that another rank is lost.
+        If `error` is a PeerLost, waits a few seconds for the lost rank to report its own error.
         """
         if not self._monitor or self._closed:
             return None
@@ -238,8 +248,9 @@ class World:
         """Return the failure that ended the job as an exception to raise, or None while the job is healthy."""
         if not self._monitor or not self._monitor.failure:
             return YalisFailure(self._own_failure) if self._own_failure else None
-        self._monitor.notice()
+        self._monitor.mark_failure_handled()
         failure, traceback = YalisFailure(self._monitor.failure), self._monitor.failure_traceback
+        failure.printed = self._monitor.failure_printed
         failure.__cause__ = RankTraceback(f"\n{traceback}") if traceback else None
         return failure
 
@@ -249,7 +260,7 @@ class World:
             self._leave()
 
     def _leave(self) -> None:
-        if self._closed or self._pid != os.getpid():  # a forked child does not belong to the job
+        if self._closed or self._pid != os.getpid():  # a forked child is not a rank of the job
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -322,7 +333,7 @@ def make_world(
     local: LocalRanks | None = None,
     persistent: bool = False,
 ) -> World:
-    """Return the world of ranks that have completed the rendezvous."""
+    """Return the world of this rank after the rendezvous."""
     monitor: LivenessMonitor
     if rank:
         monitor = WorkerMonitor(members, rank, liveness_links[0])

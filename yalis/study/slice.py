@@ -1,8 +1,8 @@
 """The slice benchmark: prefill and decode step of one rank of a split model, run alone on one device.
 
-The rank loads random weights of its own shards and runs the engine's steps; its collectives return at once. So the
-computation of a job on many devices is measured on one of them. Prompts are token ids of the rank's shard of the
-vocabulary, because other tokens have an embedding of zeros on this rank.
+The rank loads random weights for its shards and runs the engine's steps; its collectives return at once. This measures
+the computation of a job on many devices with one of them. Prompts are token ids of the rank's shard of the vocabulary,
+because other tokens have an embedding of zeros on this rank.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def measure(
         "dtype": str(dtype).removeprefix("torch."),
         **asdict(rates),
     }
-    topology = results.make_topology([0])  # of what ran, not of the job that it is a slice of
+    topology = results.make_topology([0])  # one rank ran; the rows have the split that it is a slice of
     notes = [] if interrupt is None else [f"stopped after {progress}"]
     result = results.new("slice", parameters, rows, command, [bandwidth.describe_device(device)], notes, topology)
     if interrupt is not None:
@@ -120,7 +120,7 @@ def measure(
 def check_memory(
     config: EngineConfig, plan: SlicePlan, spec: ModelSpec, split: Split, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Refuse a slice whose weights and KV cache exceed the free memory of the device."""
+    """Raise YalisError if the weights and KV cache of the slice exceed the free memory of the device."""
     free = free_bytes(device)
     block_size = resolve_block_size(config.block_size, device)
 
@@ -159,7 +159,7 @@ def _try_slice(
     rates: bandwidth.DeviceRates,
     report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Measure all workloads on one slice; returns a row for each. An error is the status of those that it left out."""
+    """Measure all workloads on one slice; returns a row for each. An error becomes the status of the remaining rows."""
     split = split_of(config)
     rows: list[dict[str, Any]] = []
     report(f"{_name(split)}: loading")
@@ -182,7 +182,7 @@ class Slice:
     def __init__(self, config: EngineConfig, rank: int, spec: ModelSpec, checkpoint: Checkpoint) -> None:
         self.split, self.rank, self.spec = split_of(config), rank, spec
         self._ranks = SliceRank(rank, config, spec, checkpoint)
-        # No token comes back from a last stage, so the scheduler of one stage keeps the device as busy as a pipeline.
+        # Steps do not wait for tokens of the last stage, so a schedule without micro-batches keeps this stage busy.
         self.engine = Engine(replace(config, pp=1), spec, self._ranks, frozenset())
         self._all_reduces, self._reduced_bytes = self._ranks.count_all_reduces()
 
