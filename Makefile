@@ -66,12 +66,12 @@ test-full: lint fetch system
 
 # As root, so that hosts can be network namespaces. The whole matrix takes about 20 minutes on two cores.
 fuzz: $(VENV)/.installed-test
-	$(BIN)/python -m tests.fuzz --count $(or $(COUNT),20000) --seed $(or $(SEED),1) --out benchmarks/results/fuzz/fuzz.json
+	$(BIN)/python -m tests.fuzz --count $(or $(COUNT),20000) --seed $(or $(SEED),1) --out benchmarks/reports/fuzz/fuzz.json
 
 soak: $(VENV)/.installed-test
-	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) --dp 2 --pp 2 --out benchmarks/results/soak/soak.json
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) --dp 2 --pp 2 --out benchmarks/reports/soak/soak.json
 
-FAULT_RESULTS := benchmarks/results/faults
+FAULT_RESULTS := benchmarks/reports/faults
 faults: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults $(if $(CASES),--cases '$(CASES)',--out $(FAULT_RESULTS)) $(if $(JOBS),--jobs $(JOBS))
 

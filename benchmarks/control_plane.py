@@ -290,7 +290,7 @@ def fit_plans(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     decode = (cpu[256] - cpu[16]) / (256 - 16)
     found = {"base": base, "per_sequence": per_sequence, "send": send, "hop": hop, "decode_per_sequence": decode}
-    source = "benchmarks/results/control/fit.json"
+    source = "benchmarks/reports/control/fit.json"
     constants = {
         f"control_{name}_s": Quantity.of(round(us * 1e-6, 9), "measured", source) for name, us in found.items()
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from yalis.launch.fan_out import FAN_OUT, tree_depth
 from yalis.planner.quantity import Quantity
 
-_FIT = "benchmarks/results/control/fit.json: loopback links of a host with 2 cores"
+_FIT = "benchmarks/reports/control/fit.json: loopback links of a host with 2 cores"
 #: Used where a machine's `host` section has no value of its own. Seconds; measured values of another host's CPU.
 DEFAULTS: Mapping[str, Quantity] = {
     # On the driver: for a plan, for each sequence that decodes, and for each link it sends to.
