@@ -202,7 +202,7 @@ def test_which_steps_are_replayed(ref, monkeypatch):
 
         def sequence(start: int, count: int, samples: bool = True, first: int = 5) -> SequenceStep:
             blocks = tuple(range(-(-(start + count) // 4)))
-            return replace(make_sequence(1, start, (first,) * count, blocks), samples=samples)
+            return make_sequence(1, start, (first,) * count, blocks)._replace(samples=samples)
 
         for start, count in ((0, 2), (16, 16), (30, 2)):
             assert find(sequence(start, count)) == (StepKind.PROMPT, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -27,8 +28,8 @@ class SentMessages:
     def __init__(self) -> None:
         self.messages: list[Any] = []
 
-    def send(self, message: Any) -> None:
-        self.messages.append(message)
+    def send_frame(self, frame: bytes) -> None:
+        self.messages.append(json.loads(frame[frame.index(b"{") :]))
 
 
 def make_members(*nodes: int) -> tuple[RankInfo, ...]:
@@ -125,9 +126,9 @@ def test_rank_0_announces_at_once_that_it_is_idle(here: Monitored) -> None:
     assert sent == []
     here.set_idle()
     here.set_idle()
-    assert sent == [{"beat": (600.0, True, False)}]
+    assert sent == [{"beat": [600.0, True, False]}]
     here.set_phase(CLOSING)
-    assert sent[1:] == [{"beat": (600.0, False, False)}]
+    assert sent[1:] == [{"beat": [600.0, False, False]}]
 
 
 # Ctrl-C and SIGTERM

@@ -10,7 +10,7 @@ import pytest
 from yalis.planner.control import DEFAULTS, control_time, plan_seconds
 from yalis.planner.quantity import Quantity
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "control"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "reports" / "control"
 
 
 def quantities(**values: float) -> dict[str, Quantity]:
