@@ -7,12 +7,10 @@ code in the same process uses is not affected.
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
 from yalis.launch.heartbeat import Progress
 from yalis.launch.link import listen
+from yalis.launch.secret import new_secret, private_folder
 from yalis.launch.world import World
 
 dist: Any = torch.distributed  # its type stubs lack the process group classes
@@ -236,8 +235,7 @@ class TorchBackend(CommBackend):
         # must not be written in Python.
         first = self.world.members[0]
         if all(member.node == first.node for member in self.world.members):
-            # Not in $XDG_RUNTIME_DIR, which is removed when the user logs out.
-            path = tempfile.mkdtemp(prefix="yalis-nccl-") + "/store" if self.world.rank == 0 else ""
+            path = str(private_folder() / f"{new_secret()}.store") if self.world.rank == 0 else ""
             exchanged = self.world.all_gather_object({"path": path, "gpu": gpu})
             self._store_path = Path(exchanged[0]["path"])
             self._store = dist.FileStore(exchanged[0]["path"], self.world.size)
@@ -293,12 +291,8 @@ class TorchBackend(CommBackend):
         if isinstance(self._store, LinkStore):
             self._store.close()
         self._store = None
-        if self._store_path is not None:
-            if self.world.failure is not None:
-                # Otherwise the last rank to drop its FileStore removes the file.
-                self._store_path.unlink(missing_ok=True)
-            with suppress(OSError):  # not empty until the last rank is here
-                self._store_path.parent.rmdir()
+        if self._store_path is not None and self.world.failure is not None:
+            self._store_path.unlink(missing_ok=True)  # otherwise the last rank to drop its FileStore removes the file
 
 
 def _create_nccl(store: Any, rank: int, size: int) -> Any:

@@ -119,13 +119,18 @@ def secret_path(info: LaunchInfo, method: Method) -> Path:
 
 
 def _host_folder() -> Path:
-    """Return a directory on this host that only this user can access.
-
-    Another user can occupy the name in /tmp. Then all ranks use the home directory.
-    """
+    """Return a directory on this host that only this user can access, for files that are removed after joining."""
     runtime = env.runtime_dir()
     if runtime is not None and _is_private(runtime):
         return _make_private(runtime / "yalis")
+    return private_folder()
+
+
+def private_folder() -> Path:
+    """Return a directory that only this user can access, and that stays when the user logs out.
+
+    Another user can occupy the name in /tmp. Then all ranks use the home directory.
+    """
     folder = Path(f"/tmp/yalis-{os.geteuid()}")
     try:
         return _make_private(folder)
