@@ -186,6 +186,8 @@ class ComputeModel:
         if replayed:
             return ahead + sampler, ahead
         launch = table["host_eager_s"] + self.dims.layers * table["host_layer_s"]
+        if shape.decodes and shape.chunks:
+            launch += self.dims.layers * table["host_mixed_layer_s"]
         if self.split.per_stage > 1:
             launch *= table["host_tp"]
         return ahead + sampler + launch, ahead
