@@ -334,7 +334,8 @@ def _mean_breakdown(members: Sequence[_Replica], seconds: float) -> StepTime:
     devices = stages * len(members)
     spent = [sum(stage[category] for member in members for stage in member.busy) / devices for category in range(5)]
     matmul, attention, communication, other, _ = spent
-    return StepTime(matmul, attention, communication, other, seconds - matmul - attention - communication - other)
+    idle = max(0.0, seconds - matmul - attention - communication - other)
+    return StepTime(matmul, attention, communication, other, idle)
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
