@@ -27,6 +27,10 @@ class SentMessages:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
+        self.keepalive_s: float | None = None
+
+    def set_keepalive(self, seconds: float) -> None:
+        self.keepalive_s = seconds
 
     def send_frame(self, frame: bytes) -> None:
         self.messages.append(json.loads(frame[frame.index(b"{") :]))
@@ -116,6 +120,13 @@ def test_when_other_ranks_give_up_a_silent_rank_0(monkeypatch, idle, state, node
     assert monitor._is_rank0_lost(silent_s) == lost
     monitor._handle({"beat": [0, idle, False]})
     assert not monitor._is_rank0_lost(silent_s)
+
+
+def test_tcp_notices_that_the_host_of_an_idle_rank_0_is_down() -> None:
+    monitor = WorkerMonitor(make_members(1, 0), 1, SentMessages())  # type: ignore[arg-type]
+    for step_timeout, keepalive_s in ((10.0, 10.0), (3600.0, 60.0), (0, 60.0)):
+        monitor._handle({"beat": [step_timeout, True, False]})
+        assert monitor._link.keepalive_s == keepalive_s  # type: ignore[attr-defined]
 
 
 def test_rank_0_announces_at_once_that_it_is_idle(here: Monitored) -> None:

@@ -129,6 +129,10 @@ class Link:
         """Return the IP addresses of this end and of the peer."""
         return plain_address(self._socket.getsockname()[0]), plain_address(self._socket.getpeername()[0])
 
+    def set_keepalive(self, seconds: float) -> None:
+        """Set how long the peer's host may not answer before receive() raises LinkLost."""
+        keep_alive(self._socket, seconds)
+
     def close(self) -> None:
         if self._socket.fileno() < 0:
             return
@@ -228,14 +232,17 @@ def _close_all() -> None:
         link.abandon()
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Turn on TCP keepalive. The peer's kernel answers it even while its process is busy or stopped."""
+def keep_alive(sock: socket.socket, seconds: float = KEEPALIVE_S) -> None:
+    """Turn on TCP keepalive: the connection ends if the peer's host does not answer for so long.
+
+    The peer's kernel answers even while its process is busy or stopped.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S // 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S // 6)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 3)))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 6)))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_S * 1000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def plain_address(address: str) -> str:

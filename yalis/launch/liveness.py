@@ -26,7 +26,7 @@ from yalis.launch.heartbeat import (
     silence_limit,
     while_in,
 )
-from yalis.launch.link import Link, LinkLost, encode_frame
+from yalis.launch.link import KEEPALIVE_S, Link, LinkLost, encode_frame
 from yalis.launch.rank_info import RankInfo
 
 STUCK_S = 5.0  # after a failure, for rank 0 to return from its current operation before its process is ended
@@ -191,6 +191,12 @@ class WorkerMonitor(LivenessMonitor):
             self.phase = phase
             self._send(self._link, {"phase": phase})
 
+    def set_step_timeout(self, seconds: float) -> None:
+        if seconds != self.step_timeout:
+            super().set_step_timeout(seconds)
+            # While rank 0 is idle its silence is no failure, so only TCP notices that its host or network is down.
+            self._link.set_keepalive(min(KEEPALIVE_S, silence_limit(seconds)))
+
     def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
         if not self._broadcast_failure(message, print_it=False, traceback=traceback):
             return
@@ -263,7 +269,8 @@ class WorkerMonitor(LivenessMonitor):
         if "failed" in message:
             os._exit(1)
         if "beat" in message:
-            self.step_timeout, self._rank0_idle, self.rank0_stopping = message["beat"]
+            step_timeout, self._rank0_idle, self.rank0_stopping = message["beat"]
+            self.set_step_timeout(step_timeout)
         if "bye" in message:
             self._mark_departed(0)
             self.rank0_left.set()
