@@ -425,3 +425,17 @@ def test_bad_combinations_with_a_trace_or_chat(tmp_path: Path, capsys: pytest.Ca
     ):
         assert main(["bench", "throughput", *args]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["throughput-llama-3.1-8b-chat", "throughput-llama-3.2-1b-chat", "throughput-llama-3.1-8b-64x512x128"]
+)
+def test_runs_of_an_h200_are_replayed(name: str) -> None:
+    # host_mixed_layer_s is fitted to the host time of the first run, so its times are no evidence.
+    path = Path(__file__).parents[2] / "benchmarks/results/h200" / f"{name}.json"
+    source = StoredResult(path, results.read(path))
+    (row,) = source.result.rows
+    done = replay(source, load_machine("h200"))
+    assert done.steps == pytest.approx(row["steps"], rel=0.02)
+    assert done.seconds == pytest.approx(row["seconds"], rel=0.08)
+    assert done.host_seconds == pytest.approx(row["schedule_s"] + row["launch_s"], rel=0.1)
