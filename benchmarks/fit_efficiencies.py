@@ -48,6 +48,8 @@ CALIBRATION = {
     ("slice-llama-3.1-405b", "8x1x1", "16x2480x33"): ("decode step",),
     ("slice-llama-3.1-405b", "32x1x1", "1x128x33"): ("decode step",),
 }
+#: Fitted to the host time of a throughput run instead, of which the rows above have no part.
+FROM_THROUGHPUT = {"host_mixed_layer_s"}
 KERNEL_WEIGHT = 0.5  # of a row of kernels.json, relative to a step
 PRIOR = 0.02  # weight of the starting values: keeps parameters that the rows do not determine where they were
 
@@ -91,7 +93,8 @@ class Fit:
         self.calibration = [point for point in self.points if point.key in used]
         assert len(self.calibration) == len(used), "a calibration row is missing"
         self.kernels = results.read(FOLDER / "kernels.json")
-        self.names = sorted(name for name, one in table.parameters.items() if one.origin == "fitted")
+        fitted = {name for name, one in table.parameters.items() if one.origin == "fitted"}
+        self.names = sorted(fitted - FROM_THROUGHPUT)
         self.start = np.log([table[name] for name in self.names])
 
     def residuals(self, logs: np.ndarray) -> np.ndarray:

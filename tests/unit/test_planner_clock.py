@@ -305,22 +305,6 @@ def test_a_cpu_table_is_fitted_to_latency_points() -> None:
     assert max(abs(predict(point, machine, fitted) / point.measured - 1) for point in points) < 0.03
 
 
-H200 = Path(__file__).parents[2] / "benchmarks/results/h200"
-
-
-@pytest.mark.parametrize("name", ["llama-3.1-8b-chat", "llama-3.1-8b-64x512x128", "llama-3.2-1b-chat"])
-def test_runs_on_an_h200_are_replayed(name: str) -> None:
-    """No parameter was fitted to the runs of the 8B model. host_mixed_layer_s was fitted to that of the 1B model, so
-    its time is no evidence."""
-    path = H200 / f"throughput-{name}.json"
-    source = StoredResult(path, results.read(path))
-    done, row = replay(source, load_machine("h200")), source.result.rows[0]
-    assert done.steps == row["steps"]
-    assert done.seconds == pytest.approx(row["seconds"], rel=0.08)
-    assert done.itl() == pytest.approx(row["token_ms"] / 1e3, rel=0.08)
-    assert done.ttft() == pytest.approx(row["first_token_ms"] / 1e3, rel=0.2)
-
-
 def test_a_recorded_run_is_replayed(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -441,3 +425,17 @@ def test_bad_combinations_with_a_trace_or_chat(tmp_path: Path, capsys: pytest.Ca
     ):
         assert main(["bench", "throughput", *args]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["throughput-llama-3.1-8b-chat", "throughput-llama-3.2-1b-chat", "throughput-llama-3.1-8b-64x512x128"]
+)
+def test_runs_of_an_h200_are_replayed(name: str) -> None:
+    # host_mixed_layer_s is fitted to the host time of the first run, so its times are no evidence.
+    path = Path(__file__).parents[2] / "benchmarks/results/h200" / f"{name}.json"
+    source = StoredResult(path, results.read(path))
+    (row,) = source.result.rows
+    done = replay(source, load_machine("h200"))
+    assert done.steps == pytest.approx(row["steps"], rel=0.02)
+    assert done.seconds == pytest.approx(row["seconds"], rel=0.08)
+    assert done.host_seconds == pytest.approx(row["schedule_s"] + row["launch_s"], rel=0.1)

@@ -81,6 +81,7 @@ class Simulation:
     #: while it waits for its host, and while it has no requests.
     breakdown: StepTime
     moved: int = 0  # requests that were moved to another replica before they started
+    host_seconds: float = 0.0  # that the drivers' hosts worked, summed over the replicas
 
     @property
     def output_tokens(self) -> int:
@@ -145,6 +146,7 @@ def simulate(
         num_blocks=engine.num_blocks,
         breakdown=_mean_breakdown(members, seconds),
         moved=router.num_moved if router is not None else 0,
+        host_seconds=sum(member.host_seconds for member in members),
     )
 
 
@@ -173,7 +175,7 @@ class _Replica:
         self.rank, self.engine, self._on_step = rank, engine, on_step
         self.scheduler = Scheduler(engine.scheduler, engine.num_blocks)
         self.requests: dict[int, Request] = {}
-        self.now = 0.0
+        self.now = self.host_seconds = 0.0
         self.steps = self.peak_blocks = 0
         self.stage_free: list[float] = []  # when each stage has finished its last step
         self.busy: list[list[float]] = []  # seconds of each stage by the categories of StepTime
@@ -228,7 +230,9 @@ class _Replica:
             self.busy = [[0.0] * 5 for _ in times]
         self.steps += 1
         begin = self.now
-        launched = begin + engine.host_seconds(shape)
+        host = engine.host_seconds(shape)
+        self.host_seconds += host
+        launched = begin + host
         end = launched if self._blocking or engine.replayed(shape) else begin
         for stage, time in enumerate(times):
             end = max(end, self.stage_free[stage]) + time.total
@@ -334,8 +338,7 @@ def _mean_breakdown(members: Sequence[_Replica], seconds: float) -> StepTime:
     devices = stages * len(members)
     spent = [sum(stage[category] for member in members for stage in member.busy) / devices for category in range(5)]
     matmul, attention, communication, other, _ = spent
-    idle = max(0.0, seconds - matmul - attention - communication - other)
-    return StepTime(matmul, attention, communication, other, idle)
+    return StepTime(matmul, attention, communication, other, seconds - matmul - attention - communication - other)
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:

@@ -31,6 +31,9 @@ class ComputeTime:
     replayed: bool  # whether the engine replays a recorded step (CUDA graph)
     host_ahead: float = 0.0  # the part of `host` that passes before the device gets the first kernel
     overlapped: bool = True  # whether the host prepares a step while the device runs the one before; not on a CPU
+    #: Further host time of a step with both prompts and decodes. `alone` and `back_to_back` leave it out: in a batch
+    #: that starts together, such a step follows one that runs longer than the host needs. The virtual clock adds it.
+    host_mixed: float = 0.0
 
     @property
     def device(self) -> float:
@@ -93,7 +96,9 @@ class ComputeModel:
         size = self._recorded_size(shape)
         total = self._device_times(shape, shape.tokens if size is None else size)
         host, ahead = self._host_times(shape, size is not None)
-        return ComputeTime(total.matmul, total.attention, total.other, host, size is not None, ahead)
+        return ComputeTime(
+            total.matmul, total.attention, total.other, host, size is not None, ahead, host_mixed=self._host_mixed(shape)
+        )
 
     def _recorded_size(self, shape: StepShape) -> int | None:
         """Return the tokens of the CUDA graph that the engine replays; None if it runs the step eagerly."""
@@ -188,9 +193,17 @@ class ComputeModel:
         launch = table["host_eager_s"] + self.dims.layers * table["host_layer_s"]
         if self.split.per_stage > 1:
             launch *= table["host_tp"]
-        if shape.decodes and shape.chunks:
-            launch += self.dims.layers * table["host_mixed_layer_s"]
         return ahead + sampler + launch, ahead
+
+    def _host_mixed(self, shape: StepShape) -> float:
+        """Return the host's further seconds in a step with prompts and decodes, which is never replayed.
+
+        Each layer launches two attention kernels, and the sampler prepares a row for each sequence.
+        """
+        if not (shape.chunks and shape.decodes):
+            return 0.0
+        sequences = shape.decodes + len(shape.chunks)
+        return self.dims.layers * self.table["host_mixed_layer_s"] + sequences * self.table["host_mixed_sequence_s"]
 
     def _cpu_step(self, cpu: CpuTimes, shape: StepShape) -> ComputeTime:
         matmul, attention, other = cpu.step(self.dims, shape)

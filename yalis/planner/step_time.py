@@ -58,7 +58,8 @@ class StepTimeModel:
 
     def host(self, shape: StepShape) -> float:
         """Return the seconds of the driver's host: scheduling, packing, sending the plan to all ranks, launching."""
-        return self._compute[0][0].step(shape).host + self._control(shape.decodes + len(shape.chunks)).driver
+        time = self._compute[0][0].step(shape)
+        return time.host + time.host_mixed + self._control(shape.decodes + len(shape.chunks)).driver
 
     def replayed(self, shape: StepShape) -> bool:
         """Return whether the engine replays a recorded step."""

@@ -97,7 +97,10 @@ class _StepTimes:
         return [StepTime(time.matmul, time.attention, 0.0, time.other)]
 
     def host(self, shape: StepShape) -> float:
-        return self._split.host(shape) if self._split is not None else self._step(shape).host
+        if self._split is not None:
+            return self._split.host(shape)
+        time = self._step(shape)
+        return time.host + time.host_mixed
 
     def replayed(self, shape: StepShape) -> bool:
         return self._split.replayed(shape) if self._split is not None else self._step(shape).replayed
