@@ -232,7 +232,7 @@ def test_prefill_steps_are_those_of_the_scheduler(case: tuple[int, int], limit: 
         plan = scheduler.schedule()
         assert plan is not None
         expected.append(StepShape.of(plan))
-        done += sum(step.samples and step.start + step.count == prompt_len for step in plan.sequences)
+        done += sum(step.samples and step.start + step.num_tokens == prompt_len for step in plan.sequences)
         tokens = {step.request_id: 1 for step in plan.sequences if step.samples}
         scheduler.commit(StepOutput(plan.step_id, tokens))
     assert planner_accuracy.prefill_shapes(Workload(batch, prompt_len, 100), limit) == expected

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -111,7 +111,7 @@ def test_a_decode_step_is_a_slot_or_a_slot_with_its_token_and_new_blocks() -> No
     encoder, decoder = PlanEncoder(), PlanDecoder()
     sent = [_step(3, params, tuple(range(14)), step) for step in range(5)]
     # as on a GPU, where the sampled token stays on the device
-    sent[2] = replace(sent[2], tokens=(LAST_SAMPLED,), blocks=sent[1].blocks)
+    sent[2] = sent[2]._replace(tokens=(LAST_SAMPLED,), blocks=sent[1].blocks)
     encoded = [transmit(encoder.encode(StepPlan(step, (one,)))) for step, one in enumerate(sent)]
     received = [decoder.decode(value).sequences[0] for value in encoded]
     assert received == sent

@@ -188,7 +188,7 @@ class ComputeModel:
         launch = table["host_eager_s"] + self.dims.layers * table["host_layer_s"]
         if self.split.per_stage > 1:
             launch *= table["host_tp"]
-        if shape.decodes and shape.chunks:
+        elif shape.decodes and shape.chunks:
             launch += self.dims.layers * table["host_mixed_layer_s"]
         return ahead + sampler + launch, ahead
 
