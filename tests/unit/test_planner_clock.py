@@ -6,9 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -25,12 +23,14 @@ from yalis.planner.step import SimRequest, StepShape, StepTime
 from yalis.scheduling import settings
 from yalis.scheduling.plan import StepPlan
 from yalis.scheduling.scheduler import SchedulerConfig
-from yalis.study import bandwidth, efficiency_fit, results
+from yalis.spec import read_spec
+from yalis.study import bandwidth, efficiency_fit, planner_accuracy, results
+from yalis.study import replay as replay_module
+from yalis.study.efficiency_fit import fit_cpu
 from yalis.study.planner_accuracy import predict, read_points
 from yalis.study.replay import replay
-from yalis.study.requests import ThroughputPlan, make_requests
 from yalis.study.results import StoredResult
-from yalis.workloads import ChatWorkload, RequestSize, Workload, draw_sizes, parse_any_workload, read_trace
+from yalis.workloads import Workload
 
 PREFILL, DECODE, HOST = 0.1, 0.01, 0.002
 
@@ -305,6 +305,49 @@ def test_a_cpu_table_is_fitted_to_latency_points() -> None:
     assert max(abs(predict(point, machine, fitted) / point.measured - 1) for point in points) < 0.03
 
 
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+SMOLLM2 = {
+    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_a_run_on_a_cpu_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times are fitted to latency points of the same session; nothing is fitted to the run."""
+    for module in (planner_accuracy, replay_module):
+        monkeypatch.setattr(module, "read_model", lambda name: read_spec(SMOLLM2, name))
+    measured, latency = (
+        StoredResult(path, results.read(path))
+        for path in (RESULTS / "cpu" / f"{name}.json" for name in (
+            "throughput-smollm2-135m-chat", "latency-smollm2-135m-calibration"
+        ))
+    )  # fmt: skip
+    machine, table = fit_cpu([latency], load_machine("lab"))
+    done, row = replay(measured, machine, table), measured.result.rows[0]
+    assert done.steps == row["steps"]
+    assert done.seconds == pytest.approx(row["seconds"], rel=0.08)
+    assert done.ttft() == pytest.approx(row["first_token_ms"] / 1e3, rel=0.08)
+    assert done.itl() == pytest.approx(row["token_ms"] / 1e3, rel=0.08)
+    # The second row of 1x64x24 has the prompt of the first, so its first token is no point.
+    points = [point for point in read_points([latency]) if point.case == Workload(1, 64, 24)]
+    assert [(point.phase, bool(point.excluded)) for point in points] == [
+        ("first token", False), ("decode step", False), ("first token", True), ("decode step", False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b-chat", "llama-3.1-8b-64x512x128", "llama-3.2-1b-chat"])
+def test_runs_on_an_h200_are_replayed(name: str) -> None:
+    """host_mixed_layer_s was fitted to the host time of the chat run of the 8B model, so its time is no evidence."""
+    path = RESULTS / "h200" / f"throughput-{name}.json"
+    source = StoredResult(path, results.read(path))
+    done, row = replay(source, load_machine("h200")), source.result.rows[0]
+    assert done.steps == row["steps"]
+    assert done.seconds == pytest.approx(row["seconds"], rel=0.08)
+    assert done.itl() == pytest.approx(row["token_ms"] / 1e3, rel=0.08)
+    assert done.ttft() == pytest.approx(row["first_token_ms"] / 1e3, rel=0.2)
+
+
 def test_a_recorded_run_is_replayed(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,101 +384,3 @@ def test_a_recorded_run_is_replayed(
     measured.write_text(json.dumps(old))
     assert main(["bench", "replay", str(measured)]) == 2
     assert "an older version wrote it" in capsys.readouterr().err
-
-
-# Workloads
-
-
-def test_chat_lengths() -> None:
-    assert parse_any_workload("chat") == ChatWorkload(768)
-    assert parse_any_workload("chat:200") == ChatWorkload(200)
-    assert str(ChatWorkload(200)) == "chat:200"
-    sizes = draw_sizes([ChatWorkload(20_000)], seed=0)
-    prompts, outputs = ([getattr(size, name) for size in sizes] for name in ("prompt_len", "output_len"))
-    # e^5.3 = 200 and e^5.2 = 181 are the medians of the distributions before 8 is added.
-    assert median(prompts) == pytest.approx(208, rel=0.03)
-    assert median(outputs) == pytest.approx(189, rel=0.03)
-    # One standard deviation above: e^6.2 and e^5.9.
-    assert sorted(prompts)[int(0.8413 * 20_000)] == pytest.approx(501, rel=0.05)
-    assert sorted(outputs)[int(0.8413 * 20_000)] == pytest.approx(373, rel=0.05)
-    assert (max(prompts), max(outputs)) == (2000, 1000)
-    assert min(prompts) > 8 <= min(outputs)
-    assert draw_sizes([ChatWorkload(5)], 0) == sizes[:5] != draw_sizes([ChatWorkload(5)], 1)
-    plan = ThroughputPlan((ChatWorkload(5),))
-    first, second = (make_requests(plan, None, 100, turn) for turn in (0, 1))
-    for requests in (first, second):
-        assert [(len(one.prompt), one.sampling.max_tokens) for one in requests] == [
-            (size.prompt_len, size.output_len) for size in sizes[:5]
-        ]
-        assert all(one.sampling.ignore_eos and one.sampling.greedy for one in requests)
-    assert first[0].prompt != second[0].prompt
-    for text in ("chat:", "chat:x", "chatty", "1x2"):
-        with pytest.raises(YalisError, match="accepted: poster, prefill-heavy, decode-heavy, chat, chat:N"):
-            parse_any_workload(text)
-    with pytest.raises(YalisError, match=r"give a number of at least 1, such as chat:200"):
-        parse_any_workload("chat:0")
-
-
-def test_a_trace_is_sorted_by_arrival(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(
-        '{"prompt_len": 3, "output_len": 4, "arrival": 1.5}\n\n{"prompt_len": 5, "output_len": 6}\n'
-        '{"prompt_len": 7, "output_len": 8, "arrival": 1}\n'
-    )
-    assert read_trace(path) == [RequestSize(5, 6, 0.0), RequestSize(7, 8, 1.0), RequestSize(3, 4, 1.5)]
-    assert len(read_trace(path, 2)) == 2
-    requests = make_requests(ThroughputPlan((), trace=str(path)), None, 100, 0)
-    assert [(len(one.prompt), one.sampling.max_tokens, one.arrival) for one in requests] == [
-        (5, 6, 0.0), (7, 8, 1.0), (3, 4, 1.5)
-    ]  # fmt: skip
-    assert all(before.arrival <= after.arrival for before, after in pairwise(requests))
-    with pytest.raises(YalisError, match="has 3 requests; give a trace with at least 4"):
-        read_trace(path, 4)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2 of .* is not valid JSON"),
-        ("[1, 2]", "line 2 of .* is not an object; give lines such as"),
-        ('{"prompt_len": 3}', "line 2 of .* has no output_len; give a whole number"),
-        ('{"prompt_len": 0, "output_len": 1}', "line 2 of .* has 0 as prompt_len"),
-        ('{"prompt_len": true, "output_len": 1}', "line 2 of .* has True as prompt_len"),
-        ('{"prompt_len": 2.5, "output_len": 1}', "line 2 of .* has 2.5 as prompt_len"),
-        ('{"prompt_len": 2, "output_len": 1, "arrival": -1}', "line 2 of .* has -1 as arrival; give seconds"),
-        ('{"prompt_len": 2, "output_len": 1, "arrival": NaN}', "line 2 of .* has nan as arrival"),
-        ('{"prompt_len": 2, "output_len": 1, "time": 1}', "line 2 of .* has an unknown field 'time'"),
-    ],
-)
-def test_a_bad_line_of_a_trace(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(f'{{"prompt_len": 1, "output_len": 1}}\n{line}\n')
-    with pytest.raises(YalisError, match=message):
-        read_trace(path)
-
-
-def test_bad_combinations_with_a_trace_or_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for args, message in (
-        (["--trace", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
-        (["--trace", "x", "--workload", "chat"], "--workload and --trace exclude each other"),
-        (["--trace", "x", "--dataset", "y"], "--dataset and --trace exclude each other"),
-        (["--trace", "x", "--rate", "2"], "a trace has its own; omit --rate"),
-        (["--workload", "chat", "--vary", "0.5"], "chat has its own lengths; omit --vary"),
-        (["--workload", "chat", "--peer", "vllm"], "peers run one batch of equal requests"),
-    ):
-        assert main(["bench", "throughput", *args]) == 2
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "name", ["throughput-llama-3.1-8b-chat", "throughput-llama-3.2-1b-chat", "throughput-llama-3.1-8b-64x512x128"]
-)
-def test_runs_of_an_h200_are_replayed(name: str) -> None:
-    # host_mixed_layer_s is fitted to the host time of the first run, so its times are no evidence.
-    path = Path(__file__).parents[2] / "benchmarks/results/h200" / f"{name}.json"
-    source = StoredResult(path, results.read(path))
-    (row,) = source.result.rows
-    done = replay(source, load_machine("h200"))
-    assert done.steps == pytest.approx(row["steps"], rel=0.02)
-    assert done.seconds == pytest.approx(row["seconds"], rel=0.08)
-    assert done.host_seconds == pytest.approx(row["schedule_s"] + row["launch_s"], rel=0.1)

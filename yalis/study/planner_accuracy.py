@@ -84,6 +84,7 @@ def _points_of(source: StoredResult, name: str) -> Iterator[Point]:
     engine: Mapping[str, Any] = facts["engine"]
     grid = engine.get("tp", (1, 1))
     first_case = None
+    seen: set[Workload] = set()
     for row in result.rows:
         if row["status"] != "ok" or row.get("engine", "yalis") != name:
             continue
@@ -97,7 +98,11 @@ def _points_of(source: StoredResult, name: str) -> Iterator[Point]:
             value = row[columns[result.kind == "slice"]]
             if value is None:
                 continue
-            cold = phase == "first token" and facts.get("warmup") == 0 and case == first_case
+            excluded = ""
+            if phase == "first token" and facts.get("warmup") == 0 and case == first_case:
+                excluded = "the first run of its process, without a warm-up"
+            elif phase == "first token" and case in seen and result.kind == "latency" and engine.get("prefix_reuse"):
+                excluded = "the prompts of an earlier row, which the prefix cache has"
             yield Point(
                 source.path.stem,
                 engine["model"],
@@ -111,8 +116,9 @@ def _points_of(source: StoredResult, name: str) -> Iterator[Point]:
                 4 if facts["dtype"] == "float32" else 2,
                 engine["max_batch_tokens"],
                 max(engine["max_num_seqs"], case.batch),
-                "the first run of its process, without a warm-up" if cold else "",
+                excluded,
             )
+        seen.add(case)
 
 
 def predict_all(points: Sequence[Point], machine: Machine, table: Efficiencies | None = None) -> list[Prediction]:
