@@ -96,9 +96,8 @@ class ComputeModel:
         size = self._recorded_size(shape)
         total = self._device_times(shape, shape.tokens if size is None else size)
         host, ahead = self._host_times(shape, size is not None)
-        return ComputeTime(
-            total.matmul, total.attention, total.other, host, size is not None, ahead, host_mixed=self._host_mixed(shape)
-        )
+        mixed = self._host_mixed(shape)
+        return ComputeTime(total.matmul, total.attention, total.other, host, size is not None, ahead, host_mixed=mixed)
 
     def _recorded_size(self, shape: StepShape) -> int | None:
         """Return the tokens of the CUDA graph that the engine replays; None if it runs the step eagerly."""
