@@ -57,6 +57,7 @@ NOT_RUN = {
     "make faults": "takes 20 minutes; `make test` runs a pairwise cover of it",
     "make fuzz": "takes 10 minutes; test_fuzz.py runs some of its inputs",
     "make soak": "takes 10 minutes",
+    "python benchmarks/compare_cpu.py TREE_A TREE_B --turns 20 --out FILE": "needs two checkouts and takes minutes",
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
     "make lint": "is part of `make test`",
     "make gpu-test": GPU,
