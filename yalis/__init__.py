@@ -39,8 +39,25 @@ _HOME = {
 }
 __all__ = [*_HOME, "__version__"]
 
+_NO_SERVER = "YALIS has no server yet; use LLM, whose submit() and events() control single requests"
+#: Names of vLLM that do not exist here, and what to do instead.
+_VLLM_NAMES = {
+    "AsyncEngineArgs": _NO_SERVER,
+    "AsyncLLMEngine": _NO_SERVER,
+    "CompletionOutput": "import Completion",
+    "EngineArgs": "give LLM the arguments",
+    "LLMEngine": "use LLM, whose submit() and events() control single requests",
+    "TextPrompt": 'give {"prompt": text}',
+    "TokensPrompt": 'give {"prompt_token_ids": ids}',
+    "inputs": 'give {"prompt": text} or {"prompt_token_ids": ids}',
+    "sampling_params": "type `from yalis import SamplingParams`",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _VLLM_NAMES:
+        # `from yalis import ...` would replace the message of an AttributeError.
+        raise ImportError(f"yalis has no {name}; {_VLLM_NAMES[name]}")
     if name not in _HOME:
         raise AttributeError(f"module 'yalis' has no attribute {name!r}")
     env.limit_openmp_spinning()  # must run before torch is imported

@@ -60,6 +60,8 @@ class EngineConfig:
         object.__setattr__(self, "dtype", _DTYPE_NAMES.get(dtype, dtype))
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load", self.load, LOADS)
+        if self.generation_config == "vllm":  # vLLM's name for it
+            object.__setattr__(self, "generation_config", "none")
         _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         _check_choice("prefix_reuse", self.prefix_reuse, (True, False))
         _check_choice("eager", self.eager, (True, False))

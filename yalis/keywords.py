@@ -21,8 +21,13 @@ class VllmKeywords:
     """Arguments of a vLLM function that the corresponding YALIS function does not have."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)  # to the YALIS argument with the same meaning
-    ignored: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values without effect; others are refused
+    ignored: Mapping[str, Collection[Any]] = field(default_factory=dict)  # values without effect; others are refused
+    unused: frozenset[str] = frozenset()  # no value has an effect
     advice: Mapping[str, str] = field(default_factory=dict)  # what to do instead
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.renamed, *self.ignored, *self.unused]
 
 
 LLM_KEYWORDS = VllmKeywords(
@@ -37,32 +42,41 @@ LLM_KEYWORDS = VllmKeywords(
         "num_gpu_blocks_override": "kv_blocks",
     },
     ignored={
+        "compilation_config": (None, 0),
         "cpu_offload_gb": (0,),
         "disable_custom_all_reduce": (False,),
-        "disable_log_stats": (True, False),
+        "distributed_executor_backend": (None, "mp", "uni"),
         "download_dir": (None,),
         "enable_chunked_prefill": (None, True),
         "enable_lora": (False,),
+        "guided_decoding_backend": (None, "auto"),
         "hf_overrides": (None, {}),
         "kv_cache_dtype": ("auto",),
+        "limit_mm_per_prompt": (None, {}),
+        "load_format": ("auto", "safetensors"),
+        "max_logprobs": range(21),
         "quantization": (None,),
-        "revision": (None,),
+        "revision": (None, "main"),
         "runner": ("auto", "generate"),
         "seed": (None, 0),
         "skip_tokenizer_init": (False,),
         "speculative_config": (None,),
         "task": ("auto", "generate"),
         "tokenizer_mode": ("auto",),
-        "tokenizer_revision": (None,),
+        "tokenizer_revision": (None, "main"),
         "trust_remote_code": (False,),
     },
+    unused=frozenset({"disable_log_stats", "max_seq_len_to_capture", "swap_space"}),
     advice={
         "attention_backend": "see attention=",
+        "compilation_config": "give compile=True for torch.compile",
+        "distributed_executor_backend": "YALIS starts its ranks itself, or under torchrun, srun or mpirun",
         "enable_lora": "LoRA adapters are not supported",
-        "load_format": "see load=",
+        "load_format": "give load='random' for random weights",
+        "max_logprobs": "remove it: logprobs has no limit, and prompt_logprobs is at most 20",
         "quantization": "quantized inference is not supported yet",
         "seed": "give SamplingParams(seed=...)",
-        "trust_remote_code": "code of a model's folder is not supported",
+        "trust_remote_code": "code in a model's folder is never run",
     },
 )
 
@@ -97,13 +111,12 @@ CHAT_KEYWORDS = VllmKeywords(
         "add_generation_prompt": (True,),
         "chat_template": (None,),
         "chat_template_content_format": ("auto", "string"),
-        "chat_template_kwargs": (None, {}),
         "continue_final_message": (False,),
         "mm_processor_kwargs": (None, {}),
         "tools": (None, []),
     },
     advice=dict.fromkeys(
-        ("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "tools"),
+        ("add_generation_prompt", "chat_template", "continue_final_message", "tools"),
         "give generate() the text of llm.tokenizer.hf.apply_chat_template(...)",
     ),
 )
@@ -113,11 +126,11 @@ NO_KEYWORDS = VllmKeywords()
 
 
 def check_keywords(
-    owner: str, vllm: VllmKeywords
+    owner: str, vllm: VllmKeywords, sampling_fields: Collection[str] = ()
 ) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
     """Return a decorator that translates vLLM's arguments, and raises a YalisError that names all unknown arguments.
 
-    `owner` is the name of the function in the message.
+    `owner` is the name of the function in the message. Those of `sampling_fields` belong in SamplingParams.
     """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -126,7 +139,7 @@ def check_keywords(
         @functools.wraps(function)
         def call(*args: _Params.args, **given: _Params.kwargs) -> _Result:
             if not accepted.issuperset(given):
-                given = translate(owner, given, accepted, vllm)  # type: ignore[assignment]
+                given = translate(owner, given, accepted, vllm, sampling_fields)  # type: ignore[assignment]
             return function(*args, **given)
 
         return call
@@ -144,43 +157,62 @@ def check_init_keywords(owner: str, vllm: VllmKeywords) -> Callable[[_Class], _C
     return decorate
 
 
-def translate(owner: str, given: Mapping[str, Any], accepted: Collection[str], vllm: VllmKeywords) -> dict[str, Any]:
+def translate(
+    owner: str,
+    given: Mapping[str, Any],
+    accepted: Collection[str],
+    vllm: VllmKeywords,
+    sampling_fields: Collection[str] = (),
+) -> dict[str, Any]:
     """Return the arguments with vLLM's names replaced, and without those that change nothing."""
     kept: dict[str, Any] = {}
-    refused: dict[str, str] = {}
+    unsupported: list[str] = []  # values of vLLM's arguments
+    unknown: dict[str, str] = {}  # what to do instead, by name
     for name, value in given.items():
         ours = vllm.renamed.get(name, name)
-        if ours != name and value is None:  # vLLM's default
+        if name in vllm.unused or (ours != name and value is None):  # None: vLLM's default
             continue
         if ours in accepted:
             if ours in kept or (ours != name and ours in given):
                 raise YalisError(f"{ours} and {name} are the same argument; give one of them")
             kept[ours] = value
-        elif value not in vllm.ignored.get(name, ()):
-            refused[name] = _explain(name, accepted, vllm)
-    if not refused:
+        elif name not in vllm.ignored:
+            unknown[name] = _explain(name, value, accepted, vllm, sampling_fields)
+        elif value not in vllm.ignored[name]:
+            unsupported.append(f"{name}={_shorten(value)} is not supported; {vllm.advice.get(name, 'remove it')}")
+    if not unknown and not unsupported:
         return kept
-    shown = join_words((f"{name!r}{explanation}" for name, explanation in refused.items()), "and")
-    rest = "" if all(refused.values()) else f"; accepted: {', '.join(sorted(accepted))}"
-    raise YalisError(f"{owner} has no argument {shown}{rest}")
+    sentences = unsupported
+    if unknown:
+        shown = join_words((f"{name!r}{explanation}" for name, explanation in unknown.items()), "and")
+        rest = "" if all(unknown.values()) else f"; accepted: {', '.join(sorted(accepted))}"
+        sentences = [*unsupported, f"{owner} has no argument {shown}{rest}"]
+    raise YalisError(". ".join(sentences))
 
 
-def _explain(name: str, accepted: Iterable[str], vllm: VllmKeywords) -> str:
+def _explain(
+    name: str, value: Any, accepted: Iterable[str], vllm: VllmKeywords, sampling_fields: Collection[str]
+) -> str:
     """Return what to do instead of giving this argument, in parentheses; empty if nothing is known about it."""
     if name in vllm.advice:
         return f" ({vllm.advice[name]})"
-    if name in vllm.ignored:
-        return f" (not supported: only {join_words(map(repr, vllm.ignored[name]), 'or')} is accepted)"
-    return suggest(name, accepted)
+    if name in sampling_fields:
+        return f" (give SamplingParams({name}={_shorten(value)}))"
+    return suggest(name, accepted, others=vllm.names)
 
 
-def suggest(word: str, accepted: Iterable[str], prefix: str = "") -> str:
+def _shorten(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def suggest(word: str, accepted: Iterable[str], prefix: str = "", others: Iterable[str] = ()) -> str:
     """Return " (did you mean ...?)" with words that start with `word`, else the most similar one; empty if none is.
 
-    `prefix` is printed before each word.
+    `prefix` is printed before each word. `others` are accepted too, but only searched for similar words.
     """
     words = sorted(accepted)
-    near = [one for one in words if one.startswith(word)][:3] or get_close_matches(word, words, n=1)
+    near = [one for one in words if one.startswith(word)][:3] or get_close_matches(word, [*words, *others], n=1)
     return f" (did you mean {join_words((prefix + one for one in near), 'or')}?)" if near else ""
 
 

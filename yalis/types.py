@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, Protocol, Union
@@ -30,13 +30,16 @@ class TokenArray(Protocol):
 #: Most likely tokens that can be returned with each prompt token. A long prompt returns this many for every position.
 MAX_PROMPT_LOGPROBS = 20
 
+#: What max_tokens=None becomes: more tokens than any context holds.
+UNLIMITED_TOKENS = 2**31 - 1
+
 
 @check_init_keywords("SamplingParams", SAMPLING_KEYWORDS)
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are sampled. The default is greedy: temperature 0 selects the most likely token.
 
-    max_tokens: most tokens to generate; 0 with prompt_logprobs scores the prompt alone
+    max_tokens: most tokens to generate; None: until the context is full; 0 with prompt_logprobs: only score the prompt
     min_tokens: fewest tokens to generate before an end-of-sequence or stop token may end the output
     temperature: divides the logits before random sampling; 0 is greedy decoding
     top_k: sample from the k most likely tokens; 0 or -1 means all
@@ -82,6 +85,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _as_logit_bias(self.logit_bias))
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", UNLIMITED_TOKENS)
         self._check_max_tokens()
         _check_int("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
@@ -229,13 +234,48 @@ def _check_number(name: str, value: object, low: float, high: float, open_below:
         raise YalisError(f"{name} is {shown}; give a {expected} {limit}")
 
 
+#: The names of the fields of SamplingParams.
+SAMPLING_FIELDS = frozenset(one.name for one in fields(SamplingParams))
+
+
 @dataclass(frozen=True)
-class TokenLogprobs:
-    """The log-probability (natural logarithm) of a token, and of the most likely tokens at its position."""
+class Logprob:
+    """One entry of TokenLogprobs, with the attributes of vLLM's class of this name."""
+
+    logprob: float
+    rank: int | None = None  # 1 is the most likely token; None if it is not one of the most likely tokens requested
+    decoded_token: str | None = None  # None without a tokenizer
+
+
+@dataclass(frozen=True)
+class TokenLogprobs(Mapping[int, Logprob]):
+    """The log-probability (natural logarithm) of a token, and of the most likely tokens at its position.
+
+    Also the mapping that vLLM returns: from token ids, first that of the token itself, to Logprob.
+    """
 
     token_id: int
     logprob: float
-    top: dict[int, float] = field(default_factory=dict)
+    top: dict[int, float] = field(default_factory=dict)  # most likely first
+
+    def set_decoder(self, decode: Callable[[int], str]) -> None:
+        """Decode the tokens with this function when they are read. Copies and pickles do not have it."""
+        object.__setattr__(self, "_decode", decode)
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        logprob = self.logprob if token_id == self.token_id else self.top[token_id]
+        rank = list(self.top).index(token_id) + 1 if token_id in self.top else None
+        decode: Callable[[int], str] | None = getattr(self, "_decode", None)
+        return Logprob(logprob, rank, None if decode is None else decode(token_id))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter({self.token_id: None, **self.top})
+
+    def __len__(self) -> int:
+        return len({self.token_id, *self.top})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenLogprobs, (self.token_id, self.logprob, self.top)
 
 
 @dataclass(frozen=True)
@@ -289,6 +329,11 @@ class RequestOutput:
     def outputs(self) -> list[Completion]:
         """The same as `completions`, under vLLM's name."""
         return self.completions
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """The same as `metrics.cached_tokens`, under vLLM's name."""
+        return self.metrics.cached_tokens
 
     @property
     def text(self) -> str:

@@ -42,7 +42,7 @@ def test_starts_without_torch_in_half_a_second() -> None:
         (["generate", "x", "--max-tok", "3"], "unknown argument '--max-tok' (did you mean --max-tokens?); type"),
         (["generate", "x", "--max_token=3"], "unknown argument '--max_token=3' (did you mean --max-tokens?); type"),
         (["generate", "x", "--out", "y"], "unknown argument '--out'; type `yalis generate --help`"),
-        (["generate", "x", "--load-format", "dummy"], "unknown argument '--load-format' (see --load); type"),
+        (["generate", "x", "--load-format", "dummy"], "unknown argument '--load-format' (give --load random for"),
         (["generate", "x", "-tp", "2"], "unknown argument '-tp' (did you mean --tp?)"),
         (["generate", "x", "--max-b"], "unknown argument '--max-b' (did you mean --max-batch-tokens?)"),
         (["bench", "latency", "--output", "y"], "unknown argument '--output' (did you mean --output-len?)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
+import pickle
 import subprocess
 import sys
 
@@ -163,9 +164,14 @@ def test_names_and_signature_are_visible():
     ("arguments", "message"),
     [
         ({"blok_size": 2}, r"LLM has no argument 'blok_size' \(did you mean block_size\?\)$"),
-        ({"seed": 2}, r"LLM has no argument 'seed' \(give SamplingParams\(seed="),
+        ({"seed": 2}, r"^seed=2 is not supported; give SamplingParams\(seed="),
+        ({"tensor_paralel_size": 2}, r"'tensor_paralel_size' \(did you mean tensor_parallel_size\?\)$"),
+        ({"load_format": "dummy"}, r"^load_format='dummy' is not supported; give load='random' for random weights$"),
+        ({"distributed_executor_backend": "ray"}, "^distributed_executor_backend='ray' is not supported; YALIS starts"),
+        ({"compilation_config": 3}, "^compilation_config=3 is not supported; give compile=True"),
+        ({"temperature": 0.5}, r"LLM has no argument 'temperature' \(give SamplingParams\(temperature=0.5\)\)$"),
         ({"zzz": 2, "max_num": 3}, r"'zzz' and 'max_num' \(did you mean max_num_seqs\?\); accepted: allreduce, "),
-        ({"trust_remote_code": True}, "'trust_remote_code' .code of a model's folder is not supported.$"),
+        ({"trust_remote_code": True}, "trust_remote_code=True is not supported; code in a model's folder is n"),
         ({"tensor_parallel_size": 2, "tp": 2}, "tp and tensor_parallel_size are the same argument; give one of them"),
         ({"tensor_parallel_size": 0, "enable_prefix_caching": None, "seed": 0}, "tp is 0; give a number of ranks"),
         ({"model": None}, "model is None; give a non-empty string"),
@@ -178,29 +184,92 @@ def test_an_invalid_argument_of_llm(arguments, message):
 
 def test_arguments_of_vllm_without_an_effect(llm, tmp_path):
     assert SamplingParams(skip_special_tokens=True, detokenize=True, best_of=None, n=2) == SamplingParams(n=2)
-    with pytest.raises(YalisError, match=r"'max_token' .did you mean max_tokens\?., 'foo' and 'skip_special_tokens' "):
+    with pytest.raises(
+        YalisError, match=r"^skip_.*=False is not supported; remove it. Samp.* 'max_token' .did.* and 'foo'"
+    ):
         SamplingParams(max_token=3, foo=4, skip_special_tokens=False)
-    with pytest.raises(YalisError, match=r"'best_of' .not supported: only None or 1 is accepted.$"):
+    with pytest.raises(YalisError, match=r"^best_of=4 is not supported; remove it$"):
         llm.default_sampling_params(best_of=4)
     wanted = llm.chat("abc", SHORT)[0].text
     assert llm.chat("abc", SHORT, add_generation_prompt=True, lora_request=None, tools=None)[0].text == wanted
     for call, arguments, message in [
-        (llm.generate, {"lora_request": 1}, r"generate\(\) has no argument 'lora_request' .not supported: only None"),
-        (
-            llm.chat,
-            {"tools": [{}]},
-            r"chat\(\) has no argument 'tools' .give generate\(\) the text of llm.tokenizer.hf",
-        ),
+        (llm.generate, {"lora_request": 1}, "^lora_request=1 is not supported; remove it$"),
+        (llm.chat, {"tools": [{}]}, r"^tools=\[{}\] is not supported; give generate\(\) the text of llm.tokenizer.hf"),
         (llm.stream, {"samplin": SHORT}, r"stream\(\) has no argument 'samplin' .did you mean sampling or "),
-        (llm.submit, {"max_tokens": 3}, r"submit\(\) has no argument 'max_tokens'; accepted: prompt, "),
+        (
+            llm.submit,
+            {"max_tokens": 3},
+            r"submit\(\) has no argument 'max_tokens' .give SamplingParams\(max_tokens=3\).$",
+        ),
+        (llm.generate, {"max_tokens": 4}, r"'max_tokens' .give SamplingParams\(max_tokens=4\)\)$"),
     ]:
         with pytest.raises(YalisError, match=message):
             call("abc", **arguments)
     path = save_tiny_chat(tmp_path)
     with LLM(
-        path, enforce_eager=True, gpu_memory_utilization=0.5, seed=None, dtype=torch.float32, kv_memory=0.05
-    ) as one:
+        path, enforce_eager=True, gpu_memory_utilization=0.5, seed=None, dtype=torch.float32, kv_memory=0.05,
+        swap_space=4, distributed_executor_backend="mp", max_seq_len_to_capture=8192, limit_mm_per_prompt={},
+        guided_decoding_backend="auto", max_logprobs=20, revision="main", compilation_config=None, load_format="auto",
+        generation_config="vllm",
+    ) as one:  # fmt: skip
         assert (one.config.eager, one.config.memory_fraction, one.config.dtype) == (True, 0.5, "float32")
+        assert one.config.generation_config == "none"
+
+
+def test_logprobs_are_the_mapping_of_vllm(llm):
+    params = dataclasses.replace(SHORT, temperature=1.0, seed=1, logprobs=2, prompt_logprobs=1)
+    output = llm.generate("abc", params)[0]
+    for token, found in zip(output.token_ids, output.outputs[0].logprobs, strict=True):
+        assert list(found) == [token, *(one for one in found.top if one != token)]
+        assert (len(found), token in found, -1 in found) == (len(found.keys()), True, False)
+        assert found[token].logprob == found.logprob
+        for id, entry in found.items():
+            assert entry.decoded_token == llm.tokenizer.token_text(id)
+            assert entry.rank == (list(found.top).index(id) + 1 if id in found.top else None)
+            assert id == token or entry.logprob == found.top[id]
+        copied = pickle.loads(pickle.dumps(found))
+        assert (copied, copied[token].decoded_token) == (found, None)
+        assert dataclasses.asdict(found)["top"] == found.top
+    assert output.prompt_logprobs[0] is None
+    assert next(iter(output.prompt_logprobs[1].values())).decoded_token == "b"
+    with pytest.raises(KeyError):
+        found[-1]
+
+
+def test_max_tokens_none_fills_the_context(llm):
+    output = llm.generate("abc", SamplingParams(max_tokens=None, min_tokens=2, ignore_eos=True))[0]
+    assert len(output.prompt_token_ids) + len(output.token_ids) == llm.max_model_len
+    assert output.finish_reason == "length"
+
+
+def test_variables_of_the_chat_template(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer.hf, "chat_template", "{{ messages[0].content }}{% if think %}!{% endif %}")
+    for variables, expected in [(None, "abc"), ({}, "abc"), ({"think": True}, "abc!"), ({"think": False}, "abc")]:
+        output = llm.chat("abc", SHORT, chat_template_kwargs=variables)[0]
+        assert llm.tokenizer.decode(output.prompt_token_ids) == expected
+    for wrong, message in [
+        ({"tokenize": True}, "chat_template_kwargs has 'tokenize', which is not a variable"),
+        ({"chat_template": "x"}, "chat_template_kwargs has 'chat_template', which is not a variable"),
+        ({"messages": []}, "chat_template_kwargs has 'messages', which is not a variable"),
+        ([], "chat_template_kwargs is .*; give a dict"),
+    ]:
+        with pytest.raises(YalisError, match=message):
+            llm.chat("abc", SHORT, chat_template_kwargs=wrong)
+
+
+def test_names_of_vllm_that_do_not_exist(llm):
+    assert llm.get_default_sampling_params() == llm.default_sampling_params()
+    output = llm.generate("abc", SHORT)[0]
+    assert output.num_cached_tokens == output.metrics.cached_tokens
+    with pytest.raises(AttributeError, match="LLM has no method 'beam_search': beam search is not supported; give"):
+        llm.beam_search(["abc"], None)
+    assert not hasattr(llm, "encode")
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'foo'"):
+        _ = llm.foo
+    with pytest.raises(ImportError, match=r'yalis has no TokensPrompt; give {"prompt_token_ids": ids}'):
+        from yalis import TokensPrompt  # noqa: F401
+    with pytest.raises(ImportError, match="yalis has no sampling_params; type `from yalis import SamplingParams`"):
+        _ = yalis.sampling_params
 
 
 @pytest.mark.parametrize("name", ["bf16", "half", "fp16", "float", "fp32", "torch.bfloat16"])

@@ -57,7 +57,7 @@ class Monitored(Rank0Monitor):
             if rank1 is not None:
                 self._states[1].update(rank1)
                 self._unheard.discard(1)
-            self._note_stop(1.0)
+            self._note_stop(1.0, self._idle)
             self._tick(1.0)
             if self.ended:
                 return
@@ -129,6 +129,14 @@ def test_tcp_notices_that_the_host_of_an_idle_rank_0_is_down() -> None:
         assert monitor._link.keepalive_s == keepalive_s  # type: ignore[attr-defined]
 
 
+def test_a_stop_that_began_while_rank_0_was_busy_counts(here: Monitored) -> None:
+    """The main thread may call set_idle() before the monitor thread goes on."""
+    here.set_phase(IDLE)
+    here.set_idle()
+    here._note_stop(100.0, was_idle=False)
+    assert here._stopped_s == 100.0
+
+
 def test_rank_0_announces_at_once_that_it_is_idle(here: Monitored) -> None:
     sent = here.link.messages
     here.set_phase("running")
@@ -185,7 +193,7 @@ def test_a_long_step_at_the_end_is_completed(here: Monitored) -> None:
 
 def test_a_death_long_after_rank_0_was_stopped_is_a_death(here: Monitored) -> None:
     lost = LinkLost("closed", "rank 1 on host0")
-    here._note_stop(100.0)
+    here._note_stop(100.0, here._idle)
     here._handle_death(1, lost)
     here._tick(100.0)
     here._tick(1.0)  # rank 1 has sent no heartbeat since
@@ -201,7 +209,7 @@ def test_a_death_long_after_rank_0_was_stopped_is_a_death(here: Monitored) -> No
 def test_a_death_while_the_user_held_the_gil_is_a_death(here: Monitored) -> None:
     here.set_phase(IDLE)
     here.set_idle()
-    here._note_stop(100.0)
+    here._note_stop(100.0, here._idle)
     here._handle_death(1, LinkLost("closed", "rank 1 on host0"))
     assert " died" in here.ended[0][0]
 

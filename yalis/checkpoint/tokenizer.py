@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import re
 import shutil
@@ -48,13 +49,19 @@ class Tokenizer:
         """Encode with the special tokens that transformers adds by default, such as Llama's BOS token."""
         return self._ids(text)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Encode the messages with the chat template, including the generation prompt."""
+    def encode_chat(self, messages: Sequence[Message], template_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """Encode the messages with the chat template, including the generation prompt.
+
+        `template_kwargs`: variables of the template, such as {"enable_thinking": False}.
+        """
         if not getattr(self.hf, "chat_template", None):
             raise YalisError(f"{self.label} has no chat template; give a plain prompt, or use a model made for chat")
         self._check_operators()
         self._check_roles(messages)
-        render = partial(self.hf.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True)
+        variables = self._check_variables(template_kwargs)
+        render = partial(
+            self.hf.apply_chat_template, list(messages), tokenize=False, add_generation_prompt=True, **variables
+        )
         try:
             text = call_with_deadline(render, _TEMPLATE_SECONDS)
         except Exception as error:  # a template is a program and may raise any type
@@ -71,6 +78,22 @@ class Tokenizer:
                     f"the chat template of {self.label} uses the operator **, which is not accepted; "
                     "give a plain prompt"
                 )
+
+    def _check_variables(self, variables: Any) -> dict[str, Any]:
+        """Raise YalisError for arguments of apply_chat_template(), which would change more than the template does."""
+        if variables is not None and not (
+            isinstance(variables, dict) and all(isinstance(key, str) for key in variables)
+        ):
+            raise YalisError(
+                f'chat_template_kwargs is {variables!r}; give a dict, such as {{"enable_thinking": False}}'
+            )
+        for name in variables or ():
+            if name in inspect.signature(self.hf.apply_chat_template).parameters or name == "messages":
+                raise YalisError(
+                    f"chat_template_kwargs has {name!r}, which is not a variable of the chat template; give generate() "
+                    "the text of llm.tokenizer.hf.apply_chat_template(...)"
+                )
+        return variables or {}
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         """Raise YalisError for a misspelled role. Templates may have roles of their own, such as ipython."""

@@ -26,7 +26,15 @@ from yalis.engine.requests import PendingRequest, RequestGroup
 from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.keywords import CHAT_KEYWORDS, GENERATE_KEYWORDS, LLM_KEYWORDS, NO_KEYWORDS, check_keywords
 from yalis.sampling.noise import derive_seed
-from yalis.types import Message, Prompt, RequestEvent, RequestOutput, SamplingParams, StreamChunk
+from yalis.types import (
+    SAMPLING_FIELDS,
+    Message,
+    Prompt,
+    RequestEvent,
+    RequestOutput,
+    SamplingParams,
+    StreamChunk,
+)
 
 
 class LLM(LoadedModel):
@@ -42,7 +50,7 @@ class LLM(LoadedModel):
     closed its LLM, and `generate`, `chat` and `stream` return nothing: use results where `llm.rank == 0`.
     """
 
-    @check_keywords("LLM", LLM_KEYWORDS)
+    @check_keywords("LLM", LLM_KEYWORDS, SAMPLING_FIELDS)
     def __init__(
         self,
         model: str | os.PathLike[str] = DEFAULT_MODEL,
@@ -85,7 +93,7 @@ class LLM(LoadedModel):
 
     # Requests that run to completion
 
-    @check_keywords("generate()", GENERATE_KEYWORDS)
+    @check_keywords("generate()", GENERATE_KEYWORDS, SAMPLING_FIELDS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -112,15 +120,18 @@ class LLM(LoadedModel):
         """
         if self.rank > 0:
             return []
-        show = progress if use_tqdm is None else use_tqdm
-        with progress_callback(show) as report:
+        with progress_callback(progress if use_tqdm is None else use_tqdm) as report:
             return self._generate(prompts, choose_sampling(sampling, sampling_params), report)
 
     def _generate(
-        self, prompts: Any, sampling: Sampling, report: Callable[[Progress], None] | None
+        self,
+        prompts: Any,
+        sampling: Sampling,
+        report: Callable[[Progress], None] | None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         group = RequestGroup(events=False)
-        loop, ids = self._running(), self._submit_all(prompts, sampling, group)
+        loop, ids = self._running(), self._submit_all(prompts, sampling, group, template_kwargs)
         done = group.finished
         try:
             while group.unfinished:
@@ -141,7 +152,7 @@ class LLM(LoadedModel):
             loop.cancel(ids)
         return [done[id] for id in ids]
 
-    @check_keywords("chat()", CHAT_KEYWORDS)
+    @check_keywords("chat()", CHAT_KEYWORDS, SAMPLING_FIELDS)
     def chat(
         self,
         messages: str | Sequence[Message] | Sequence[Sequence[Message]],
@@ -150,20 +161,21 @@ class LLM(LoadedModel):
         sampling_params: Sampling = None,
         progress: Callable[[Progress], None] | bool | None = None,
         use_tqdm: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation, or of each in a list of conversations.
 
         A conversation is a list of {"role": ..., "content": ...}. Content is a string or a list of text parts,
         {"type": "text", "text": ...}. A string instead of a list is one user message.
+        `chat_template_kwargs` are variables of the chat template, such as {"enable_thinking": False} for Qwen3.
         """
-        return self.generate(
-            list_conversations(messages),  # type: ignore[arg-type]
-            choose_sampling(sampling, sampling_params),
-            progress=progress,
-            use_tqdm=use_tqdm,
-        )
+        conversations, chosen = list_conversations(messages), choose_sampling(sampling, sampling_params)
+        if self.rank > 0:
+            return []
+        with progress_callback(progress if use_tqdm is None else use_tqdm) as report:
+            return self._generate(conversations, chosen, report, chat_template_kwargs)
 
-    @check_keywords("stream()", NO_KEYWORDS)
+    @check_keywords("stream()", NO_KEYWORDS, SAMPLING_FIELDS)
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, *, sampling_params: Sampling = None
     ) -> Generator[StreamChunk, None, None]:
@@ -190,7 +202,7 @@ class LLM(LoadedModel):
 
     # Single requests
 
-    @check_keywords("submit()", NO_KEYWORDS)
+    @check_keywords("submit()", NO_KEYWORDS, SAMPLING_FIELDS)
     def submit(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, sampling_params: SamplingParams | None = None
     ) -> int:
@@ -250,14 +262,16 @@ class LLM(LoadedModel):
 
     # Internals
 
-    def _submit_all(self, prompts: Any, sampling: Sampling, group: RequestGroup) -> list[int]:
+    def _submit_all(
+        self, prompts: Any, sampling: Sampling, group: RequestGroup, template_kwargs: dict[str, Any] | None = None
+    ) -> list[int]:
         """Submit the prompts and return their request ids in order. If one of them is refused, all are cancelled."""
         ids: list[int] = []
         try:
             pairs = pair_with_sampling(prompts, sampling, self.default_sampling_params())
             for index, (prompt, params) in enumerate(pairs):
                 try:
-                    ids.append(self._submit(prompt, params, group))
+                    ids.append(self._submit(prompt, params, group, template_kwargs))
                 except YalisError as error:
                     if len(pairs) == 1 or isinstance(error, YalisFailure):
                         raise
@@ -268,10 +282,16 @@ class LLM(LoadedModel):
             raise
         return ids
 
-    def _submit(self, prompt: Prompt, sampling: SamplingParams, group: RequestGroup) -> int:
+    def _submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        group: RequestGroup,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> int:
         loop = self._running()
         with self._encoding:
-            text, tokens = encode_prompt(prompt, self.tokenizer, self.config.model)
+            text, tokens = encode_prompt(prompt, self.tokenizer, self.config.model, template_kwargs)
         has_text = self.tokenizer is not None
         tokens = check_request(tokens, sampling, has_text, self.spec, self.config, loop.engine.max_model_len)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed

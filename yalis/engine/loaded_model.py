@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -33,6 +33,16 @@ from yalis.types import RankTopology, SamplingParams
 log = get_logger(__name__)
 
 _Result = TypeVar("_Result")
+
+_NO_EMBEDDINGS = "YALIS generates text and computes no embeddings, classes or scores"
+#: Methods of vLLM's LLM that this one does not have.
+_VLLM_METHODS = {
+    "beam_search": "beam search is not supported; give SamplingParams(n=..., temperature=1.0) for several completions",
+    "classify": _NO_EMBEDDINGS,
+    "embed": _NO_EMBEDDINGS,
+    "encode": f"{_NO_EMBEDDINGS}; llm.tokenizer.encode(text) returns token ids",
+    "score": f"{_NO_EMBEDDINGS}; SamplingParams(prompt_logprobs=0) returns log-probabilities of a prompt",
+}
 
 
 class LoadedModel:
@@ -100,6 +110,14 @@ class LoadedModel:
         finally:
             checkpoint.close()
 
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain what vLLM's LLM has and this one does not."""
+            if name in _VLLM_METHODS:
+                raise AttributeError(f"LLM has no method {name!r}: {_VLLM_METHODS[name]}")
+            return object.__getattribute__(self, name)  # raises the usual AttributeError
+
     @property
     def num_unfinished(self) -> int:
         """Requests without a result yet."""
@@ -109,6 +127,10 @@ class LoadedModel:
         """Return the parameters of requests that give none, with `changes`: the model's generation_config.json over
         the defaults of SamplingParams. With generation_config="none" they are those of SamplingParams alone."""
         return SamplingParams(**{**self.sampling_defaults, **changes})
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The same as default_sampling_params(), under vLLM's name."""
+        return self.default_sampling_params()
 
     def get_tokenizer(self) -> Any:
         """Return the transformers tokenizer, as vLLM's method of this name does: the same as `tokenizer.hf`."""

@@ -70,8 +70,13 @@ def _check_conversation(index: int, messages: Any) -> list[Message]:
         raise YalisError(f"prompt {index}: {error}") from error
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, model: str) -> tuple[str | None, list[int]]:
-    """Return the prompt's text, None unless it is a string, and its token ids, which are not checked yet."""
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, model: str, template_kwargs: dict[str, Any] | None = None
+) -> tuple[str | None, list[int]]:
+    """Return the prompt's text, None unless it is a string, and its token ids, which are not checked yet.
+
+    `template_kwargs`: variables of the chat template, for chat messages.
+    """
     text: str | None = None
     if isinstance(prompt, dict):
         prompt, text = _unwrap(prompt)
@@ -93,7 +98,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, model: str) -> tu
         )
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt)
-    return None, tokenizer.encode_chat(check_messages(prompt))
+    return None, tokenizer.encode_chat(check_messages(prompt), template_kwargs)
 
 
 def check_token_ids(tokens: Sequence[Any], vocab_size: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from yalis.checkpoint.tokenizer import Tokenizer
 from yalis.engine.detokenize import Detokenizer
@@ -63,6 +63,7 @@ class PendingCompletion:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._stop_token_ids = params.stop_token_ids
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
         self._new_text: list[str] = []  # since the last take_delta()
         self._delivered_tokens = 0
@@ -82,6 +83,7 @@ class PendingCompletion:
             return False
         if emitted.prompt_logprobs is not None:
             self.prompt_logprobs = list(emitted.prompt_logprobs)
+            self._set_decoder(self.prompt_logprobs)
             self._last_token_time = time.perf_counter()  # the only time of a request that generates nothing
         if emitted.token is not None:
             self._last_token_time = time.perf_counter()
@@ -90,6 +92,7 @@ class PendingCompletion:
             self._tokens.append(emitted.token)
             if self._logprobs is not None and emitted.logprobs is not None:
                 self._logprobs.append(emitted.logprobs)
+                self._set_decoder([emitted.logprobs])
             if self._detokenizer is not None:
                 self._new_text.append(self._detokenizer.feed([emitted.token]))
                 if self._detokenizer.stopped is not None:
@@ -98,6 +101,13 @@ class PendingCompletion:
         if emitted.finish_reason is not None:
             self._finish(emitted.finish_reason)
         return False
+
+    def _set_decoder(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
+        if self._tokenizer is not None:
+            decode = self._tokenizer.token_text
+            for one in logprobs:
+                if one is not None:
+                    one.set_decoder(decode)
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason

@@ -125,8 +125,9 @@ class Rank0Monitor(LivenessMonitor):
             ticked = time.monotonic()
             while not self.closing or (self._remaining() and time.monotonic() < self._deadline):
                 wake_up = self._deadline if self.closing else ticked + BEAT_S
+                was_idle = self._idle  # when it was stopped, if it was: set_idle() may run before this thread goes on
                 events = selector.select(max(0.0, wake_up - time.monotonic()))
-                self._note_stop(time.monotonic() - ticked)
+                self._note_stop(time.monotonic() - ticked, was_idle)
                 for key, _ in events:
                     if not isinstance(key.fileobj, Link):
                         self._handle_signals(self._wakeup.read())
@@ -143,9 +144,9 @@ class Rank0Monitor(LivenessMonitor):
     def _remaining(self) -> list[int]:
         return [rank for rank in self._links if rank not in self.departed]
 
-    def _note_stop(self, elapsed: float) -> None:
+    def _note_stop(self, elapsed: float, was_idle: bool) -> None:
         """Record that this process was stopped, before the links are read: other ranks may have ended because of it."""
-        if elapsed > silence_limit(self.step_timeout) and not self._idle and not self.closing:
+        if elapsed > silence_limit(self.step_timeout) and not was_idle and not self.closing:
             self._stopped_s = elapsed
 
     def _tick(self, elapsed: float) -> None:
