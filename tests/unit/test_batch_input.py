@@ -122,7 +122,8 @@ def test_every_line_has_its_own_reproducible_seed() -> None:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (b"{not json\n", "not JSON"),
+        (b"{not json\n", "column 2: Expecting property name enclosed in double quotes; each line must be one"),
+        ({"url": "/v1/embeddings", "body": {"input": "x"}}, "/v1/embeddings is not supported; accepted: /v1/chat/"),
         (b"\xff\xfe\n", "not UTF-8"),
         (b"[" * 100_000 + b"\n", "not JSON"),
         ([1], "list"),

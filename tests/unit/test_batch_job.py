@@ -181,11 +181,23 @@ def test_refused_before_any_work(tmp_path: Path) -> None:
 
 
 def test_results_with_unknown_ids_are_kept(tmp_path: Path, model: str) -> None:
-    target = save(tmp_path / "out", [{"custom_id": "old", "error": None}])
-    with BatchJob(save(tmp_path / "in", [{"prompt": "x", "max_tokens": 1}]), target, model) as job:
+    old, bad = {"custom_id": "old", "error": None}, {"custom_id": "bad", "prompt": 3}
+    target = tmp_path / "out"
+    with BatchJob(save(tmp_path / "in", [bad]), target, model) as job:
+        job.run(lambda: LLM(model, **ENGINE))  # an error, for which no model is loaded
+    target.write_text(target.read_text() + json.dumps(old) + "\n")
+    with BatchJob(save(tmp_path / "in", [bad, {"prompt": "x", "max_tokens": 1}]), target, model) as job:
         assert job.unknown_ids == ["old"]
-        assert job.run(lambda: LLM(model, **ENGINE)).done == 1
-    assert set(answers(target)) == {"old", "line-1"}
+        assert job.run(lambda: LLM(model, **ENGINE)).done == 2
+    assert set(answers(target)) == {"old", "bad", "line-2"}
+
+
+def test_results_of_another_input_are_refused(tmp_path: Path, model: str) -> None:
+    target = save(tmp_path / "out", [{"custom_id": "old", "error": None}])
+    before = target.read_bytes()
+    with pytest.raises(YalisError, match="out has results of another input; give another file for the results"):
+        BatchJob(save(tmp_path / "in", [{"prompt": "x"}]), target, model)
+    assert target.read_bytes() == before
 
 
 def test_lines_added_or_changed_during_a_job_are_left_to_the_next(tmp_path: Path, model: str) -> None:
@@ -314,7 +326,7 @@ def test_exit_status_and_hint_after_errors(
     empty, none = tmp_path / "empty", tmp_path / "none"
     assert _batch(save(tmp_path / "nothing", []), empty, model) == 0
     message = f"yalis: {tmp_path / 'nothing'} has 0 requests, so nothing was written to {empty}\n"
-    assert (capsys.readouterr().err, empty.read_bytes()) == (message, b"")
+    assert (capsys.readouterr().err, empty.exists()) == (message, False)
     assert _batch(save(source, [{"prompt": "x"}]), none, str(tmp_path / "no-model")) == 2
     assert not none.exists()
 

@@ -139,6 +139,23 @@ with sigterm_as_ctrl_c():
     assert done.stdout == "stopped True\n", done.stderr
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_during_the_import_of_the_command_line(signum: signal.Signals) -> None:
+    script = f"""
+import signal, sys
+from yalis.__main__ import main
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "yalis.cli.main":
+            signal.raise_signal({int(signum)})
+sys.meta_path.insert(0, Finder())
+main()
+"""
+    found = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], env=found, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signum, "", "yalis: stopped\n")
+
+
 def test_an_unfinished_report_leaves_the_old_page(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
     page, aside = tmp_path / "page.html", tmp_path / "aside"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from yalis.errors import YalisError
+from yalis.host_memory import HostMemory
 from yalis.kernels.compiler import Unavailable
 from yalis.study.lab import hosts, switch
 
@@ -38,6 +39,15 @@ def test_errors_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = subprocess.CompletedProcess([], 1, "", "unshare: Operation not permitted\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: refused)
     assert "not allowed here (unshare: Operation not permitted)" in str(hosts.missing())
+
+
+def test_more_ranks_than_the_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "read_host_memory", lambda: HostMemory(3 * 2**30))
+    hosts.check_memory(6)
+    with pytest.raises(YalisError, match=r"99 ranks need about 49.5 GiB of memory, of which 3.0 .* at most 6 ranks"):
+        hosts.check_memory(99)
+    monkeypatch.setattr(hosts, "read_host_memory", lambda: HostMemory(None))
+    hosts.check_memory(99)
 
 
 def test_the_switch_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

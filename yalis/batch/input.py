@@ -69,6 +69,9 @@ def _decode_line(line_number: int, raw: bytes) -> RawLine:
         content = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return RawLine(line_number, fallback, None, raw, f"the line is not UTF-8 (byte {error.start + 1})")
+    except json.JSONDecodeError as error:
+        expected = 'each line must be one JSON object, such as {"prompt": "..."}'
+        return RawLine(line_number, fallback, None, raw, f"column {error.colno}: {error.msg}; {expected}")
     except (ValueError, RecursionError) as error:
         return RawLine(line_number, fallback, None, raw, f"the line is not JSON: {error}")
     if not isinstance(content, dict):
@@ -180,6 +183,8 @@ def _request_fields(content: dict[str, Any]) -> dict[str, Any]:
         request = outer
     else:
         request = outer.pop("body")
+        if outer.get("url") == "/v1/embeddings":
+            raise YalisError("/v1/embeddings is not supported; accepted: /v1/chat/completions and /v1/completions")
         if not isinstance(request, dict):
             raise YalisError(f"body is a JSON {_json_type(request)}; give an object with a prompt or messages")
         for name in outer:

@@ -80,6 +80,8 @@ class BatchJob:
             self._results = opened.enter_context(closing(ResultFile(target)))
             to_retry = self._results.errors.keys() & lines.keys() if retry_errors else set()
             _check_digests(self._results, to_retry, lines, str(source), model)
+            if lines and self._results.digests and not self._results.digests.keys() & lines.keys():
+                raise YalisError(f"{target} has results of another input; give another file for the results")
             name = _choose_format(output_format, self._results, input_format)
             self._format: ResultFormat = OpenAIFormat(model_name or model) if name == "openai" else FlatFormat()
             self._results.remove(to_retry)
@@ -172,7 +174,6 @@ class BatchJob:
         finally:
             if llm is not None:
                 llm.close()
-        self._results.keep_empty = True  # an input without lines has been processed too
         return self.progress
 
     def _lines_without_result(self) -> Iterator[RequestLine | InvalidLine]:

@@ -87,7 +87,6 @@ class ResultFile:
         self.errors: dict[str, str] = {}  # messages of the results that are errors, by id
         self.format: str | None = None  # "flat" or "openai", the format of the first result; None without results
         self.locked = True
-        self.keep_empty = False  # whether close() keeps a file without results
         self._displaced = False
         self._fd, self._created = _open(path)
         try:
@@ -200,7 +199,7 @@ class ResultFile:
         if self._fd < 0:
             return
         try:
-            if self._created and not self._end and self.locked and not self.keep_empty:
+            if self._created and not self._end and self.locked:
                 self._unlink()
             self.verify()
             os.fsync(self._fd)

@@ -126,6 +126,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
+            if (action.dest, value) == ("verb", "serve"):
+                raise YalisError("YALIS has no server yet; `yalis batch` processes a file of requests")
             choices = [str(choice) for choice in action.choices]
             advice = suggest(str(value), choices) or f"; accepted: {', '.join(choices)}"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{advice}")

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from yalis.study.lab.hosts import Lab
+    from yalis.study.lab.hosts import Lab, check_memory
     from yalis.study.lab.ranks import run as run_ranks
 
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise YalisError(
             f"--hosts is {args.hosts} and --ranks-per-host {args.ranks_per_host}; give at least one of each"
         )
+    check_memory(args.hosts * args.ranks_per_host)
     if command[0] == "yalis":  # this installation, not one that the hosts' PATH has
         command = [sys.executable, "-m", *command]
     with Lab(args.hosts, args.delay, args.rate) as lab:

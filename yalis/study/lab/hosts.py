@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisError, YalisFailure, count_of
+from yalis.host_memory import read_host_memory
 from yalis.kernels.compiler import Unavailable
 from yalis.launch.local import rank_environment
 from yalis.log import get_logger
@@ -29,6 +30,7 @@ from yalis.study.lab.switch import Switch
 log = get_logger(__name__)
 
 MAX_HOSTS = 200
+_RANK_BYTES = 2**29  # memory of a Python process that has imported torch, rounded up
 _SWITCH = "yalis-switch"  # the namespace of the bridge or switch; deleting it deletes its devices
 _HOST = "yalis-host"
 # Fixed paths that only root can write: namespaces are global to the machine and need root too.
@@ -73,6 +75,16 @@ def missing() -> str | None:
             "--privileged"
         )
     return None
+
+
+def check_memory(ranks: int) -> None:
+    """Raise YalisError if the available memory of this machine is too small for this many ranks."""
+    available = read_host_memory().available
+    if available is not None and ranks > (most := max(1, available // _RANK_BYTES)):
+        raise YalisError(
+            f"{ranks} ranks need about {ranks * _RANK_BYTES / 2**30:g} GiB of memory, of which "
+            f"{available / 2**30:.1f} GiB are available; give at most {count_of(most, 'rank')} (hosts x ranks per host)"
+        )
 
 
 def find_program(name: str) -> str | None:
