@@ -6,6 +6,7 @@ needs an operation no field describes, add a field to ModelSpec (spec.py) and us
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,6 +38,12 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise YalisError(f"{key} in {self.label} is {value!r}; it must be a number")
         return float(value)
+
+    def positive(self, key: str, default: float) -> float:
+        value = self.number(key, default)
+        if not 0 < value < math.inf:
+            raise YalisError(f"{key} in {self.label} is {value:g}; it must be above 0")
+        return value
 
     def optional_number(self, key: str) -> float | None:
         return None if self.config.get(key) is None else self.number(key, 0.0)
@@ -127,7 +134,7 @@ def _gemma2_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
 
 def _gemma2_spec_fields(config: ConfigReader) -> dict[str, Any]:
     return {
-        "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_scale": config.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         "embed_scale": config.integer("hidden_size") ** 0.5,
         "attention_softcap": config.optional_number("attn_logit_softcapping"),
         "logit_softcap": config.optional_number("final_logit_softcapping"),

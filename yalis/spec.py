@@ -220,6 +220,10 @@ def _check_rope(rope: RopeSpec, label: str) -> RopeSpec:
 
 def _rotated_dimensions(family: Family, kind: str, head_dim: int, partial_rotary_factor: float, label: str) -> int:
     """Return how many dimensions of a head RoPE rotates, as transformers' model of this family does."""
+    if not 0 < partial_rotary_factor <= 1:
+        raise YalisError(
+            f"partial_rotary_factor in {label} is {partial_rotary_factor:g}; it must be above 0 and at most 1"
+        )
     dim = int(head_dim * partial_rotary_factor)
     if dim != head_dim and not family.partial_rotary:
         if kind != "default":  # transformers scales fewer frequencies here than its model rotates, and fails

@@ -52,6 +52,9 @@ class ThreadWorld(World):
         self.gate.wait(30)
         return values
 
+    def reduce_object(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        return combine(self.all_gather_object(value))
+
 
 def in_worlds(size: int, function: Callable[[World], T]) -> list[T]:
     values: list[Any] = [None] * size

@@ -35,6 +35,9 @@ class Pair(World):
         names = isinstance(value, dict) and value.keys() & self.unusable.keys()
         return [value, {name: self.unusable[name] for name in names} if names else value]
 
+    def reduce_object(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        return combine(self.all_gather_object(value))
+
     def open_links(self, leader: int | None) -> dict[int, Link]:
         """Return no links: rank 1 has no process that could connect."""
         return {}

@@ -73,8 +73,8 @@ def test_invalid_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(YalisError, match=message) as error:
             sampling_defaults(tmp_path)
         assert "\n" not in str(error.value)
-    with pytest.raises(YalisError, match="generation_config is 'vllm'; accepted: auto, none"):
-        LLM(str(tmp_path), generation_config="vllm")
+    with pytest.raises(YalisError, match="generation_config is 'other'; accepted: auto, none"):
+        LLM(str(tmp_path), generation_config="other")
 
 
 def test_requests_without_sampling_have_the_defaults_of_the_model(folder: Path) -> None:

@@ -190,13 +190,13 @@ class Planner:
         if not tried:
             return (
                 f"{job.model} cannot be split as asked over {count_of(max(nodes), 'node')} of {machine.name} with "
-                f"{machine.gpus_per_node} GPUs each; leave out --tp, --pp and --dp, or give other --nodes"
+                f"{machine.gpus_per_node} GPUs each; leave out tp=, pp= and dp=, or give other --nodes"
             )
         gpu = machine.gpu.memory_bytes.value / 2**30
         return (
             f"{job.model} with one sequence of {job.model_len} tokens does not fit {count_of(max(nodes), 'node')} of "
             f"{machine.name} ({machine.gpus_per_node} GPUs of {gpu:.0f} GiB each) on any split; give more --nodes, "
-            "a smaller --max-batch-tokens or another machine"
+            "a smaller max_batch_tokens= or another machine"
         )
 
 
