@@ -78,3 +78,19 @@ def test_an_index_with_a_name_that_no_file_can_have(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "x" * 300}}))
     with pytest.raises(YalisError, match="lacks the shard"):
         open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("Phi3ForCausalLM", "partial_rotary_factor", 3.0),  # wrote beyond the head in native code
+        ("Phi3ForCausalLM", "partial_rotary_factor", -0.5),
+        ("Gemma2ForCausalLM", "query_pre_attn_scalar", -9),  # its root was a complex number
+        ("Gemma2ForCausalLM", "query_pre_attn_scalar", 0),
+    ],
+)
+def test_factors_out_of_range(tmp_path: Path, architecture: str, key: str, value: float) -> None:
+    config = {**CONFIG, "architectures": [architecture], "head_dim": 8, key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(YalisError, match=key):
+        read_spec(open_checkpoint(str(tmp_path), "random").config)
