@@ -11,8 +11,8 @@ from yalis.study.bandwidth import DeviceRates
 
 
 def test_two_ranks_as_two_nodes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(this_machine, "_SIZES", (16 << 10, 64 << 10))
-    monkeypatch.setattr(this_machine, "_REPEATS", 3)
+    monkeypatch.setattr(this_machine, "_SIZES", (16 << 10, 1 << 20))
+    monkeypatch.setattr(this_machine, "_REPEATS", 5)
     plan = this_machine.CalibrationPlan(ranks=2, device="cpu", ranks_per_node=1)
     monkeypatch.setattr(bandwidth, "measure_rates", lambda device, dtype: DeviceRates(2e10, 3e11, "torch.dot"))
     machine = this_machine.calibrate(plan, None, "`yalis calibrate`", "yalis calibrate", lambda text: None)
