@@ -17,7 +17,7 @@ OTHERS = [
     Case("link-down", "load", "tp2-hosts", 0),
 ]
 CASES = [*cover(), *OTHERS]
-LIMITS = Limits(step_timeout=3, join_timeout=4)
+LIMITS = Limits(step_timeout=6, join_timeout=5)
 NO_HOSTS = missing()
 
 
@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
     folder = tmp_path_factory.mktemp("faults")
     runner = Runner(folder, make_model(folder), LIMITS, report=lambda outcome: None)
     chosen = [case for case in CASES if not (NO_HOSTS and case.start == HOSTS)]
-    return {outcome.case: outcome for outcome in runner.run(chosen, jobs=5)}
+    return {outcome.case: outcome for outcome in runner.run(chosen, jobs=6)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -232,11 +232,12 @@ def _close_all() -> None:
         link.abandon()
 
 
-def keep_alive(sock: socket.socket, seconds: float = KEEPALIVE_S) -> None:
-    """Turn on TCP keepalive: the connection ends if the peer's host does not answer for so long.
+def keep_alive(sock: socket.socket, seconds: float | None = None) -> None:
+    """Turn on TCP keepalive: the connection ends if the peer's host does not answer for so long (default: KEEPALIVE_S).
 
     The peer's kernel answers even while its process is busy or stopped.
     """
+    seconds = KEEPALIVE_S if seconds is None else seconds
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 3)))
