@@ -57,7 +57,7 @@ class Monitored(Rank0Monitor):
             if rank1 is not None:
                 self._states[1].update(rank1)
                 self._unheard.discard(1)
-            self._note_stop(1.0, self._idle)
+            self._note_stop(1.0, self._idle_state())
             self._tick(1.0)
             if self.ended:
                 return
@@ -129,11 +129,20 @@ def test_tcp_notices_that_the_host_of_an_idle_rank_0_is_down() -> None:
         assert monitor._link.keepalive_s == keepalive_s  # type: ignore[attr-defined]
 
 
-def test_a_stop_that_began_while_rank_0_was_busy_counts(here: Monitored) -> None:
-    """The main thread may call set_idle() before the monitor thread goes on."""
+def test_a_stop_counts_unless_rank_0_was_idle_all_the_time(here: Monitored) -> None:
+    """The phase may change within a second before the stop, or after it and before the monitor thread goes on."""
+    here.set_phase("running")
+    busy = here._idle_state()
     here.set_phase(IDLE)
     here.set_idle()
-    here._note_stop(100.0, was_idle=False)
+    idle = here._idle_state()
+    here._note_stop(100.0, idle)
+    assert here._stopped_s == 0.0
+    here._note_stop(100.0, busy)
+    assert here._stopped_s == 100.0
+    here._stopped_s = 0.0
+    here.set_phase("running")
+    here._note_stop(100.0, idle)
     assert here._stopped_s == 100.0
 
 
@@ -193,7 +202,7 @@ def test_a_long_step_at_the_end_is_completed(here: Monitored) -> None:
 
 def test_a_death_long_after_rank_0_was_stopped_is_a_death(here: Monitored) -> None:
     lost = LinkLost("closed", "rank 1 on host0")
-    here._note_stop(100.0, here._idle)
+    here._note_stop(100.0, here._idle_state())
     here._handle_death(1, lost)
     here._tick(100.0)
     here._tick(1.0)  # rank 1 has sent no heartbeat since
@@ -209,7 +218,7 @@ def test_a_death_long_after_rank_0_was_stopped_is_a_death(here: Monitored) -> No
 def test_a_death_while_the_user_held_the_gil_is_a_death(here: Monitored) -> None:
     here.set_phase(IDLE)
     here.set_idle()
-    here._note_stop(100.0, here._idle)
+    here._note_stop(100.0, here._idle_state())
     here._handle_death(1, LinkLost("closed", "rank 1 on host0"))
     assert " died" in here.ended[0][0]
 

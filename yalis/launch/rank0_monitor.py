@@ -125,9 +125,9 @@ class Rank0Monitor(LivenessMonitor):
             ticked = time.monotonic()
             while not self.closing or (self._remaining() and time.monotonic() < self._deadline):
                 wake_up = self._deadline if self.closing else ticked + BEAT_S
-                was_idle = self._idle  # when it was stopped, if it was: set_idle() may run before this thread goes on
+                before = self._idle_state()
                 events = selector.select(max(0.0, wake_up - time.monotonic()))
-                self._note_stop(time.monotonic() - ticked, was_idle)
+                self._note_stop(time.monotonic() - ticked, before)
                 for key, _ in events:
                     if not isinstance(key.fileobj, Link):
                         self._handle_signals(self._wakeup.read())
@@ -144,9 +144,17 @@ class Rank0Monitor(LivenessMonitor):
     def _remaining(self) -> list[int]:
         return [rank for rank in self._links if rank not in self.departed]
 
-    def _note_stop(self, elapsed: float, was_idle: bool) -> None:
-        """Record that this process was stopped, before the links are read: other ranks may have ended because of it."""
-        if elapsed > silence_limit(self.step_timeout) and not was_idle and not self.closing:
+    def _idle_state(self) -> tuple[bool, int]:
+        return self._idle, self._phase_count
+
+    def _note_stop(self, elapsed: float, before: tuple[bool, int]) -> None:
+        """Record that this process was stopped, before the links are read: other ranks may have ended because of it.
+
+        They do not end if rank 0 was idle all the time since `before`, an earlier _idle_state(). If the phase has
+        changed since, it may have done so before the stop or after it.
+        """
+        idle = self._idle and before == self._idle_state()
+        if elapsed > silence_limit(self.step_timeout) and not idle and not self.closing:
             self._stopped_s = elapsed
 
     def _tick(self, elapsed: float) -> None:
