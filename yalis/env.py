@@ -164,6 +164,8 @@ def prepare_nvshmem(heap: int, one_host: bool) -> None:
     os.environ.setdefault("NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "1")
     if one_host:
         os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+        # Without a network, NVSHMEM's proxy thread only polls for an exit that device code requests, on its own core.
+        os.environ.setdefault("NVSHMEM_DISABLE_LOCAL_ONLY_PROXY", "1")
 
 
 def _switch(name: str, default: bool) -> bool:

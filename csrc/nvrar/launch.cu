@@ -109,6 +109,22 @@ template <class Value> cudaError_t load_kernels() {
   return cudaSuccess;
 }
 
+// NVSHMEM 3.4.5 allocates the integer by which device code requests an exit with cudaMallocHost and does not initialize
+// it. The driver reuses freed memory for small allocations, and with a 2 in there (PROXY_GLOBAL_EXIT_REQUESTED) the
+// proxy thread marks NVSHMEM as not initialized, whose next function ends the process. This leaves zeros in that memory.
+cudaError_t clear_freed_pinned_memory() {
+  int* held[256];
+  int count = 0;
+  cudaError_t error = cudaSuccess;
+  for (; count < 256; ++count) {
+    error = cudaMallocHost(reinterpret_cast<void**>(&held[count]), sizeof(int));
+    if (error != cudaSuccess) break;
+    *held[count] = 0;
+  }
+  while (count > 0) cudaFreeHost(held[--count]);
+  return error;
+}
+
 int check_launch(const char* what) {
   cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? 0 : fail(what, error);
@@ -137,7 +153,8 @@ int nvrar_get_unique_id(void* id) {
 // Collective: every rank of the world calls this, with the same size of the arena.
 int nvrar_init(int device, int rank, int size, const void* id, uint64_t bytes) {
   cudaError_t error = cudaSetDevice(device);
-  if (error != cudaSuccess) return fail("cudaSetDevice", error);
+  if (error == cudaSuccess) error = clear_freed_pinned_memory();
+  if (error != cudaSuccess) return fail("preparing the device", error);
   nvshmemx_uniqueid_t unique_id;
   std::memcpy(&unique_id, id, sizeof unique_id);
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;

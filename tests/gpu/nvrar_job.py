@@ -6,6 +6,7 @@ node. Results are compared on the device, so that operations run back to back.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -282,6 +283,18 @@ def leave(
 JOBS = {"stress": stress, "norm": norm, "compiled": compiled, "long": long, "small": small, "leave": leave}
 
 
+def free_dirty_pinned_memory(value: int = 2, count: int = 20_000) -> None:
+    """Write `value` to many small allocations of pinned memory and free them, as a long job may have done."""
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+    addresses = [ctypes.c_void_p() for _ in range(count)]
+    for address in addresses:
+        assert runtime.cudaMallocHost(ctypes.byref(address), ctypes.c_size_t(4)) == 0
+        assert address.value
+        ctypes.c_int.from_address(address.value).value = value
+    for address in addresses:
+        assert runtime.cudaFreeHost(address) == 0
+
+
 def make_groups(backend: CommBackend, world: World) -> list[tuple[NvrarGroup, list[int]]]:
     all_ranks = list(range(world.size))
     groups = [("all", all_ranks)]
@@ -321,6 +334,8 @@ def run_job(job: str, world: World, counts: list[int], options: dict[str, int]) 
     device = torch.device("cuda:0")
     topology = Topology(tuple(node for node, count in enumerate(counts) for _ in range(count)))
     for _ in range(options.get("times", 1)):  # one backend after another
+        if options.get("dirty"):
+            free_dirty_pinned_memory()
         backend = open_backend("nvrar", world, device, topology)
         outcome = JOBS[job](world, make_groups(backend, world), device, options)
         if world.rank == 0:
