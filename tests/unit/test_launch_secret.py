@@ -15,7 +15,7 @@ from tests.system import needs
 from tests.system.strangers import NOBODY, as_nobody
 from yalis.errors import YalisError
 from yalis.launch import endpoint, munge
-from yalis.launch.auth import JobKey, Method
+from yalis.launch.auth import MAX_CREDENTIAL, JobKey, Method
 from yalis.launch.launchers import LaunchInfo
 from yalis.launch.secret import (
     SecretMissing,
@@ -208,7 +208,7 @@ def test_a_given_secret_is_not_broadcast(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_munge_credentials_of_this_user_only() -> None:
     assert choose_method(TWO_HOSTS, insecure=True) is Method.MUNGE
     credential = munge.encode(b"payload")
-    assert len(credential) < munge.MAX_CREDENTIAL
+    assert len(credential) < MAX_CREDENTIAL
     assert munge.decode(credential) == b"payload"
     with pytest.raises(munge.MungeError, match=r"[Rr]eplay"):
         munge.decode(credential)

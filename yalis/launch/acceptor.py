@@ -23,8 +23,6 @@ from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, MethodMismatc
 from yalis.launch.link import Link, plain_address
 from yalis.log import get_logger
 
-_log = get_logger(__name__)
-
 MAX_UNAUTHENTICATED = 128
 _DESCRIPTORS_PER_RANK = 8  # two channels, and links and connections of the engine and the communication backends
 _OTHER_DESCRIPTORS = 256
@@ -134,7 +132,7 @@ class Acceptor:
         except OSError:
             self._drop(sock)
         except Exception:  # an unauthenticated peer must not end the job
-            _log.exception("a connection from %s was closed after an unexpected error", state.address)
+            get_logger(__name__).exception("a connection from %s was closed after an unexpected error", state.address)
             self._drop(sock)
         else:
             if state.responder.done:

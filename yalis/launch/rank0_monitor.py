@@ -32,8 +32,6 @@ from yalis.launch.rank_info import RankInfo
 from yalis.launch.wakeup_pipe import WakeupPipe
 from yalis.log import get_logger
 
-_log = get_logger(__name__)
-
 INTERRUPTED = 128 + signal.SIGINT
 GOODBYE_S = 5.0  # after rank 0 has left, for the "bye" of the ranks that it has started
 STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, if a rank is stopped or silent
@@ -139,7 +137,7 @@ class Rank0Monitor(LivenessMonitor):
                     self._tick(elapsed)
         for rank in self._remaining() if self._local and not self.failure else ():
             reason = "it is stopped (SIGSTOP)" if is_stopped(self.members[rank].pid) else "it hangs"
-            _log.warning("%s had to be killed after the last request: %s", self._name(rank), reason)
+            get_logger(__name__).warning("%s had to be killed after the last request: %s", self._name(rank), reason)
 
     def _remaining(self) -> list[int]:
         return [rank for rank in self._links if rank not in self.departed]
@@ -299,7 +297,7 @@ class Rank0Monitor(LivenessMonitor):
             self._end_job(message, traceback)
         elif self._local and not self.failure:
             self._mark_departed(rank)
-            _log.warning("%s", message)
+            get_logger(__name__).warning("%s", message)
 
     def _end_job(self, message: str, traceback: str | None = None, kill: int | None = None, status: int = 1) -> None:
         """Report the failure and make all ranks exit. `kill`: a rank that does not respond; `status`: of rank 0."""

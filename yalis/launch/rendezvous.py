@@ -29,8 +29,6 @@ from yalis.launch.secret import SecretMissing
 from yalis.log import get_logger
 from yalis.version import __version__
 
-_log = get_logger(__name__)
-
 _MAX_HELLO = 64 << 10  # bytes of a message before all ranks have joined
 _ANSWER_S = 10  # for rank 0 to answer a hello
 _STOPPED_S = 3  # an iteration of rank 0's loop, normally 0.1 s, that takes longer shows that rank 0 was stopped
@@ -395,7 +393,7 @@ class RankClient:
         """
         if isinstance(error, MethodMismatch) and not self._warned:
             self._warned = True
-            _log.warning("%s", problem)
+            get_logger(__name__).warning("%s", problem)
 
 
 def _close(links: dict[Any, Link]) -> None:
