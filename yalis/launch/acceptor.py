@@ -16,7 +16,6 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from yalis.errors import YalisFailure
 from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, MethodMismatch, Responder
@@ -30,12 +29,12 @@ _ACCEPTS = 16  # connections to accept before open ones are read again
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
-@dataclass
 class _Unauthenticated:
-    responder: Responder
-    address: str
-    expires: float
-    buffer: bytes = b""
+    """A connection whose handshake is not complete."""
+
+    def __init__(self, responder: Responder, address: str, expires: float) -> None:
+        self.responder, self.address, self.expires = responder, address, expires
+        self.buffer = b""
 
 
 def reserve_descriptors(ranks: int) -> None:

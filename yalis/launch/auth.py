@@ -22,8 +22,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from yalis.launch.link import plain_address
 
@@ -69,8 +69,7 @@ class HandshakeError(Exception):
     """
 
 
-@dataclass(frozen=True)
-class JobKey:
+class JobKey(NamedTuple):
     """What a rank needs to prove that it is a rank of a job."""
 
     method: Method

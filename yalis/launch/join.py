@@ -1,4 +1,8 @@
-"""Connects this process with the other ranks of its job. Every rank calls `join`, however it was started."""
+"""Connects this process with the other ranks of its job. Every rank calls `join`, however it was started.
+
+Imports are most of the time of a join. So the modules of this package load no dataclasses (which load inspect), logging
+or ctypes: their records are NamedTuples.
+"""
 
 from __future__ import annotations
 

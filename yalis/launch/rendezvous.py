@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ class RendezvousServer:
             if self._error:
                 raise YalisFailure(self._error)
             members = self._make_table()
-            frame = encode_frame({"members": [asdict(member) for member in members]})
+            frame = encode_frame({"members": [member._asdict() for member in members]})
             for rank, link in self.links[CONTROL].items():
                 self._send_table(rank, link, frame)
             return members
