@@ -6,6 +6,7 @@ As a library, yalis installs no handlers. Only the command line does, by calling
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from yalis import env
 
@@ -14,11 +15,20 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure_logging(rank: int) -> None:
-    """Log this package's messages to stderr, from the level in $YALIS_LOG on."""
+class _Formatter(logging.Formatter):
+    def __init__(self, pattern: str, reword: Callable[[str], str]) -> None:
+        super().__init__(pattern)
+        self._reword = reword
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._reword(super().format(record))
+
+
+def configure_logging(rank: int, reword: Callable[[str], str]) -> None:
+    """Log this package's messages to stderr, from the level in $YALIS_LOG on. `reword` is applied to each."""
     root = logging.getLogger("yalis")
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"yalis[{rank}] %(message)s" if rank else "yalis: %(message)s"))
+    handler.setFormatter(_Formatter(f"yalis[{rank}] %(message)s" if rank else "yalis: %(message)s", reword))
     root.handlers[:] = [handler]
     root.setLevel(env.log_level().upper())
     root.propagate = False

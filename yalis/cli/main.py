@@ -73,7 +73,7 @@ def _run_command(arguments: list[str]) -> int:
             raise YalisError(
                 'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
             )
-        configure_logging(process_rank())
+        configure_logging(process_rank(), name_flags)
         env.limit_openmp_spinning()  # before torch is imported
         status = _run(args)
         sys.stdout.flush()

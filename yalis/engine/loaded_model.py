@@ -16,6 +16,7 @@ from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
 from yalis.config import EngineConfig
+from yalis.engine.device import reduced_context
 from yalis.engine.engine import Engine, EngineStats
 from yalis.engine.interrupts import interrupts_held
 from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
@@ -104,6 +105,9 @@ class LoadedModel:
                     engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
                 )
             world.set_idle()
+            reduced = reduced_context(config, self.spec, engine.device, self.max_model_len)
+            if reduced is not None and config.kv_blocks is None:  # which the user, or a benchmark, has counted
+                log.warning("%s", reduced)
             self._ranks = None
             self._finalizer = weakref.finalize(self, self._loop.close)
             self._finalizer.atexit = False  # the world has its own exit handler
