@@ -36,11 +36,13 @@ log = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 _NO_EMBEDDINGS = "YALIS generates text and computes no embeddings, classes or scores"
-#: Methods of vLLM's LLM that this one does not have.
-_VLLM_METHODS = {
+#: Attributes of vLLM's LLM that this one does not have.
+_VLLM_ATTRIBUTES = {
     "beam_search": "beam search is not supported; give SamplingParams(n=..., temperature=1.0) for several completions",
     "classify": _NO_EMBEDDINGS,
     "embed": _NO_EMBEDDINGS,
+    "llm_engine": "there is no LLMEngine; the LLM itself has max_model_len, spec, config, stats and topology",
+    "start_profile": "write `with llm.profile() as profile:`",
     "encode": f"{_NO_EMBEDDINGS}; llm.tokenizer.encode(text) returns token ids",
     "score": f"{_NO_EMBEDDINGS}; SamplingParams(prompt_logprobs=0) returns log-probabilities of a prompt",
 }
@@ -118,8 +120,8 @@ class LoadedModel:
 
         def __getattr__(self, name: str) -> Any:
             """Explain what vLLM's LLM has and this one does not."""
-            if name in _VLLM_METHODS:
-                raise AttributeError(f"LLM has no method {name!r}: {_VLLM_METHODS[name]}")
+            if name in _VLLM_ATTRIBUTES:
+                raise AttributeError(f"LLM has no {name!r}: {_VLLM_ATTRIBUTES[name]}")
             return object.__getattribute__(self, name)  # raises the usual AttributeError
 
     @property
