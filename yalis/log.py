@@ -21,11 +21,12 @@ class _Formatter(logging.Formatter):
         self._reword = reword
 
     def format(self, record: logging.LogRecord) -> str:
-        return self._reword(super().format(record))
+        text = super().format(record)
+        return self._reword(text) if record.levelno >= logging.WARNING else text
 
 
 def configure_logging(rank: int, reword: Callable[[str], str]) -> None:
-    """Log this package's messages to stderr, from the level in $YALIS_LOG on. `reword` is applied to each."""
+    """Log this package's messages to stderr, from the level in $YALIS_LOG on. Warnings are written with `reword`."""
     root = logging.getLogger("yalis")
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(f"yalis[{rank}] %(message)s" if rank else "yalis: %(message)s", reword))
