@@ -107,7 +107,7 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
 def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_json: bool) -> int:
     outputs: list[RequestOutput] = []
     ended: Stopped | YalisFailure | None = None
-    max_tokens = 0
+    max_tokens = len(prompts) * sampling.n * min(sampling.max_tokens, llm.max_model_len)  # until the first progress
     with ProgressLine() as line:
 
         def show(now: Progress) -> None:
