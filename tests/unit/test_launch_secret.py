@@ -16,6 +16,7 @@ from tests.system.strangers import NOBODY, as_nobody
 from yalis.errors import YalisError
 from yalis.launch import endpoint, munge
 from yalis.launch.auth import MAX_CREDENTIAL, JobKey, Method
+from yalis.launch.join import join
 from yalis.launch.launchers import LaunchInfo
 from yalis.launch.secret import (
     SecretMissing,
@@ -151,6 +152,18 @@ def test_without_authentication_only_on_request(caplog: pytest.LogCaptureFixture
     (record,) = caplog.records
     assert "not authenticated (insecure_rendezvous=True)" in record.getMessage()
     assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("name", [None, "YALIS_SECRET", "YALIS_SECRET_FILE"])
+def test_ranks_that_rank_0_starts_do_not_use_the_given_secret(
+    name: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name is not None:
+        monkeypatch.setenv(name, "the user's own secret")
+    with pytest.raises(YalisError, match="rank 1"):
+        join(2, ("yalis.no_such_module",), timeout=20)
+    warnings = [record.message.partition(":")[0] for record in caplog.records]
+    assert warnings == ([] if name is None else ["YALIS_SECRET and YALIS_SECRET_FILE are not used"])
 
 
 def test_a_key_does_not_show_its_secret() -> None:

@@ -19,6 +19,9 @@ from yalis.launch.local import LocalRanks
 from yalis.launch.rendezvous import CONTROL, LIVENESS, RankClient, RendezvousServer
 from yalis.launch.secret import choose_method, find_secret, new_secret, published_secret
 from yalis.launch.world import World, make_world
+from yalis.log import get_logger
+
+_log = get_logger(__name__)
 
 _persistent: World | None = None  # the ranks of an external launcher meet once; later engines use the same world
 
@@ -62,6 +65,11 @@ def join(size: int, worker: Sequence[str], timeout: float = 300, insecure: bool 
 
 def _start_ranks(size: int, worker: Sequence[str], timeout: float) -> World:
     """Start the other ranks on this host and return the world as rank 0."""
+    if choose_method(LaunchInfo(), insecure=False) is Method.GIVEN:
+        _log.warning(
+            "YALIS_SECRET and YALIS_SECRET_FILE are not used: without a launcher, the ranks get a random secret that "
+            "only this job has"
+        )
     server = listen("127.0.0.1", 0)
     key = JobKey(Method.GIVEN, f"yalis pid {os.getpid()}", new_secret().encode())
     port = server.getsockname()[1]
