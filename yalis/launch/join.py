@@ -21,8 +21,6 @@ from yalis.launch.secret import choose_method, find_secret, new_secret, publishe
 from yalis.launch.world import World, make_world
 from yalis.log import get_logger
 
-_log = get_logger(__name__)
-
 _persistent: World | None = None  # the ranks of an external launcher meet once; later engines use the same world
 
 
@@ -66,7 +64,7 @@ def join(size: int, worker: Sequence[str], timeout: float = 300, insecure: bool 
 def _start_ranks(size: int, worker: Sequence[str], timeout: float) -> World:
     """Start the other ranks on this host and return the world as rank 0."""
     if choose_method(LaunchInfo(), insecure=False) is Method.GIVEN:
-        _log.warning(
+        get_logger(__name__).warning(
             "YALIS_SECRET and YALIS_SECRET_FILE are not used: without a launcher, the ranks get a random secret that "
             "only this job has"
         )
