@@ -16,7 +16,7 @@ from yalis.cli.flags import engine_config, parse_float, parse_int
 from yalis.cli.plan_memory import SplitPlan, as_json, make_plan, print_table
 from yalis.cli.terminal import print_status
 from yalis.config import EngineConfig
-from yalis.errors import YalisError
+from yalis.errors import YalisError, count_of
 from yalis.launch.launchers import launch_command, process_rank
 from yalis.progress_line import ProgressLine
 from yalis.workloads import ANY_WORKLOAD, parse_any_workload
@@ -156,9 +156,10 @@ def _job(args: argparse.Namespace, config: EngineConfig) -> tuple[Job, str]:
     longest = max(size.total_len for size in sizes)
     limit = resolve_max_len(config, spec, checkpoint.label)
     if longest > limit:
+        larger = f" or a larger --max-model-len, up to {spec.max_position}" if limit < spec.max_position else ""
         raise YalisError(
             f"prompt and output of the longest request take {longest} tokens, but {checkpoint.label} is limited to "
-            f"{limit}; give a shorter --workload or a larger --max-model-len"
+            f"{limit}; give a shorter {'--trace' if args.trace is not None else '--workload'}{larger}"
         )
     requests = [SimRequest(size.prompt_len, size.output_len, size.arrival) for size in sizes]
     model = Path(checkpoint.label).name.removesuffix(".json")
@@ -219,15 +220,16 @@ def _print_answer(search: Search, answer: Answer) -> None:
     for one in answer.replays:
         split, run = spell_split(one.candidate.split), one.simulation
         low, high = one.seconds.low, one.seconds.high
-        nodes = f"{one.candidate.nodes} node{'s' * (one.candidate.nodes > 1)}"
+        nodes = count_of(one.candidate.nodes, "node")
         print(
             f"  {split} on {nodes}, {one.candidate.library}: {one.seconds.value:.2f} s ({low:.2f}..{high:.2f}), "
             f"{one.tokens_per_s.value:.0f} tokens/s, TTFT {1e3 * one.ttft:.0f} ms, ITL {1e3 * one.itl:.2f} ms (p90), "
             f"{run.steps} steps, {run.preemptions} preemptions"
         )
     best = answer.best
-    print(f"\nwhy {spell_split(best.split)} with {best.library} on {best.nodes} nodes:")
-    for sentence in answer.why:
+    nodes = count_of(best.nodes, "node")
+    print(f"\nwhy {spell_split(best.split)} with {best.library} on {nodes}:")
+    for sentence in answer.why or ["nothing else fits the given --nodes, --tp, --pp, --dp and --allreduce"]:
         print(f"  {sentence}")
     room = best.capacity
     held = (room.weights + room.activations) / _GIB
