@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 OBJECTIVES = ("latency", "throughput", "cost")
+#: Flags that mean nothing together with --machine.
+_NOT_PREDICTED = ("seq_len", "device", "eager", "kv_blocks", "kv_memory", "ranks_per_gpu")
 #: Flags that only mean something together with --machine.
 _NEEDS_MACHINE = ("nodes", "workload", "trace", "requests", "rate", "objective", "slo", "plot", "out")
 
@@ -122,11 +124,18 @@ def _search(args: argparse.Namespace, config: EngineConfig) -> Search:
         raise YalisError("--gpu-memory and --machine exclude each other: a machine has its own GPUs; give one of them")
     if args.workload and args.trace is not None:
         raise YalisError("--workload and --trace exclude each other; give one of them")
+    for name in _NOT_PREDICTED:
+        if (value := getattr(args, name, None)) not in (None, False, "auto", "cuda"):
+            raise YalisError(
+                f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}has no effect on a prediction: a "
+                "machine has its own devices and memory, and steps are recorded; leave it out"
+            )
     machine = load_machine(args.machine)
     nodes = args.nodes or [1]
     if max(nodes) > machine.max_nodes:
         raise YalisError(
-            f"--nodes is {max(nodes)}, but {machine.name} has {machine.max_nodes} nodes; give 1 to {machine.max_nodes}"
+            f"--nodes is {max(nodes)}, but {machine.name} has {count_of(machine.max_nodes, 'node')}; give "
+            + (f"1 to {machine.max_nodes}" if machine.max_nodes > 1 else "1, or a machine with a network")
         )
     job, dtype = _job(args, config)
     name = args.trace or " + ".join(map(_workload_name, args.workload or [parse_any_workload("poster")]))
@@ -207,7 +216,7 @@ def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search,
     for name in ("requests", "rate"):
         words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
     default = EngineConfig()
-    for field in ("max_num_seqs", "max_batch_tokens", "dtype"):
+    for field in ("max_num_seqs", "max_batch_tokens", "dtype", "memory_fraction", "block_size"):
         if (value := getattr(config, field)) != getattr(default, field):
             words += [f"--{field.replace('_', '-')}", str(value)]
     return shlex.join([*words, "--max-model-len", str(search.job.model_len)])
