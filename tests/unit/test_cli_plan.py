@@ -283,8 +283,11 @@ def test_a_prediction_as_json_file_report_and_plot(tmp_path: Path, capsys: pytes
 
 
 def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = plan(capsys, *PREDICT[1:], "--nodes", 2, "--tp", 4, "--pp", 2)
-    assert {row["split"] for row in planned["rows"]} == {"tp 4, pp 2"}
+    fixed = ["--nodes", 2, "--tp", 4, "--pp", 2, "--allreduce", "torch", "--memory-fraction", 0.8]
+    planned = plan(capsys, *PREDICT[1:], *fixed)
+    assert {(row["split"], row["library"]) for row in planned["rows"]} == {("tp 4, pp 2", "nccl")}
+    assert "--allreduce torch" in planned["parameters"]["run"]
+    assert "--memory-fraction 0.8" in planned["parameters"]["run"]
     assert planned["parameters"]["run"].startswith("srun -N 2 -n 8 --gpus-per-node=4 yalis bench throughput ")
 
 
@@ -300,6 +303,10 @@ def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
         ("--slo ttft=1ms", "meets --slo: the best time to first token is", 1),
         ("--allreduce gloo", "perlmutter has no parameters for the all-reduce 'gloo'; give one of nccl, mpi, nvrar", 2),
         ("--objective speed", "invalid choice: 'speed'", 2),
+        ("--machine h200 --nodes 2", "--nodes is 2, but h200 has 1 node; give 1, or a machine with a network", 2),
+        ("--device cpu", "--device cpu has no effect on a prediction", 2),
+        ("--kv-memory 1", "--kv-memory 1.0 has no effect on a prediction", 2),
+        ("--eager", "--eager has no effect on a prediction", 2),
         ("--gpu-memory 80", "--gpu-memory and --machine exclude each other", 2),
         ("--trace t.jsonl", "--workload and --trace exclude each other", 2),
         ("--tp 3", "cannot be split as asked over 1 node of perlmutter", 1),
