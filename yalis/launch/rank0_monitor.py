@@ -120,12 +120,14 @@ class Rank0Monitor(LivenessMonitor):
             selector.register(self._wakeup, selectors.EVENT_READ)
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
-            ticked = time.monotonic()
+            ticked = awake = time.monotonic()
+            before = self._idle_state()
             while not self.closing or (self._remaining() and time.monotonic() < self._deadline):
-                wake_up = self._deadline if self.closing else ticked + BEAT_S
-                before = self._idle_state()
+                wake_up = min(self._deadline, awake + BEAT_S) if self.closing else ticked + BEAT_S
                 events = selector.select(max(0.0, wake_up - time.monotonic()))
-                self._note_stop(time.monotonic() - ticked, before)
+                now = time.monotonic()
+                self._note_stop(now - awake, before)
+                awake, before = now, self._idle_state()
                 for key, _ in events:
                     if not isinstance(key.fileobj, Link):
                         self._handle_signals(self._wakeup.read())
@@ -148,11 +150,12 @@ class Rank0Monitor(LivenessMonitor):
     def _note_stop(self, elapsed: float, before: tuple[bool, int]) -> None:
         """Record that this process was stopped, before the links are read: other ranks may have ended because of it.
 
-        They do not end if rank 0 was idle all the time since `before`, an earlier _idle_state(). If the phase has
-        changed since, it may have done so before the stop or after it.
+        `elapsed`: seconds since this thread last ran, which are about BEAT_S otherwise. The other ranks do not end if
+        rank 0 was idle all the time since `before`, an earlier _idle_state(). If the phase has changed since, it may
+        have done so before the stop or after it.
         """
         idle = self._idle and before == self._idle_state()
-        if elapsed > silence_limit(self.step_timeout) and not idle and not self.closing:
+        if elapsed > silence_limit(self.step_timeout) and not idle:
             self._stopped_s = elapsed
 
     def _tick(self, elapsed: float) -> None:
