@@ -24,7 +24,7 @@ from yalis.engine.replicas import ReplicaRouter
 from yalis.engine.request_loop import RequestLoop
 from yalis.engine.step_profiler import Profile
 from yalis.engine.worker import join_engine, serve_rank
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
 from yalis.parallel.plan import Split
@@ -159,6 +159,11 @@ class LoadedModel:
         return self._running().engine.stats
 
     @property
+    def job_failure(self) -> YalisFailure | None:
+        """The failure that ended the job, such as a rank that died while no request ran; None while it is healthy."""
+        return None if self._world is None else self._world.job_failure()
+
+    @property
     def scheduler_settings(self) -> dict[str, Any]:
         """The fields of SchedulerConfig, and the KV blocks of one replica as `num_blocks`."""
         engine = self._engine
@@ -176,6 +181,11 @@ class LoadedModel:
             tuple(member.node for member in members),
             detect_launcher().launcher,
         )
+
+    def announce_stop(self) -> None:
+        """Tell the other ranks that this process will soon close the LLM: they wait longer after a SIGTERM."""
+        if self._world is not None:
+            self._world.announce_stop()
 
     @contextmanager
     def profile(self) -> Iterator[Profile]:
