@@ -1,0 +1,1 @@
+"""`yalis serve`: the OpenAI-compatible HTTP server."""
