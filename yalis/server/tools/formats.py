@@ -85,6 +85,10 @@ DESCRIBED = replace(HERMES, name="described", described=True)
 _NOT_HERMES = ("<function=", "<arg_key>", "<|tool_call>")
 
 
+#: The second is in the instructions of the templates of Llama 3.2 and 4.
+_LLAMA_HINTS = ("<|python_tag|>", '{"name": function name, "parameters": ')
+
+
 def choose_format(chat_template: str | Mapping[str, str] | None) -> ToolFormat:
     """Return the format that a chat template uses, or DESCRIBED if it uses none of those above.
 
@@ -99,6 +103,6 @@ def choose_format(chat_template: str | Mapping[str, str] | None) -> ToolFormat:
         return MISTRAL_ARGS if "[ARGS]" in text else MISTRAL
     if "<tool_call>" in text and "arguments" in text and not any(other in text for other in _NOT_HERMES):
         return HERMES
-    if '{"name": ' in text and '"parameters": ' in text and "tool_calls" in text:
+    if any(hint in text for hint in _LLAMA_HINTS):
         return LLAMA
     return DESCRIBED
