@@ -1,1 +1,1 @@
-"""`yalis serve`: the OpenAI-compatible HTTP server."""
+"""The HTTP server: an OpenAI-compatible API over one LLM. Only this package imports its libraries (extra `serve`)."""
