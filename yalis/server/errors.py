@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from yalis.errors import YalisError, YalisFailure
 from yalis.log import get_logger
+from yalis.server.tools.definitions import ToolError
 from yalis.types import SAMPLING_FIELDS
 
 log = get_logger(__name__)
@@ -81,6 +82,8 @@ def shown(value: Any) -> str:
 def _request_error(error: YalisError) -> ApiError:
     """Return the error of a prompt or of sampling parameters, whose message starts with the name of the field."""
     message = str(error)
+    if isinstance(error, ToolError):
+        return ApiError(message, param=error.param, code="invalid_value")
     if "but the context holds" in message:
         return ApiError(message, param="prompt", code="context_length_exceeded")
     name = re.match(r"[a-z_]+\b", message)

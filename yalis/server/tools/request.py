@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from yalis.server.tools.definitions import Tool, ToolChoice
+from yalis.server.tools.definitions import Tool, ToolChoice, ToolError
 from yalis.server.tools.formats import ToolFormat, choose_format
 from yalis.server.tools.history import render_messages
 from yalis.server.tools.parser import ToolCallParser
-from yalis.types import Message, StructuredOutputs
+from yalis.types import Message, SamplingParams, StructuredOutputs
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,20 @@ class ToolRequest:
         if not self.active or self.format.described:
             return {}
         return {"tools": [tool.as_template_variable() for tool in self.tools]}
+
+    def sampling(self, sampling: SamplingParams, field: str) -> SamplingParams:
+        """Return the sampling parameters for answers with calls.
+
+        `field`: the field of the request with the structured outputs that the parameters may have.
+        """
+        required = self.structured_outputs()
+        if self.active and sampling.structured_outputs is not None:
+            raise ToolError(field, f'{field} is set with tools; give one of them, or tool_choice "none"')
+        return replace(
+            sampling,
+            structured_outputs=required or sampling.structured_outputs,
+            keep_special_tokens=(*sampling.keep_special_tokens, *self.kept_special_tokens()),
+        )
 
     def structured_outputs(self) -> StructuredOutputs | None:
         """Return the grammar of answers that must contain a call; None if they need not."""
