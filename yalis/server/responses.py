@@ -95,7 +95,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     messages = tools.messages(read_input(body.input, body.instructions))
     sampling = _sampling(state, body, tools)
     answer = ResponseAnswer(state, body, sampling, tools.parser())
-    variables = {**(body.chat_template_kwargs or {}), **tools.template_variables()}
+    variables = tools.variables(body.chat_template_kwargs)
     if not body.stream:
         outputs = await run(request, state, [messages], sampling, variables, "input")
         return JSONResponse(answer.response(outputs[0]))

@@ -36,6 +36,8 @@ def render_messages(
     results become text, and a system message describes the tools. Raises ToolError for malformed calls.
     """
     cleaned = [_clean(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    if "developer" not in chat_template:  # the newer name of the role
+        cleaned = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in cleaned]
     if tool_format.described:
         described = _describe_calls(cleaned)
         return _add_instructions(described, tools, chat_template) if tools else described
@@ -50,8 +52,6 @@ def _clean(where: str, message: Message) -> Message:
 
     Clients send messages back as they got them. Templates check whether a message has "tool_calls", not their value.
     """
-    if not isinstance(message, Mapping):
-        return message  # reported by check_messages()
     cleaned = {key: value for key, value in message.items() if value is not None}
     calls = cleaned.pop("tool_calls", None)
     if not calls:
@@ -154,8 +154,7 @@ def _add_instructions(messages: Sequence[Message], tools: Sequence[Tool], chat_t
     lines = [json.dumps(tool.as_template_variable(), ensure_ascii=False) for tool in tools]
     text = _INSTRUCTIONS.format(tools="\n".join(lines))
     first = messages[0] if messages else {}
-    has_system = first.get("role") in ("system", "developer")
-    if has_system:
+    if first.get("role") in ("system", "developer"):
         return [{**first, "content": f"{_text(first.get('content'))}\n\n{text}"}, *messages[1:]]
     if _NO_SYSTEM_MESSAGES.search(chat_template) and first.get("role") == "user":
         return [{**first, "content": f"{text}\n\n{_text(first.get('content'))}"}, *messages[1:]]

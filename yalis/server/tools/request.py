@@ -32,11 +32,12 @@ class ToolRequest:
         """Return the messages as the chat template expects them."""
         return render_messages(messages, self.tools if self.active else (), self.format, self.chat_template)
 
-    def template_variables(self) -> dict[str, Any]:
-        """Return the variables of the chat template that contain the tools."""
-        if not self.active or self.format.described:
-            return {}
-        return {"tools": [tool.as_template_variable() for tool in self.tools]}
+    def variables(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the variables of the chat template: those that were given, and the tools."""
+        variables = dict(given or {})
+        if self.active and not self.format.described:
+            variables["tools"] = [tool.as_template_variable() for tool in self.tools]
+        return variables
 
     def sampling(self, sampling: SamplingParams, field: str) -> SamplingParams:
         """Return the sampling parameters for answers with calls.
