@@ -48,7 +48,7 @@ class OutputTag:
 @check_init_keywords("StructuredOutputs", _KEYWORDS)
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What the text of an answer must be; give exactly one field, except for `separator`.
+    """What the text of an answer must be; give exactly one field, except for those of tags.
 
     json: JSON that is valid for this schema, a dict or its text; it is stored as text
     json_object: any JSON object
@@ -57,6 +57,7 @@ class StructuredOutputs:
     grammar: a text of this context-free grammar, in the Lark syntax of llguidance
     tags: one or more of these, each `begin`, JSON that is valid for its schema, and `end`
     separator: the text between two tags
+    single_tag: exactly one tag
     """
 
     json: str | dict[str, Any] | None = None
@@ -66,6 +67,7 @@ class StructuredOutputs:
     json_object: bool = False
     tags: tuple[OutputTag, ...] = ()
     separator: str = ""
+    single_tag: bool = False
 
     def __post_init__(self) -> None:
         if self.json is not None:
@@ -87,8 +89,11 @@ class StructuredOutputs:
             raise YalisError(
                 f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly one of {', '.join(_KINDS)}"
             )
-        if self.separator and not self.tags:
-            raise YalisError("separator is the text between two tags; give it together with tags")
+        if not isinstance(self.single_tag, bool):
+            raise YalisError(f"single_tag is {self.single_tag!r}; give true or false")
+        if (self.separator or self.single_tag) and not self.tags:
+            name = "separator" if self.separator else "single_tag"
+            raise YalisError(f"{name} is about tags; give it together with tags")
         if len(self.text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise YalisError(f"{self.kind} of structured_outputs is larger than {MAX_BYTES} bytes; give a smaller one")
 
@@ -101,7 +106,9 @@ class StructuredOutputs:
     def text(self) -> str:
         """What was given, as one text. Together with `kind` it identifies the grammar."""
         if self.tags:
-            return jsonlib.dumps([self.separator, [[tag.begin, tag.schema, tag.end] for tag in self.tags]])
+            return jsonlib.dumps(
+                [self.separator, self.single_tag, [[tag.begin, tag.schema, tag.end] for tag in self.tags]]
+            )
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else jsonlib.dumps(value)
 

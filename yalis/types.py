@@ -60,6 +60,7 @@ class SamplingParams:
     prompt_logprobs: the same for each prompt token, 0 to 20
     logit_bias: numbers from -100 to 100 to add to the logits, by token id
     structured_outputs: what the text must be, such as StructuredOutputs(json=schema); None: any text
+    keep_special_tokens: special tokens that stay in the text, such as [TOOL_CALLS]; all others are left out
 
     The order is logit_bias, penalties, structured_outputs, temperature, top_k, top_p, min_p, sampling. The noise is a
     function of (seed, position, token id), so a request with a seed gets the same tokens whatever else is in the batch.
@@ -83,6 +84,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = field(default=None, hash=False)
     structured_outputs: StructuredOutputs | None = None
+    keep_special_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
@@ -116,6 +118,10 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text or any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise YalisError(f"stop contains {text!r}; give non-empty strings of valid Unicode")
+        object.__setattr__(self, "keep_special_tokens", _as_tuple("keep_special_tokens", self.keep_special_tokens))
+        for text in self.keep_special_tokens:
+            if not isinstance(text, str):
+                raise YalisError(f"keep_special_tokens contains {text!r}; give the texts of special tokens")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):
@@ -138,7 +144,8 @@ class SamplingParams:
 
         Fields that were added after the first digests are left out unless set, so that existing results stay valid.
         """
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in _ADDED_LATER}
+        values = asdict(self)
+        return {name: value for name, value in values.items() if value not in (None, ()) or name not in _ADDED_LATER}
 
     @property
     def greedy(self) -> bool:
@@ -166,7 +173,7 @@ class SamplingParams:
 
 
 #: Fields that files with digests may not have; see SamplingParams.identity().
-_ADDED_LATER = frozenset({"logit_bias", "prompt_logprobs", "structured_outputs"})
+_ADDED_LATER = frozenset({"logit_bias", "prompt_logprobs", "structured_outputs", "keep_special_tokens"})
 
 
 def _always(value: object) -> int | None:
@@ -192,6 +199,7 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     "stop_token_ids": _always,
     "ignore_eos": _always,
     "n": _always,
+    "keep_special_tokens": _always,
     # Computed by the steps of the prompt, which run eagerly.
     "prompt_logprobs": _always,
     # Used only by random sampling, which `temperature` excludes.

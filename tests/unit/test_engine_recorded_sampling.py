@@ -41,6 +41,7 @@ CASES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "logit_bias": [({"logit_bias": BIAS}, False), ({"logit_bias": BIAS, **DRAW}, False)],
     "stop": [({"stop": STOP}, True)],
     "stop_token_ids": [({"stop_token_ids": STOP}, True)],
+    "keep_special_tokens": [({"keep_special_tokens": ("<end>",)}, True)],
     "ignore_eos": [({"ignore_eos": True}, True)],
     "seed": [({"seed": 7}, True), ({"seed": 7, "temperature": 0.9}, False)],
     "n": [({"n": 2}, True)],

@@ -176,6 +176,7 @@ def test_all_sampling_parameters_round_trip() -> None:
         max_tokens=7, min_tokens=2, temperature=0.1 + 0.2, top_k=3, top_p=1 / 3, min_p=1e-300, repetition_penalty=1.1,
         presence_penalty=-0.7, frequency_penalty=0.3, stop=("\n\u2028", '"é😀'), stop_token_ids=(3, 5), ignore_eos=True,
         seed=2**63 - 1, n=3, logprobs=0, logit_bias={3: 0.1 + 0.2}, prompt_logprobs=0,
+        keep_special_tokens=("[TOOL_CALLS]",),
     )  # fmt: skip
     structured = [
         StructuredOutputs(json={"const": "é"}),

@@ -64,6 +64,7 @@ HELP = {
     "logit_bias": "number from -100 to 100 to add to the logit of a token id; several as 42:-100,7:2.5",
     "stop": "text that ends the output; may be given several times",
     "stop_token_ids": "token id that ends the output; may be given several times",
+    "keep_special_tokens": "special token that stays in the text, such as [TOOL_CALLS]; may be given several times",
     "ignore_eos": "continue after the model's end-of-sequence token",
     "seed": "random seed; the same seed produces the same tokens",
     "n": "outputs per prompt",
@@ -217,7 +218,7 @@ def _add_flag(
 #: What the help text shows for a flag's value; other numbers are N, other texts the name of the flag.
 _METAVARS = {
     "stop": "TEXT", "stop_token_ids": "ID", "logit_bias": "ID:BIAS", "tp": "N", "kv_memory": "GIB",
-    "join_timeout": "SECONDS",
+    "join_timeout": "SECONDS", "keep_special_tokens": "TOKEN",
     "structured_outputs": "JSON|FILE",
     "step_timeout": "SECONDS",
 }  # fmt: skip

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import reword
 from yalis.log import get_logger
+from yalis.server.tools.definitions import ToolError
 from yalis.types import SAMPLING_FIELDS
 
 log = get_logger(__name__)
@@ -85,6 +86,8 @@ def request_error(error: YalisError, field: str | None = None) -> ApiError:
     A message about sampling parameters starts with the name of one; others are about `field`.
     """
     message = reword(str(error))
+    if isinstance(error, ToolError):
+        return ApiError(message, param=error.param, code="invalid_value")
     if "but the context holds" in message:
         return ApiError(message, param=field, code="context_length_exceeded")
     name = re.match(r"[a-z_]+\b", message)
