@@ -238,14 +238,15 @@ def _write_grammar(wanted: StructuredOutputs, token_ids: dict[str, int]) -> str:
 
 
 def _write_tags(wanted: StructuredOutputs, token_ids: dict[str, int]) -> str:
-    """Return a Lark grammar of one or more tags. Parts that are added tokens of the tokenizer are written as such."""
+    """Return a Lark grammar of the tags. Parts that are added tokens of the tokenizer are written as such."""
     rules = ["tag: " + " | ".join(f"tag{i}" for i in range(len(wanted.tags)))]
     for i, tag in enumerate(wanted.tags):
         begin, end = (_split_added(text, token_ids) for text in (tag.begin, tag.end))
         rules.append(f"tag{i}: {begin} json{i} {end}")
         rules.append(f"json{i}: %json {json.dumps(_add_options(str(tag.schema)))}")
     separator = _split_added(wanted.separator, token_ids)
-    return "\n".join([f"start: tag ({separator} tag)*", *rules])
+    start = "start: tag" if wanted.single_tag else f"start: tag ({separator} tag)*"
+    return "\n".join([start, *rules])
 
 
 def _split_added(text: str, token_ids: dict[str, int]) -> str:
