@@ -190,8 +190,8 @@ def test_all_sampling_parameters_round_trip() -> None:
     # ignore_eos excludes structured_outputs
     unset = [name for name, value in asdict(params).items() if value == plain[name] and name != "structured_outputs"]
     assert not unset, f"give {unset} another value than the default above"
-    for given in (params, *(SamplingParams(structured_outputs=one) for one in structured)):
-        received = decode_params(transmit(encode_params(given)))
-        assert received == given
-        assert hash(received) == hash(given)
+    for sent in (params, *(SamplingParams(structured_outputs=one) for one in structured)):
+        received = decode_params(transmit(encode_params(sent)))
+        assert received == sent
+        assert hash(received) == hash(sent)
     assert decode_params(transmit(encode_params(SamplingParams()))) == SamplingParams()
