@@ -169,12 +169,9 @@ def test_masks_equal_a_row_wise_reference(
 ) -> None:
     """Of the vocabulary and of a shard of it that begins and ends inside a byte of the mask."""
     logits = torch.randn(len(masks), vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
-    rows = [
-        SamplingRow(
-            SamplingParams(), 0, 0, allowed=None if mask is None else make_mask([t % vocab for t in mask], vocab)
-        )
-        for mask in masks
-    ]
+    wanted = [None if mask is None else {token % vocab for token in mask} for mask in masks]
+    packed = [None if mask is None else make_mask(mask, vocab) for mask in wanted]
+    rows = [SamplingRow(SamplingParams(), 0, 0, allowed=mask) for mask in packed]
     shard = range(start, max(start + 1, vocab - start))
     local = logits[:, shard.start : shard.stop]
     found = _adjust(local, SamplingBatch.build(rows, shard, vocab, "cpu"))
