@@ -153,7 +153,11 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling needs the earlier tokens of the request, for penalties."""
+        """Whether sampling needs the earlier tokens of the request: for penalties, or to follow a grammar."""
+        return self.has_penalties or self.structured_outputs is not None
+
+    @property
+    def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property

@@ -140,8 +140,6 @@ def check_request(
         raise YalisError(
             f"the prompt has {len(tokens)} tokens, but the context holds {max_model_len}{including}; shorten it{how}"
         )
-    if sampling.structured_outputs is not None:
-        raise YalisError("structured_outputs is not supported yet; remove it")
     if sampling.stop and not has_text:
         raise YalisError(
             "stop strings need a tokenizer; give stop_token_ids, or the folder of a tokenizer with tokenizer="
