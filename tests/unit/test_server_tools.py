@@ -175,6 +175,63 @@ def test_async_client(server: RunningServer) -> None:
     asyncio.run(run())
 
 
+CITIES = {"type": "object", "properties": {"city": {"enum": ["Paris", "New York"]}}, "required": ["city"]}
+ENUM = {"name": "get_weather", "parameters": {**CITIES, "additionalProperties": False}}
+ENUM_TOOLS: Any = [{"type": "function", "function": ENUM}, TOOLS[1]]
+TEMPLATES = {
+    "hermes": TEMPLATE,
+    "llama": "{# <|python_tag|> #}" + TEMPLATE,
+    "mistral": "{# [TOOL_CALLS] #}" + TEMPLATE,
+    "mistral_args": "{# [TOOL_CALLS] [ARGS] #}" + TEMPLATE,
+    "described": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_calls_can_be_required(
+    server: RunningServer, client: OpenAI, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """The model would answer "It is sunny."."""
+    assert server.llm.tokenizer is not None
+    monkeypatch.setattr(server.llm.tokenizer.hf, "chat_template", TEMPLATES[template])
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    for seed, choice in enumerate(("required", "required", "required", named)):
+        asked: Any = {"model": "tiny", "messages": ask("!"), "tools": ENUM_TOOLS, "tool_choice": choice, "seed": seed}
+        answer = client.chat.completions.create(**asked).choices[0]
+        calls = calls_of(answer.message)
+        check_calls(calls, ["get_weather"] if choice is named else ["get_weather", "now"])
+        assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
+        assert choice != named or len(calls) == 1
+        assert collect(client.chat.completions.create(**asked, stream=True))[1] == calls
+    one = client.chat.completions.create(
+        model="tiny", messages=ask("!"), tools=ENUM_TOOLS, tool_choice="required", parallel_tool_calls=False
+    ).choices[0]
+    assert len(calls_of(one.message)) == 1
+    flat: Any = [{"type": "function", **ENUM}]
+    for flat_choice in ("required", {"type": "function", "name": "get_weather"}):
+        output = client.responses.create(model="tiny", input="!", tools=flat, tool_choice=flat_choice).output  # type: ignore[call-overload]
+        assert {item.type for item in output} == {"function_call"}
+        check_calls([(item.name, item.arguments) for item in output], ["get_weather"])
+
+
+def check_calls(calls: list[tuple[str, str]], names: list[str]) -> None:
+    assert calls
+    for name, arguments in calls:
+        assert name in names
+        if name == "get_weather":
+            assert json.loads(arguments) in [{"city": "Paris"}, {"city": "New York"}]
+        else:
+            assert json.loads(arguments) == {}
+
+
+def test_the_text_of_a_response_has_a_schema(client: OpenAI) -> None:
+    response = client.responses.create(
+        model="tiny", input="!", text={"format": {"type": "json_schema", "name": "city", "schema": ENUM["parameters"]}}
+    )  # type: ignore[call-overload]
+    assert json.loads(response.output_text)["city"] in ("Paris", "New York")
+    assert response.text.format.name == "city"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

@@ -139,7 +139,7 @@ def _read_function(where: str, function: Mapping[str, Any]) -> Tool:
             "tools", f'the parameters of {where} are not the JSON schema of an object; give "type": "object"'
         )
     try:
-        json.dumps(parameters).encode()
+        json.dumps(parameters, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ToolError("tools", f"the parameters of {where} are no JSON schema ({error}); give one") from None
     return Tool(name, description or "", {"type": "object", "properties": {}, **parameters})
