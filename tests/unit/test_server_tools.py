@@ -29,6 +29,7 @@ SCRIPTS = {
           "_call>"],
     "3": ["I would <too", "l_call> but ", 'cannot. <tool_call>{"name": "other"}', "</tool_call> done"],
     "!": ["It is ", "sunny."],
+    ".": ["Hello, ", "dear friend"],
 }  # fmt: skip
 SPECIAL = ["<tool_call>", "</tool_call>", "<unused>"]
 PARAMETERS = {
@@ -87,7 +88,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("key", SCRIPTS)
+@pytest.mark.parametrize("key", EXPECTED)
 def test_chat_answers_with_calls(client: OpenAI, key: str) -> None:
     content, calls, reason = EXPECTED[key]
     choice = client.chat.completions.create(model="tiny", messages=ask(key), tools=TOOLS).choices[0]
@@ -260,7 +261,7 @@ def test_errors_of_chat(server: RunningServer, fields: dict[str, Any], param: st
 # /v1/responses
 
 
-@pytest.mark.parametrize("key", SCRIPTS)
+@pytest.mark.parametrize("key", EXPECTED)
 def test_a_response_and_its_events(client: OpenAI, key: str) -> None:
     content, calls, _ = EXPECTED[key]
     asked: Any = {"model": "tiny", "input": key, "tools": FLAT_TOOLS}
@@ -412,3 +413,29 @@ def test_the_model_is_required(server: RunningServer) -> None:
     for path, body in (("chat/completions", {"messages": ask("!")}), ("responses", {"input": "!"})):
         response = server.post(f"/v1/{path}", body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+
+
+#: What llm-comply checks, except for the image cases, which get our 400.
+COMPLY = {
+    "openai-chat": "chat-basic-response,chat-system-prompt,chat-multi-turn,chat-tool-calling,chat-streaming-response,"
+    "chat-streaming-usage,chat-error-handling",
+    "open-responses": "basic-response,system-prompt,multi-turn,tool-calling,streaming-response,streaming-usage,"
+    "assistant-phase,response-output-phase-schema,compact-response,compact-missing-model,error-handling",
+}
+IMAGES = {"openai-chat": "chat-image-input", "open-responses": "image-input"}
+
+
+@pytest.mark.parametrize("api", COMPLY)
+def test_llm_comply(server: RunningServer, api: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from llm_comply.cli import main
+
+    def run(tests: str) -> list[dict[str, Any]]:
+        main(["--format", api, "-u", f"{server.url}/v1", "-k", "none", "-m", "tiny", "--json", "-f", tests])
+        results: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["results"]
+        return results
+
+    results = run(COMPLY[api])
+    assert [one for one in results if one["status"] != "passed"] == []
+    assert len(results) == len(COMPLY[api].split(","))
+    [image] = run(IMAGES[api])
+    assert any("HTTP 400" in error for error in image["errors"])
