@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from yalis.server.tools.definitions import Tool, ToolChoice, ToolError, read_choice, read_flat_tools, read_tools
+from yalis.server.tools.definitions import FieldError, Tool, ToolChoice, read_choice, read_flat_tools, read_tools
 from yalis.server.tools.formats import DESCRIBED, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, ToolFormat, choose_format
 from yalis.server.tools.history import render_messages
 from yalis.server.tools.request import ToolRequest, tool_request
@@ -61,7 +61,7 @@ def test_templates_that_render_tools_get_mappings() -> None:
         {"role": "assistant", "content": "",
          "tool_calls": [call("call_a", "add", {"a": 1}), call("call_b", "now", {})]},
         {"role": "tool", "tool_call_id": "call_a", "content": "2", "name": "add"},
-        {"role": "tool", "tool_call_id": "call_b", "content": [{"type": "text", "text": "noon"}], "name": "now"},
+        {"role": "tool", "tool_call_id": "call_b", "content": "noon", "name": "now"},
         {"role": "assistant", "content": "2"},
     ]  # fmt: skip
     assert CONVERSATION[2]["content"] is None, "the messages of the request are not changed"
@@ -131,7 +131,7 @@ def test_choices() -> None:
     assert read_choice(allowed, tools) == ToolChoice("required", ("a",))
     assert read_choice("auto", []).mode == read_choice(None, []).mode == "none"
     for wrong in ("x", 3, {"type": "function"}, {"type": "custom", "name": "a"}, {"type": "allowed_tools"}):
-        with pytest.raises(ToolError, match="tool_choice"):
+        with pytest.raises(FieldError, match="tool_choice"):
             read_choice(wrong, tools)
 
 
@@ -145,7 +145,7 @@ def test_parameters_of_functions() -> None:
     assert empty.parameters == {"type": "object", "properties": {}, "additionalProperties": False}
     assert partial.parameters == {"type": "object", "properties": {"x": {}}}
     for wrong in ({"type": "string"}, [], {"title": "\ud83c"}):
-        with pytest.raises(ToolError, match=r"tools\[0\]"):
+        with pytest.raises(FieldError, match=r"tools\[0\]"):
             read_flat_tools([{"type": "function", "name": "a", "parameters": wrong}])
 
 
@@ -175,5 +175,5 @@ def test_sampling_of_a_request_with_tools() -> None:
     assert (len(required.tags), required.single_tag) == (1, True)
     structured = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
     assert request("none").sampling(structured, "response_format") == structured
-    with pytest.raises(ToolError, match="response_format is set with tools"):
+    with pytest.raises(FieldError, match="response_format is set with tools"):
         request("auto").sampling(structured, "response_format")

@@ -248,6 +248,11 @@ def test_the_text_of_a_response_has_a_schema(client: OpenAI) -> None:
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages", "only messages of the"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "is malformed"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": {"a": 1}}]}, "messages", "as a list"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": [1]}]}, "messages", "tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "not text"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages", "no content"),
+        ({"messages": []}, "messages", "at least one message"),
     ],
 )  # fmt: skip
 def test_errors_of_chat(server: RunningServer, fields: dict[str, Any], param: str, message: str) -> None:
