@@ -100,17 +100,6 @@ def test_chat_answers_with_calls(client: OpenAI, key: str) -> None:
     assert len(set(found[3])) == len(calls)
 
 
-def test_arguments_are_streamed_as_they_are_generated(client: OpenAI) -> None:
-    stream = client.chat.completions.create(model="tiny", messages=ask("1"), tools=TOOLS, stream=True)
-    fragments = [
-        call.function.arguments
-        for chunk in stream
-        for call in chunk.choices[0].delta.tool_calls or []
-        if call.function is not None
-    ]
-    assert fragments == ["", '{"city": "S', "ão Paulo ", "🎉", '", "days": [', "1, 2.5]}"]
-
-
 def test_one_call_at_most(client: OpenAI) -> None:
     asked: Any = {"model": "tiny", "messages": ask("2"), "tools": TOOLS, "parallel_tool_calls": False}
     choice = client.chat.completions.create(**asked).choices[0]
