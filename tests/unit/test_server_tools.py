@@ -11,8 +11,8 @@ from typing import Any
 import llm_comply
 import openai
 import pytest
+from llm_comply import runner
 from llm_comply.config import ComplianceConfig
-from llm_comply.runner import TestRunner
 from llm_comply.schema import SpecLoader
 from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
@@ -422,7 +422,7 @@ def test_llm_comply(server: RunningServer, api: str) -> None:
     tests = OPENAI_CHAT_TESTS if api == "openai_chat" else OPEN_RESPONSES_TESTS
     config = ComplianceConfig(f"{server.url}/v1", "none", "tiny")
     specification = SpecLoader(str(Path(llm_comply.__file__).parent / "specs" / f"{api}.json"))
-    results = {one.id: one for one in TestRunner(config, tests, specification).run_all().results}
+    results = {one.id: one for one in runner.TestRunner(config, tests, specification).run_all().results}
     image = results.pop("chat-image-input" if api == "openai_chat" else "image-input")
     assert any("HTTP 400" in error for error in image.errors)
     assert {one.id: one.errors for one in results.values() if one.status.value == "failed"} == {}
