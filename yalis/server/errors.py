@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import reword
 from yalis.log import get_logger
+from yalis.server.tools.definitions import FieldError
 from yalis.types import SAMPLING_FIELDS
 
 log = get_logger(__name__)
@@ -105,6 +106,8 @@ def request_error(error: YalisError, field: str | None = None) -> ApiError:
     A message about sampling parameters starts with the name of one; others are about `field`.
     """
     message = reword(str(error))
+    if isinstance(error, FieldError):
+        return ApiError(message, param=error.param, code="invalid_value")
     if "but the context holds" in message:
         return ApiError(message, param=field, code="context_length_exceeded")
     name = re.match(r"[a-z_]+\b", message)

@@ -150,7 +150,11 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     refused = _CHAT_REFUSED | _SAMPLING_REFUSED
 
+    model: str
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -166,6 +170,9 @@ class TokenizeRequest(ApiRequest):
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
