@@ -1,0 +1,1 @@
+"""The HTTP server. Only this package imports its optional libraries."""
