@@ -1,1 +1,1 @@
-"""The HTTP server. Only this package imports its optional libraries."""
+"""The HTTP server: an OpenAI-compatible API over one LLM. Only this package imports its libraries (extra `serve`)."""
