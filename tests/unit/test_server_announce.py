@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
 from yalis.errors import YalisError
-from yalis.server.announce import Announcement, url_of
-
-
-def test_a_url_has_a_name_that_other_nodes_can_use() -> None:
-    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
-    assert url_of("0.0.0.0", 8000) == url_of("::", 8000) == f"http://{socket.gethostname()}:8000"
-    assert url_of("fd00::1", 80) == "http://[fd00::1]:80"
+from yalis.server.announce import Announcement
 
 
 def test_the_file_is_private_and_appears_with_its_content(tmp_path: Path) -> None:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from pathlib import Path
 
 from yalis.errors import YalisError, YalisFailure
 from yalis.trusted_files import untrusted_reason
 
-_WILDCARDS = ("", "0.0.0.0", "::")
-
-
-def url_of(host: str, port: int) -> str:
-    """Return the URL of a server that listens on `host`; one that listens on all networks has this machine's name."""
-    name = socket.gethostname() if host in _WILDCARDS else host
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
 
 class Announcement:
-    """The file of `--announce`. It exists while the server accepts requests.
+    """The file of `--announce`. It exists while the server accepts requests; the end of a `with` block removes it.
 
     A client sends its API key to the URL in this file, so the folder must be one that no other user can write to.
     """
@@ -72,3 +63,9 @@ class Announcement:
                 self.path.unlink()
         except OSError:
             return  # removed by somebody else, or its file system is gone: there is nothing left to withdraw
+
+    def __enter__(self) -> Announcement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.withdraw()

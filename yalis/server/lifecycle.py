@@ -62,12 +62,15 @@ class Server:
         self._stopping = asyncio.Event()
         self.stopped = False  # by a second signal, with requests unfinished
 
-    def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until a signal; raises the failure if the model fails. Call this on the main thread."""
-        with self._signals():
-            asyncio.run(self._serve(on_ready))
+    def run(self, on_ready: Callable[[], None], on_drain: Callable[[], None]) -> None:
+        """Serve until a signal; raises the failure if the model fails. Call this on the main thread.
 
-    async def _serve(self, on_ready: Callable[[], None]) -> None:
+        Calls `on_ready` when requests are accepted, and `on_drain` when new ones are refused.
+        """
+        with self._signals():
+            asyncio.run(self._serve(on_ready, on_drain))
+
+    async def _serve(self, on_ready: Callable[[], None], on_drain: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         async_llm = AsyncLLM(self._llm)
         self._state = ServerState(self._llm, async_llm, self._config, self._keys, ServerMetrics())
@@ -89,17 +92,20 @@ class Server:
             while not http.started and not serving.done():
                 await asyncio.sleep(0.01)
             on_ready()
-            await self._until_ended(http)
+            await self._until_ended(http, on_drain)
         finally:
             http.end()
             await serving
             await async_llm.close()
 
-    async def _until_ended(self, http: _HttpServer) -> None:
+    async def _until_ended(self, http: _HttpServer, on_drain: Callable[[], None]) -> None:
         """Wait for a failure, or for a signal and then for the requests that run."""
         assert self._state is not None
-        async_llm = self._state.async_llm
+        async_llm, told = self._state.async_llm, False
         while async_llm.failure is None:
+            if self._state.draining and not told:
+                on_drain()
+                told = True
             if self.stopped or (self._state.draining and not http.is_busy):
                 return
             with contextlib.suppress(asyncio.TimeoutError):
