@@ -11,7 +11,7 @@ from typing import Any, Union
 
 #: Bytes to send, seconds to wait, or None to close the connection.
 Step = Union[bytes, float, None]
-MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
+MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "test"}]}
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def test_latencies_errors_and_the_report(tmp_path: Path, capsys: pytest.CaptureF
         assert 0.9 < row["tokens_per_s"] * row["seconds"] / row["output_tokens"] < 1.1
     assert second["seconds"] < first["seconds"]  # although it completed more requests
     assert result.notes == ["concurrency 1: 2 of 8 requests failed; most often 429: too many requests"]
-    assert (result.parameters["model"], result.parameters["server"]) == ("tiny", "1.2")
+    assert (result.parameters["model"], result.parameters["server"]) == ("tiny", "test 1.2")
     assert "Concurrency 1: 2 of 8 requests failed" in printed
     assert len(bodies) == 2 + 8 + 8
     assert len({json.dumps(body["prompt"]) for body in bodies}) == len(bodies)  # no prompt is in a prefix cache

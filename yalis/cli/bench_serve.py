@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--vary", type=parse_float, metavar="F", help="draw lengths from 1-F to 1+F times the workload's (default: 0)")
     add("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
     add("--api-key-file", metavar="FILE", type=Path, help="file whose first line is the API key")
-    add("--vocab-size", type=parse_int, metavar="N", help="prompts are random token ids below N (default: 30000)")
+    add("--vocab-size", type=parse_int, metavar="N", help="prompts are random token ids below N (default: the model's)")
     add("--warmup", type=parse_int, metavar="N", help="unmeasured requests at the start (default: 4)")
     add("--timeout", type=parse_float, metavar="SECONDS", help="longest time of one request (default: 600)")
     add("--seed", type=parse_int, metavar="N", help="seed of prompts, lengths and arrivals (default: 0)")

@@ -38,6 +38,7 @@ T = TypeVar("T")
 _PROBE_SECONDS = 30.0  # for /v1/models
 #: A higher share of a core than this means that the client may have delayed what it measured.
 _BUSY = 0.7
+_VOCAB_SIZE = 30000  # of servers that do not report it; most models have more
 _SHORT_SECONDS = 1.0  # a load that ends sooner says nothing about the share of a core
 
 
@@ -51,7 +52,7 @@ class ServePlan:
     trace: str | None = None  # a JSONL file of lengths
     requests: int | None = None  # per point; None: all of the workloads or the trace
     vary: float = 0.0
-    vocab_size: int = 30000  # prompts are random token ids below this
+    vocab_size: int | None = None  # prompts are random token ids below this; None: that of the server's model
     warmup: int = 4  # unmeasured requests at the start
     timeout: float = 600.0  # seconds for one request
     seed: int = 0
@@ -93,7 +94,8 @@ def measure(
     complete answer becomes a row with its most frequent error as status.
     """
     sizes = plan.sizes()
-    model, server = _run(_probe(target, model))
+    model, server, vocab_size = _run(_probe(target, model))
+    plan = replace(plan, vocab_size=plan.vocab_size or vocab_size)
     report("measuring the ceiling of this client")
     ceiling = measure_ceiling()
     rows: list[results.Row] = []
@@ -135,8 +137,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
-async def _probe(target: Target, model: str | None) -> tuple[str, str]:
-    """Return the model to ask for and a description of the server; raises if the server cannot be used."""
+async def _probe(target: Target, model: str | None) -> tuple[str, str, int]:
+    """Return the model to ask for, the server's version and the vocabulary size; raises if it cannot be used."""
     async with Client(target) as client:
         answer = await _get(client, "/v1/models")
         if answer.status in (401, 403):
@@ -145,23 +147,24 @@ async def _probe(target: Target, model: str | None) -> tuple[str, str]:
                 f"give {'another' if target.api_key else 'the'} key with --api-key-file"
             )
         try:
-            known = [one["id"] for one in json.loads(answer.body)["data"]]
+            known = {str(one["id"]): one for one in json.loads(answer.body)["data"]}
         except (ValueError, KeyError, TypeError):
-            known = []
+            known = {}
         if answer.status != 200 or not known:
             raise YalisFailure(
                 f"{target.origin}/v1/models returned {answer.status} and no list of models; give the --url of a "
                 "server with the API of OpenAI, such as `yalis serve`"
             )
         if model is not None and model not in known:
-            raise YalisError(f"the server has no model {model!r}; accepted: {', '.join(map(str, known))}")
+            raise YalisError(f"the server has no model {model!r}; accepted: {', '.join(known)}")
+        model = model or next(iter(known))
+        vocab_size = known[model].get("vocab_size")  # of YALIS; vLLM has no such field
         version = await _get(client, "/version")
         try:
-            loaded = json.loads(version.body)
-            server = " ".join(str(loaded[name]) for name in ("name", "version") if name in loaded)
-        except (ValueError, TypeError):
+            server = f"{known[model].get('owned_by', '')} {json.loads(version.body)['version']}".strip()
+        except (ValueError, KeyError, TypeError):
             server = ""
-        return model or str(known[0]), server if version.status == 200 else ""
+        return model, server, vocab_size or _VOCAB_SIZE
 
 
 async def _get(client: Client, path: str) -> Answer:
@@ -206,6 +209,7 @@ def _encode(
     target: Target, model: str, plan: ServePlan, sizes: Sequence[RequestSize], point: int
 ) -> list[EncodedRequest]:
     """Return requests with new random prompts for this point, so that none is in the prefix cache."""
+    assert plan.vocab_size is not None
     tokens = random.Random(f"{plan.seed}/{point}")
     encoded = []
     for size in sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from yalis.errors import count_of
@@ -70,7 +71,7 @@ class Serve(ResultKind):
     report_order = 65
 
     def title(self, result: Result) -> str:
-        return f"{result.parameters['model']}, {_describe_requests(result)}"
+        return f"{Path(result.parameters['model']).name}, {_describe_requests(result)}"
 
     def table(self, result: Result) -> Table:
         columns = [
