@@ -29,8 +29,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 # export NCCL_SOCKET_IFNAME=hsn GLOO_SOCKET_IFNAME=hsn0    CHANGE if nodes have several networks
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
-# Port 0 is a free one. The server listens on the address of the node's name.
-srun yalis serve --tp 8 --host "$(hostname)" --port 0 --announce "$@"
+# Port 0 is a free one. CHANGE the address if nodes have networks that the server must not listen on.
+srun yalis serve --tp 8 --host 0.0.0.0 --port 0 --announce "$@"
 status=$?
 if [ $status = 138 ]; then # drained after SIGUSR1
   scontrol requeue "$SLURM_JOB_ID"
