@@ -15,7 +15,7 @@ from tests.multihost.hosts import Hosts
 from tests.system.processes import ROOT
 from tests.tiny_chat import save_tiny_chat
 
-TOKENS = 1500  # about two seconds
+TOKENS = 400  # more than a second over two nodes
 
 #: Streams a completion from the URL in a file; prints a line after the first event, and the last event with tokens.
 CLIENT = """

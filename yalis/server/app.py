@@ -7,12 +7,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from yalis import __version__
-from yalis.server import completions, models
+from yalis.server import chat, completions, models, tokens
 from yalis.server.errors import add_handlers
 from yalis.server.gate import Gate
 from yalis.server.state import ServerState
 
-ROUTERS = (completions.router, models.router)
+ROUTERS = (chat.router, completions.router, models.router, tokens.router)
 
 
 def build_app(state: ServerState) -> ASGIApp:
