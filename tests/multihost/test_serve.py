@@ -20,10 +20,11 @@ TOKENS = 400  # more than a second over two nodes
 #: Streams a completion from the URL in a file; prints a line after the first event, and the last event with tokens.
 CLIENT = """
 import json, sys, urllib.request
-url, key = open(sys.argv[1]).read().strip(), {"Authorization": "Bearer 0123456789abcdef", "Content-Type": "application/json"}
+url = open(sys.argv[1]).read().strip()
+headers = {"Authorization": "Bearer 0123456789abcdef", "Content-Type": "application/json"}
 body = {"prompt": [5, 6, 7], "max_tokens": int(sys.argv[2]), "stream": True, "ignore_eos": True, "temperature": 0,
         "return_token_ids": True}
-request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), key)
+request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
 tokens = []
 for line in urllib.request.urlopen(request, timeout=60):
     if line.startswith(b"data: {"):
