@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from yalis.errors import YalisError, YalisFailure
@@ -22,6 +23,19 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 _SHOWN = 60  # characters of a value in a message
 #: Fields that a message can begin with.
 _FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "top_logprobs", "messages", "chat_template_kwargs"}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every response that is not 200, for the description of the API."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):
