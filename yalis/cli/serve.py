@@ -4,6 +4,7 @@ one stops. Needs the extra `serve`: pip install 'yalis[serve]'."""
 from __future__ import annotations
 
 import argparse
+import signal
 from contextlib import nullcontext
 from dataclasses import fields
 from importlib.util import find_spec
@@ -84,8 +85,8 @@ def _serve(config: EngineConfig, serve: ServeConfig) -> None:
                     on_ready=lambda: _report_ready(f"serving {config.model} on {url}", url, announcement),
                     on_drain=announcement.withdraw if announcement else lambda: None,
                 )
-    if server.stopped:
-        raise KeyboardInterrupt
+    if server.stopped and server.last_signal is not None:
+        signal.raise_signal(server.last_signal)  # for the exit status of that signal
 
 
 def _report_ready(message: str, url: str, announcement: Announcement | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ import uvicorn
 
 from yalis.engine.async_llm import AsyncLLM
 from yalis.engine.llm import LLM
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisError
 from yalis.server.app import build_app
 from yalis.server.config import ServeConfig
+from yalis.server.connection import Connection, abort_slow_connections
 from yalis.server.keys import ApiKeys
 from yalis.server.metrics import ServerMetrics
 from yalis.server.state import ServerState
@@ -61,6 +63,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self.stopped = False  # by a second signal, with requests unfinished
+        self.last_signal: int | None = None
 
     def run(self, on_ready: Callable[[], None], on_drain: Callable[[], None] = lambda: None) -> None:
         """Serve until a signal; raises the failure if the model fails. Call this on the main thread.
@@ -78,7 +81,7 @@ class Server:
         http = _HttpServer(
             uvicorn.Config(
                 build_app(self.state),
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -86,18 +89,25 @@ class Server:
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=math.ceil(self._config.timeout),
             )
         )
         serving = asyncio.create_task(http.serve([self._listener]))
+        watching = asyncio.create_task(abort_slow_connections(http.server_state.connections, self._config.timeout))
         try:
             while not http.started and not serving.done():
                 await asyncio.sleep(0.01)
-            on_ready()
-            await self._until_ended(http, on_drain)
+            if http.started:
+                on_ready()
+                await self._until_ended(http, on_drain)
         finally:
+            self.state.draining = True
+            await async_llm.close()  # streams that are open end with an error event
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(http.idle(), _LAST_WORDS_S)
+            watching.cancel()
             http.end()
             await serving
-            await async_llm.close()
 
     async def _until_ended(self, http: _HttpServer, on_drain: Callable[[], None]) -> None:
         """Wait for a failure, or for a signal and then for the requests that run."""
@@ -112,10 +122,7 @@ class Server:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 0.02 if self.state.draining else _CHECK_S)
             self._stopping.clear()
-        failure: YalisFailure = async_llm.failure
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(http.idle(), _LAST_WORDS_S)
-        raise failure
+        raise async_llm.failure
 
     def drain(self) -> None:
         """Refuse new requests, and end once the others have finished. The second call ends at once. From any thread."""
@@ -123,7 +130,9 @@ class Server:
             raise KeyboardInterrupt
         self.stopped = self.state.draining
         self.state.draining = True
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._llm.announce_stop()
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._stopping.set)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -133,6 +142,7 @@ class Server:
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
+            self.last_signal = number
             self.drain()
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
