@@ -76,8 +76,9 @@ class Server:
     async def serve(self, on_ready: Callable[[], None], on_drain: Callable[[], None] = lambda: None) -> None:
         """The same without signals, in the running event loop: drain() ends it."""
         self._loop = asyncio.get_running_loop()
-        async_llm = AsyncLLM(self._llm)
-        self.state = ServerState(self._llm, async_llm, self._config, self._keys, ServerMetrics())
+        metrics = ServerMetrics(self._llm, self._config.name_of(self._llm.config.model))
+        async_llm = AsyncLLM(self._llm, metrics.observe)
+        self.state = ServerState(self._llm, async_llm, self._config, self._keys, metrics)
         http = _HttpServer(
             uvicorn.Config(
                 build_app(self.state),

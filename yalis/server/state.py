@@ -35,7 +35,7 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        return self.config.served_model_name or self.llm.config.model
+        return self.config.name_of(self.llm.config.model)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError unless this is the model that is served, or None."""
