@@ -205,17 +205,21 @@ async def _measure_point(
         return await run_load(client, requests, concurrency, plan.timeout, lambda text: report(f"{name}: {text}"))
 
 
+def make_prompts(sizes: Sequence[RequestSize], seed: int, point: int, vocab_size: int) -> list[list[int]]:
+    """Return random prompts, other ones for each point, so that none is in the prefix cache."""
+    tokens = random.Random(f"{seed}/{point}")
+    return [random_prompt(tokens, size.prompt_len, vocab_size) for size in sizes]
+
+
 def _encode(
     target: Target, model: str, plan: ServePlan, sizes: Sequence[RequestSize], point: int
 ) -> list[EncodedRequest]:
-    """Return requests with new random prompts for this point, so that none is in the prefix cache."""
     assert plan.vocab_size is not None
-    tokens = random.Random(f"{plan.seed}/{point}")
     encoded = []
-    for size in sizes:
+    for size, prompt in zip(sizes, make_prompts(sizes, plan.seed, point, plan.vocab_size), strict=True):
         body = {
             "model": model,
-            "prompt": random_prompt(tokens, size.prompt_len, plan.vocab_size),
+            "prompt": prompt,
             "max_tokens": size.output_len,
             "temperature": 0,
             "ignore_eos": True,
