@@ -87,7 +87,8 @@ _TOKEN_CHUNK = _chunk(json.dumps(_TOKEN))
 
 async def _serve(rate: float) -> None:
     server = await asyncio.get_running_loop().create_server(lambda: _Sender(rate), "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201  the process that started this one reads it
+    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")  # for the process that started this one
+    sys.stdout.flush()
     # It also ends with that process, whose end of the pipe is closed then.
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
