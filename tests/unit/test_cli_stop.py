@@ -192,3 +192,23 @@ def test_an_unfinished_report_leaves_the_old_page(tmp_path: Path) -> None:
     assert page.read_text() == "an older page"
     assert set(tmp_path.iterdir()) == {page, aside}
     assert not list(aside.iterdir())
+
+
+@pytest.mark.parametrize("sigint", ["SIG_DFL", "SIG_IGN"])  # the shell ignores Ctrl-C for jobs in the background
+def test_sigusr1_stops_as_sigterm_does(sigint: str) -> None:
+    script = f"""
+import signal
+signal.signal(signal.SIGINT, signal.{sigint})
+from yalis.cli.signals import ignore_sigusr1, sigterm_as_ctrl_c, sigusr1_as_sigterm
+ignore_sigusr1()
+signal.raise_signal(signal.SIGUSR1)
+with sigterm_as_ctrl_c(), sigusr1_as_sigterm() as came:
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    except KeyboardInterrupt:
+        print("stopped", came == [signal.SIGUSR1])
+signal.raise_signal(signal.SIGUSR1)
+print("ignored")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.returncode) == ("stopped True\nignored\n", 0), done.stderr

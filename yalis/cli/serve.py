@@ -13,7 +13,7 @@ from typing import Any
 
 from yalis.cli.flags import add_debug_flag, add_engine_flags, engine_config
 from yalis.cli.loading import load_llm
-from yalis.cli.signals import USER_SIGNAL, sigusr1_as_ctrl_c
+from yalis.cli.signals import USER_SIGNAL, sigusr1_as_sigterm
 from yalis.cli.terminal import print_status
 from yalis.config import EngineConfig
 from yalis.errors import YalisError
@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with sigusr1_as_ctrl_c() as drained:
+    with sigusr1_as_sigterm() as drained:
         try:
             _serve(engine_config(args), _serve_config(args))
         except KeyboardInterrupt:

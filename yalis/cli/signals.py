@@ -50,8 +50,8 @@ def sigterm_as_ctrl_c() -> Iterator[list[int]]:
 
 
 @contextmanager
-def sigusr1_as_ctrl_c() -> Iterator[list[int]]:
-    """Handle SIGUSR1 as Ctrl-C is handled at that moment. Yields a list, non-empty once it came."""
+def sigusr1_as_sigterm() -> Iterator[list[int]]:
+    """Handle SIGUSR1 as SIGTERM is handled at that moment. Yields a list, non-empty once it came."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -59,9 +59,9 @@ def sigusr1_as_ctrl_c() -> Iterator[list[int]]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        handler = signal.getsignal(signal.SIGINT)
+        handler = signal.getsignal(signal.SIGTERM)
         if callable(handler):
-            handler(signal.SIGINT, frame)
+            handler(signal.SIGTERM, frame)
 
     previous = signal.signal(signal.SIGUSR1, handle)
     try:
@@ -71,7 +71,7 @@ def sigusr1_as_ctrl_c() -> Iterator[list[int]]:
 
 
 def ignore_sigusr1() -> None:
-    """Ignore SIGUSR1, which srun sends to all ranks, until rank 0 handles it. It would end the process."""
+    """Ignore SIGUSR1, which Slurm sends to all ranks; rank 0 handles it later. It would end the process."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
