@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+MAX_HEADERS = 64 << 10  # bytes
 
 
 class Connection(HttpToolsProtocol):
@@ -16,6 +19,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._reading_since: float | None = time.monotonic()  # while a request is incomplete, or none has begun
         self._writing_since: float | None = None  # while the client does not read what was sent
+        self._header_bytes = 0  # received of headers that are not complete
         self._cycles: list[RequestResponseCycle] = []  # of requests that are not answered; several if pipelined
         super().connection_made(transport)
 
@@ -28,16 +32,21 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._reading_since is None:
             self._reading_since = time.monotonic()
+        self._header_bytes += len(data)
         super().data_received(data)
+        if self._header_bytes > MAX_HEADERS and self.parser is not None:
+            self.send_400_response("The headers are too large.")
 
     def on_headers_complete(self) -> None:
         self._reading_since = time.monotonic()  # the body has its own time
+        self._header_bytes = -sys.maxsize
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
 
     def on_message_complete(self) -> None:
         self._reading_since = None
+        self._header_bytes = 0
         super().on_message_complete()
 
     def pause_writing(self) -> None:

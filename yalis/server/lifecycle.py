@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import socket
@@ -76,6 +77,7 @@ class Server:
     async def serve(self, on_ready: Callable[[], None], on_drain: Callable[[], None] = lambda: None) -> None:
         """The same without signals, in the running event loop: drain() ends it."""
         self._loop = asyncio.get_running_loop()
+        _log_uvicorn()
         metrics = ServerMetrics(self._llm, self._config.name_of(self._llm.config.model))
         async_llm = AsyncLLM(self._llm, metrics.observe)
         self.state = ServerState(self._llm, async_llm, self._config, self._keys, metrics)
@@ -181,3 +183,11 @@ class _HttpServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self._end.wait()
+
+
+def _log_uvicorn() -> None:
+    """Log uvicorn's errors like those of this package. Its warnings are about clients that send no HTTP."""
+    logger = logging.getLogger("uvicorn")
+    logger.handlers[:] = logging.getLogger("yalis").handlers
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
