@@ -77,7 +77,8 @@ def as_api_error(error: Exception, target: str = "") -> ApiError:
         return _validation_error(error)
     if isinstance(error, HTTPException):
         detail = f"{target} does not exist; /openapi.json lists the endpoints"
-        return ApiError(detail if error.status_code in (404, 405) else str(error.detail), error.status_code)
+        message = detail if error.status_code in (404, 405) else str(error.detail)
+        return ApiError(message, error.status_code, headers=error.headers)  # 405 lists the allowed methods
     if isinstance(error, YalisFailure):
         return ApiError(f"the model failed: {error}", 503, code="model_failed")
     if isinstance(error, YalisError):
