@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.system.processes import ROOT, environment
 from tests.unit.test_engine_slice_rank import CONFIG
 from yalis.study import results
 
 
+@pytest.mark.full
 def test_the_server_is_compared_with_offline_generation(tmp_path: Path) -> None:
     shape = tmp_path / "tiny.json"
     shape.write_text(json.dumps({**CONFIG, "vocab_size": 300}))
