@@ -379,6 +379,7 @@ class RequestEvent:
     finish_reason: FinishReason | None = None  # set on the last event of the completion
     completion: Completion | None = None  # the whole completion, on its last event
     output: RequestOutput | None = None  # the whole result, on the last event of the request
+    logprobs: list[TokenLogprobs] | None = None  # of `token_ids`; None if they were not requested
 
 
 @dataclass(frozen=True)

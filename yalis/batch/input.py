@@ -10,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from yalis.errors import YalisError
 from yalis.keywords import join_words, suggest
 from yalis.messages import check_messages
-from yalis.types import Prompt, SamplingParams
+from yalis.openai_api import SAMPLING_ALIASES, sampling_fields
+from yalis.types import SAMPLING_FIELDS, Prompt, SamplingParams
 
-_SAMPLING = {f.name for f in fields(SamplingParams)}
-_ALIASES = {"max_completion_tokens", "top_logprobs"}
-_USED = _SAMPLING | _ALIASES | {"prompt", "messages"}
+_USED = SAMPLING_FIELDS | SAMPLING_ALIASES | {"prompt", "messages"}
 #: Fields of the OpenAI API that do not affect the generated tokens here.
 _IGNORED = {"model", "user", "metadata", "stream", "stream_options", "store", "service_tier", "method", "url"}
 
@@ -126,7 +125,7 @@ def parse(line: RawLine, model: str, defaults: dict[str, Any]) -> RequestLine | 
             raise YalisError(line.problem or "the line is empty")
         request = _request_fields(line.content)
         prompt = _prompt(request)
-        chosen = {**defaults, **_sampling_fields(request)}
+        chosen = {**defaults, **sampling_fields(request)}
         # Each line has its own seed, derived from its id, so that equal prompts get different answers and a resumed
         # job gets the same answers as one that was not interrupted. --seed changes the seeds of all lines.
         if request.get("seed") is None:
@@ -193,27 +192,10 @@ def _request_fields(content: dict[str, Any]) -> dict[str, Any]:
     for name, value in request.items():
         if name not in _USED | _IGNORED and value is not None:
             no_prompt = "" if request.keys() & {"prompt", "messages"} else "the line has no prompt or messages, and "
-            accepted = ("prompt", "messages", *sorted(_SAMPLING | _ALIASES))
+            accepted = ("prompt", "messages", *sorted(SAMPLING_FIELDS | SAMPLING_ALIASES))
             all_fields = f"; accepted: {', '.join(accepted)}; accepted and ignored: {', '.join(sorted(_IGNORED))}"
             raise YalisError(f"{no_prompt}the field {name!r} is not supported{suggest(name, accepted) or all_fields}")
     return request
-
-
-def _sampling_fields(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling fields that the request sets; null means not set, as in the OpenAI API."""
-    given = {name: value for name, value in request.items() if name in _SAMPLING and value is not None}
-    max_tokens = request.get("max_completion_tokens")
-    if max_tokens is not None and given.setdefault("max_tokens", max_tokens) != max_tokens:
-        raise YalisError(
-            f"max_tokens is {given['max_tokens']!r} and max_completion_tokens {max_tokens!r}; give one of them"
-        )
-    # Chat requests have `logprobs: true, top_logprobs: 5`; completion requests have `logprobs: 5`.
-    top_logprobs = request.get("top_logprobs")
-    if isinstance(given.get("logprobs"), bool):
-        given["logprobs"] = (0 if top_logprobs is None else top_logprobs) if given["logprobs"] else None
-    elif top_logprobs is not None:
-        raise YalisError(f"top_logprobs is {top_logprobs!r} without logprobs; set logprobs to true with it")
-    return given
 
 
 def _prompt(request: dict[str, Any]) -> Prompt:

@@ -126,8 +126,6 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            if (action.dest, value) == ("verb", "serve"):
-                raise YalisError("YALIS has no server yet; `yalis batch` processes a file of requests")
             choices = [str(choice) for choice in action.choices]
             advice = suggest(str(value), choices) or f"; accepted: {', '.join(choices)}"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{advice}")
@@ -161,6 +159,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser, hidden: Sequence[str] = 
 
 def add_common_flags(parser: argparse.ArgumentParser, json: str) -> None:
     parser.add_argument("--json", action="store_true", help=json)
+    add_debug_flag(parser)
+
+
+def add_debug_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error"
     )

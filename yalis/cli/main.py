@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from yalis import __version__, env
-from yalis.cli import batch, bench, calibrate, chat, doctor, generate, lab, models, plan, profile, report
+from yalis.cli import batch, bench, calibrate, chat, doctor, generate, lab, models, plan, profile, report, serve
 from yalis.cli.flags import Parser, engine_config, name_flags
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import print_status
@@ -28,6 +28,7 @@ from yalis.log import configure_logging
 VERBS = {
     "generate": (generate, "generate text for one or more prompts"),
     "chat": (chat, "chat with a model"),
+    "serve": (serve, "serve a model over HTTP with the OpenAI API, and a chat page"),
     "batch": (batch, "process a JSONL file of requests; an interrupted run can be resumed"),
     "bench": (bench, "run benchmarks"),
     "profile": (profile, "profile steps: time in matmul, attention, communication, other kernels, idle"),

@@ -22,6 +22,7 @@ from yalis.engine.prompts import (
     list_conversations,
     pair_with_sampling,
 )
+from yalis.engine.request_loop import RequestLoop
 from yalis.engine.requests import PendingRequest, RequestGroup
 from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.keywords import CHAT_KEYWORDS, GENERATE_KEYWORDS, LLM_KEYWORDS, NO_KEYWORDS, check_keywords
@@ -131,7 +132,7 @@ class LLM(LoadedModel):
         template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         group = RequestGroup(events=False)
-        loop, ids = self._running(), self._submit_all(prompts, sampling, group, template_kwargs)
+        loop, ids = self._running(), self.submit_all(prompts, sampling, group, template_kwargs)
         done = group.finished
         try:
             while group.unfinished:
@@ -183,7 +184,7 @@ class LLM(LoadedModel):
         if self.rank > 0:
             return
         group = RequestGroup()
-        loop, ids = self._running(), self._submit_all(prompts, choose_sampling(sampling, sampling_params), group)
+        loop, ids = self._running(), self.submit_all(prompts, choose_sampling(sampling, sampling_params), group)
         prompt_index = {id: index for index, id in enumerate(ids)}
         try:
             for event in self._events(group):
@@ -260,12 +261,29 @@ class LLM(LoadedModel):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Internals
+    # For AsyncLLM
 
-    def _submit_all(
+    @property
+    def request_loop(self) -> RequestLoop:
+        return self._running()
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether a thread tokenizes a prompt; others wait for it."""
+        return self._encoding.locked()
+
+    def encode(self, prompt: Prompt, template_kwargs: dict[str, Any] | None = None) -> list[int]:
+        """Return the token ids of a prompt, which are not checked."""
+        with self._encoding:
+            return encode_prompt(prompt, self.tokenizer, self.config.model, template_kwargs)[1]
+
+    def submit_all(
         self, prompts: Any, sampling: Sampling, group: RequestGroup, template_kwargs: dict[str, Any] | None = None
     ) -> list[int]:
-        """Submit the prompts and return their request ids in order. If one of them is refused, all are cancelled."""
+        """Submit the prompts and return their request ids in order. If one of them is refused, all are cancelled.
+
+        The output goes to `group`.
+        """
         ids: list[int] = []
         try:
             pairs = pair_with_sampling(prompts, sampling, self.default_sampling_params())
@@ -281,6 +299,8 @@ class LLM(LoadedModel):
                 self._loop.cancel(list(group.unfinished))
             raise
         return ids
+
+    # Internals
 
     def _submit(
         self,

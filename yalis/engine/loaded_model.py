@@ -23,7 +23,7 @@ from yalis.engine.replicas import ReplicaRouter
 from yalis.engine.request_loop import RequestLoop
 from yalis.engine.step_profiler import Profile
 from yalis.engine.worker import join_engine, serve_rank
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
 from yalis.parallel.plan import Split
@@ -151,6 +151,11 @@ class LoadedModel:
     @property
     def stats(self) -> EngineStats:
         return self._running().engine.stats
+
+    @property
+    def job_failure(self) -> YalisFailure | None:
+        """The failure that ended the job, such as a rank that died while no request ran; None while it is healthy."""
+        return None if self._world is None else self._world.job_failure()
 
     @property
     def scheduler_settings(self) -> dict[str, Any]:

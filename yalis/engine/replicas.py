@@ -136,6 +136,10 @@ class ReplicaRouter(RequestRouter):
         return self.local.device
 
     @property
+    def has_work(self) -> bool:
+        return super().has_work or self.local.has_work  # steps in flight of a request that was cancelled
+
+    @property
     def stats(self) -> EngineStats:
         """Counters summed over the replicas."""
         sums = {

@@ -76,6 +76,11 @@ class RequestLoop:
             raise YalisError("this LLM is closed; create a new one")
         return self._engine
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished, or a step in flight has to be committed."""
+        return bool(self.requests) or self.engine.has_work
+
     def add(self, request: PendingRequest, params: Sequence[SamplingParams], tokenizer: Tokenizer | None) -> None:
         """Queue a request with one completion for each of `params`."""
         self.requests[request.id] = request

@@ -116,12 +116,12 @@ class PendingCompletion:
             if self._detokenizer.stopped is not None:  # the text held back until now completed a stop string
                 self.finish_reason = "stop"
 
-    def take_delta(self) -> tuple[str, list[int]]:
-        """Return the text and token ids that were added since the last call."""
-        text, tokens = "".join(self._new_text), self._tokens[self._delivered_tokens :]
+    def take_delta(self) -> tuple[str, list[int], list[TokenLogprobs] | None]:
+        """Return the text, the token ids and their log-probabilities that were added since the last call."""
+        start, self._delivered_tokens = self._delivered_tokens, len(self._tokens)
+        text = "".join(self._new_text)
         self._new_text.clear()
-        self._delivered_tokens = len(self._tokens)
-        return text, tokens
+        return text, self._tokens[start:], None if self._logprobs is None else self._logprobs[start:]
 
     def result(self) -> Completion:
         assert self.finish_reason is not None, "only a finished completion has a result"
@@ -204,12 +204,13 @@ class RequestGroup:
         """Return the oldest unread event; None if there is no new output."""
         while self._changed:
             (id, index), completion = self._changed.popitem(last=False)
-            text, tokens = completion.take_delta()
+            text, tokens, logprobs = completion.take_delta()
             if completion.finish_reason is None:
                 if text or tokens:
-                    return RequestEvent(id, index, text, tokens)
+                    return RequestEvent(id, index, text, tokens, logprobs=logprobs)
                 continue  # the token's text is held back, and its id was in an earlier event
             completion.request.undelivered -= 1
             output = None if completion.request.undelivered else self.finished.pop(id)
-            return RequestEvent(id, index, text, tokens, completion.finish_reason, completion.result(), output)
+            result = completion.result()
+            return RequestEvent(id, index, text, tokens, completion.finish_reason, result, output, logprobs)
         return None

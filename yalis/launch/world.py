@@ -227,7 +227,7 @@ class World:
             self._monitor.wait(peer, _EXPLAIN_S if self.rank else _RANK0_EXPLAIN_S)
             if not self._monitor.failure and self._monitor.has_left(peer):
                 return YalisFailure(f"{peer} has already ended")
-        return self._job_failure()
+        return self.job_failure()
 
     def abort(self, error: BaseException) -> BaseException:
         """End the job after an error on rank 0. Returns the exception to raise.
@@ -244,7 +244,7 @@ class World:
         failure.__cause__ = error
         return failure
 
-    def _job_failure(self) -> YalisFailure | None:
+    def job_failure(self) -> YalisFailure | None:
         """Return the failure that ended the job as an exception to raise, or None while the job is healthy."""
         if not self._monitor or not self._monitor.failure:
             return YalisFailure(self._own_failure) if self._own_failure else None
@@ -288,7 +288,7 @@ class World:
     def _check(self) -> None:
         if self._closed:
             raise YalisFailure("this rank has left its job")
-        if failure := self._job_failure():
+        if failure := self.job_failure():
             raise failure
 
     def _accept_followers(self, server: socket.socket, followers: list[int]) -> dict[int, Link]:

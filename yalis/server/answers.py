@@ -1,0 +1,69 @@
+"""What the answers of all endpoints share: their header, usage, and chunks that are cheap to encode."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+
+from yalis.openai_api import usage
+from yalis.server.state import ServerState
+from yalis.server.streams import until_disconnect
+from yalis.types import Prompt, RequestOutput, SamplingParams
+
+#: JSON on one line, in ASCII: some clients treat U+2028 as the end of a line.
+encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Header:
+    """The fields that every chunk of an answer repeats."""
+
+    def __init__(self, prefix: str, kind: str, model: str) -> None:
+        self.id, self.kind, self.model = f"{prefix}-{uuid.uuid4().hex}", kind, model
+        self.created = int(time.time())
+
+    def fields(self) -> dict[str, Any]:
+        return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
+
+
+class ChunkEncoder:
+    """Server-sent events of an answer. 64 streams of a GPU are thousands of chunks a second."""
+
+    def __init__(self, header: Header, null_usage: bool) -> None:
+        """`null_usage`: a last chunk will have the usage, and in the others it is null."""
+        self._head = f"data: {encode(header.fields())[:-1]},"
+        self._tail = '}],"usage":null}\n\n' if null_usage else "}]}\n\n"
+
+    def chunk(self, choice: str) -> bytes:
+        """Return the chunk of one choice, whose fields are given as JSON without braces."""
+        return f'{self._head}"choices":[{{{choice}{self._tail}'.encode("ascii")
+
+    def usage(self, counts: dict[str, Any]) -> bytes:
+        return f'{self._head}"choices":[],"usage":{encode(counts)}}}\n\n'.encode("ascii")
+
+
+async def run(
+    state: ServerState,
+    request: Request,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    template_kwargs: dict[str, Any] | None = None,
+) -> list[RequestOutput]:
+    """Run the prompts to completion; if the client disconnects they are cancelled."""
+    stream = await state.submit(prompts, sampling, template_kwargs, events=False)
+    try:
+        return await until_disconnect(request, stream.results())
+    finally:
+        stream.close()
+
+
+def output_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Return the token counts of an answer."""
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
+    cached = sum(output.metrics.cached_tokens for output in outputs)
+    return {**usage(prompt_tokens, output_tokens), "prompt_tokens_details": {"cached_tokens": cached}}

@@ -1,0 +1,103 @@
+"""Errors in the shape of the OpenAI API: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from yalis.errors import YalisError, YalisFailure
+from yalis.log import get_logger
+from yalis.types import SAMPLING_FIELDS
+
+log = get_logger(__name__)
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_SHOWN = 60  # characters of a value in a message
+#: Fields that a message can begin with.
+_FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "top_logprobs", "messages", "chat_template_kwargs"}
+
+
+class ApiError(Exception):
+    """An error to answer a request with. `param` is the field that was wrong, `code` a word for programs."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code, self.headers = message, status, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return the error to answer with after an exception. One that was not written for the user is only logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if isinstance(error, HTTPException):
+        return ApiError(str(error.detail), error.status_code, headers=error.headers)
+    if isinstance(error, YalisFailure):
+        return ApiError(f"the model failed: {error}", 503, code="model_failed")
+    if isinstance(error, YalisError):
+        return _request_error(error)
+    log.error("internal error: %s: %s", type(error).__name__, error, exc_info=error)
+    return ApiError("internal error; the log of the server has the reason", 500, code="internal_error")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Answer every exception of an endpoint in this shape."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    for kind in (ApiError, RequestValidationError, HTTPException, YalisError, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def shown(value: Any) -> str:
+    """Return the value for a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _request_error(error: YalisError) -> ApiError:
+    """Return the error of a prompt or of sampling parameters, whose message starts with the name of the field."""
+    message = str(error)
+    if "but the context holds" in message:
+        return ApiError(message, param="prompt", code="context_length_exceeded")
+    name = re.match(r"[a-z_]+\b", message)
+    known = name is not None and name[0] in _FIELDS
+    return ApiError(message, param=name[0] if known and name is not None else None, code="invalid_value")
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """Return the first problem that pydantic found, as a sentence."""
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(location) or None
+    kind, subject = first["type"], param or "the body"
+    if kind == "missing":
+        return ApiError(f"{subject} is missing; it is required", param=param, code="missing_required_parameter")
+    if kind == "extra_forbidden":
+        return ApiError(f"{subject} is not a field of this request", param=param, code="unknown_parameter")
+    problem = first["msg"].removeprefix("Value error, ")
+    given = f" (given: {shown(first['input'])})" if param and "input" in first else ""
+    return ApiError(f"{subject}: {problem[:1].lower()}{problem[1:]}{given}", param=param, code="invalid_value")

@@ -1,0 +1,165 @@
+"""Runs a server: from the open socket until its requests have finished, or the model has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from yalis.engine.async_llm import AsyncLLM
+from yalis.engine.llm import LLM
+from yalis.errors import YalisError, YalisFailure
+from yalis.server.app import build_app
+from yalis.server.config import ServeConfig
+from yalis.server.keys import ApiKeys
+from yalis.server.metrics import ServerMetrics
+from yalis.server.state import ServerState
+
+_CHECK_S = 0.5  # between two looks at whether a rank has died
+_LAST_WORDS_S = 5.0  # for clients to read the error events of their streams
+
+
+def bind(config: ServeConfig) -> socket.socket:
+    """Return a bound socket that does not listen yet, so that an address in use is reported before the model loads."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise YalisError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror}; give another --port, such as "
+            "--port 0 for any free one"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server:
+    """Serves one LLM. The first signal drains: what runs finishes, what is new is refused. The second one stops."""
+
+    def __init__(self, llm: LLM, config: ServeConfig, keys: ApiKeys, listener: socket.socket) -> None:
+        self._llm, self._config, self._keys, self._listener = llm, config, keys, listener
+        self._state: ServerState | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = asyncio.Event()
+        self.stopped = False  # by a second signal, with requests unfinished
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Serve until a signal; raises the failure if the model fails. Call this on the main thread."""
+        with self._signals():
+            asyncio.run(self._serve(on_ready))
+
+    async def _serve(self, on_ready: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        async_llm = AsyncLLM(self._llm)
+        self._state = ServerState(self._llm, async_llm, self._config, self._keys, ServerMetrics())
+        http = _HttpServer(
+            uvicorn.Config(
+                build_app(self._state),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+            )
+        )
+        serving = asyncio.create_task(http.serve([self._listener]))
+        try:
+            while not http.started and not serving.done():
+                await asyncio.sleep(0.01)
+            on_ready()
+            await self._until_ended(http)
+        finally:
+            http.end()
+            await serving
+            await async_llm.close()
+
+    async def _until_ended(self, http: _HttpServer) -> None:
+        """Wait for a failure, or for a signal and then for the requests that run."""
+        assert self._state is not None
+        async_llm = self._state.async_llm
+        while async_llm.failure is None:
+            if self.stopped or (self._state.draining and not http.is_busy):
+                return
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 0.02 if self._state.draining else _CHECK_S)
+            self._stopping.clear()
+        failure: YalisFailure = async_llm.failure
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(http.idle(), _LAST_WORDS_S)
+        raise failure
+
+    def drain(self) -> None:
+        """Refuse new requests, and end once the others have finished. The second call ends at once. From any thread."""
+        if self._state is None or self._loop is None:
+            raise KeyboardInterrupt
+        self.stopped = self._state.draining
+        self._state.draining = True
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Call drain() for SIGINT and SIGTERM.
+
+        Handlers of the event loop would take the signals away from the liveness monitor.
+        """
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.drain()
+
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers and without its ten wake-ups a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._end = asyncio.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request has not been answered completely."""
+        return bool(self.server_state.tasks)
+
+    async def idle(self) -> None:
+        while self.is_busy:
+            await asyncio.sleep(0.02)
+
+    def end(self) -> None:
+        self.force_exit = True
+        self.should_exit = True
+        self._end.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        await self._end.wait()

@@ -1,0 +1,61 @@
+"""Small endpoints: /v1/models, /health, /version and the chat page."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from yalis import __version__
+from yalis.server.errors import ApiError
+from yalis.server.state import ServerState, server_state
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(server_state(request))]}
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(model: str, request: Request) -> dict[str, Any]:
+    state = server_state(request)
+    state.check_model(model)
+    return _model(state)
+
+
+@router.get("/health")
+async def get_health(request: Request) -> Response:
+    """200 while requests are accepted, 503 while the server drains or after the model has failed."""
+    state = server_state(request)
+    if (failure := state.async_llm.failure) is not None:
+        raise failure
+    if state.draining:
+        raise ApiError("the server is shutting down", 503, code="draining")
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def get_version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/", include_in_schema=False)
+async def get_page() -> Response:
+    page = files("yalis.server") / "page" / "index.html"
+    if not page.is_file():
+        raise ApiError("this installation has no chat page", 404)
+    return Response(page.read_bytes(), media_type="text/html")
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "yalis",
+        "max_model_len": state.llm.max_model_len,
+    }

@@ -1,0 +1,74 @@
+"""What the endpoints of a running server share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+
+from yalis.engine.async_llm import AsyncLLM, RequestStream
+from yalis.engine.llm import LLM
+from yalis.server.config import ServeConfig
+from yalis.server.errors import ApiError, shown
+from yalis.server.keys import ApiKeys
+from yalis.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from yalis.server.metrics import ServerMetrics
+
+
+@dataclass
+class ServerState:
+    """Endpoints get it by server_state(request)."""
+
+    llm: LLM
+    async_llm: AsyncLLM
+    config: ServeConfig
+    keys: ApiKeys
+    metrics: ServerMetrics
+    draining: bool = False  # new requests are refused with 503
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_name(self) -> str:
+        return self.config.served_model_name or self.llm.config.model
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError unless this is the model that is served, or None."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                f"the model {shown(name)} is not served here; give {self.model_name!r}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        template_kwargs: dict[str, Any] | None = None,
+        events: bool = True,
+    ) -> RequestStream:
+        """Queue the prompts; raise ApiError if the server drains, or if too many requests wait."""
+        if self.draining:
+            raise ApiError("the server is shutting down", 503, code="draining", headers={"retry-after": "10"})
+        config, running = self.llm.config, self.llm.config.max_num_seqs * self.llm.config.dp
+        waiting = self.async_llm.num_open + len(prompts) * sampling.n - running
+        if waiting > self.config.max_queue and self.async_llm.num_open:
+            seconds = max(1, round(self.metrics.seconds_to_finish(config.max_num_seqs)))
+            raise ApiError(
+                f"{self.config.max_queue} completions wait already; try again in {seconds} s",
+                429,
+                code="queue_full",
+                headers={"retry-after": str(seconds)},
+            )
+        return await self.async_llm.submit(prompts, sampling, template_kwargs, events)
+
+
+def server_state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
