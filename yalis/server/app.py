@@ -10,9 +10,10 @@ from yalis import __version__
 from yalis.server import completions, models
 from yalis.server.errors import add_handlers
 from yalis.server.gate import Gate
+from yalis.server.page import page
 from yalis.server.state import ServerState
 
-ROUTERS = (completions.router, models.router)
+ROUTERS = (completions.router, models.router, page.router)
 
 
 def build_app(state: ServerState) -> ASGIApp:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
+FOLDER = Path(__file__).parent
 #: Parts of the script, in the order in which they are joined. They share one scope.
 SCRIPTS = (
     "dom", "sse", "inline", "highlight", "blocks", "storage", "client", "messages", "sidebar", "settings", "app",
@@ -64,7 +65,7 @@ def build_page() -> ChatPage:
 
 
 def _read(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

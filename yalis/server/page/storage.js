@@ -95,9 +95,10 @@ function readConversation(text, id) {
     const read = JSON.parse(text);
     const roles = ["user", "assistant"];
     const texts = [read.title, read.system, ...read.messages.map((one) => one.text)];
-    const valid = texts.every((text) => typeof text === "string") && read.messages.every((one) => roles.includes(one.role));
+    const times = [read.created, read.updated];
+    const valid = texts.every((text) => typeof text === "string") && times.every(Number.isFinite)
+      && read.messages.every((one) => roles.includes(one.role)) && typeof read.sampling === "object";
     if (!valid || read.version !== 1 || read.id !== id) return null;
-    if (typeof read.sampling !== "object" || !Number.isFinite(read.created) || !Number.isFinite(read.updated)) return null;
     // An answer that was being streamed when the page was closed has ended.
     for (const one of read.messages) if (one.state === "streaming") one.state = "stopped";
     return read;
