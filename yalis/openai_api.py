@@ -89,9 +89,17 @@ class ChoiceFormat:
             "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
         }
 
-    def end_offset(self, logprobs: Mapping[str, Any], offset: int) -> int:
-        """Return the characters up to the end of the tokens in text_logprobs(..., offset)."""
-        return offset + sum(map(len, logprobs["tokens"]))
+    def prompt_logprobs(self, tokens: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """Return the log-probabilities of a prompt as vLLM's server does: by token id, for each of its tokens."""
+        return [
+            None
+            if token is None
+            else {
+                str(id): {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": self._text(id)}
+                for id, one in token.items()
+            }
+            for token in tokens
+        ]
 
     def _chat_token(self, token: TokenLogprobs) -> dict[str, Any]:
         top = sorted(token.top.items(), key=lambda pair: -pair[1])

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import Request
 
-from yalis.openai_api import usage
+from yalis.openai_api import ChoiceFormat, usage
 from yalis.server.state import ServerState
 from yalis.server.streams import until_disconnect
 from yalis.types import Prompt, RequestOutput, SamplingParams
@@ -47,18 +47,29 @@ class ChunkEncoder:
 
 
 async def run(
-    state: ServerState,
     request: Request,
+    state: ServerState,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     template_kwargs: dict[str, Any] | None = None,
+    field: str = "prompt",
 ) -> list[RequestOutput]:
     """Run the prompts to completion; if the client disconnects they are cancelled."""
-    stream = await state.submit(prompts, sampling, template_kwargs, events=False)
+    stream = await state.submit(prompts, sampling, template_kwargs, events=False, field=field)
     try:
         return await until_disconnect(request, stream.results())
     finally:
         stream.close()
+
+
+def prompt_fields(output: RequestOutput, choices: ChoiceFormat, with_token_ids: bool | None) -> dict[str, Any]:
+    """Return what a response has about its prompt beyond OpenAI's fields, if it was requested."""
+    fields: dict[str, Any] = {}
+    if output.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = choices.prompt_logprobs(output.prompt_logprobs)
+    if with_token_ids:
+        fields["prompt_token_ids"] = output.prompt_token_ids
+    return fields
 
 
 def output_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

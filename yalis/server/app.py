@@ -7,13 +7,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from yalis import __version__
-from yalis.server import completions, models
+from yalis.server import chat, completions, models, tokens
 from yalis.server.errors import add_handlers
 from yalis.server.gate import Gate
 from yalis.server.page import page
 from yalis.server.state import ServerState
 
-ROUTERS = (completions.router, models.router, page.router)
+ROUTERS = (chat.router, completions.router, models.router, tokens.router, page.router)
 
 
 def build_app(state: ServerState) -> ASGIApp:

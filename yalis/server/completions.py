@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from yalis.engine.async_llm import RequestStream
 from yalis.openai_api import ChoiceFormat
-from yalis.server.answers import ChunkEncoder, Header, encode, output_usage, run
+from yalis.server.answers import ChunkEncoder, Header, encode, output_usage, prompt_fields, run
 from yalis.server.errors import ApiError, shown
 from yalis.server.protocol import CompletionRequest
 from yalis.server.route import StrictRoute
@@ -33,7 +33,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     sampling = _sampling(state, body)
     answer = TextAnswer(state, body, prompts)
     if not body.stream:
-        outputs = await run(state, request, prompts, sampling)
+        outputs = await run(request, state, prompts, sampling)
         return JSONResponse(answer.response(outputs))
     stream = await state.submit(prompts, sampling)
     return EventStream(answer.chunks(stream), stream.close)
@@ -76,7 +76,7 @@ class TextAnswer:
             logprobs = "null"
             if event.logprobs is not None:
                 content = self._choices.text_logprobs(event.logprobs, offsets.get(index, 0))
-                logprobs, offsets[index] = encode(content), self._choices.end_offset(content, offsets.get(index, 0))
+                logprobs, offsets[index] = encode(content), offsets.get(index, 0) + sum(map(len, content["tokens"]))
             extra = f',"token_ids":{event.token_ids}' if body.return_token_ids else ""
             if event.completion is not None:
                 extra += f',"stop_reason":{encode(event.completion.stop_reason)}'
@@ -91,7 +91,12 @@ class TextAnswer:
 
     def _choice(self, prompt: int, output: RequestOutput, index: int) -> dict[str, Any]:
         completion = output.completions[index]
-        choice = {**self._choices.text_choice(completion), "stop_reason": completion.stop_reason}
+        asked = self._body.prompt_logprobs is not None or self._body.return_token_ids
+        choice = {
+            **self._choices.text_choice(completion),
+            "stop_reason": completion.stop_reason,
+            **(prompt_fields(output, self._choices, self._body.return_token_ids) if asked else {}),
+        }
         if not self._body.return_token_ids:
             del choice["token_ids"]
         if self._body.echo:

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from yalis.errors import YalisError, YalisFailure
+from yalis.launch.liveness import reword
 from yalis.log import get_logger
 from yalis.types import SAMPLING_FIELDS
 
@@ -57,7 +58,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, YalisFailure):
         return ApiError(f"the model failed: {error}", 503, code="model_failed")
     if isinstance(error, YalisError):
-        return _request_error(error)
+        return request_error(error)
     log.error("internal error: %s: %s", type(error).__name__, error, exc_info=error)
     return ApiError("internal error; the log of the server has the reason", 500, code="internal_error")
 
@@ -78,14 +79,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def _request_error(error: YalisError) -> ApiError:
-    """Return the error of a prompt or of sampling parameters, whose message starts with the name of the field."""
-    message = str(error)
+def request_error(error: YalisError, field: str | None = None) -> ApiError:
+    """Return the error of a prompt or of sampling parameters.
+
+    A message about sampling parameters starts with the name of one; others are about `field`.
+    """
+    message = reword(str(error))
     if "but the context holds" in message:
-        return ApiError(message, param="prompt", code="context_length_exceeded")
+        return ApiError(message, param=field, code="context_length_exceeded")
     name = re.match(r"[a-z_]+\b", message)
-    known = name is not None and name[0] in _FIELDS
-    return ApiError(message, param=name[0] if known and name is not None else None, code="invalid_value")
+    param = name[0] if name is not None and name[0] in _FIELDS else field
+    return ApiError(message, param=param, code="invalid_value")
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

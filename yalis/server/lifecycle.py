@@ -57,7 +57,7 @@ class Server:
 
     def __init__(self, llm: LLM, config: ServeConfig, keys: ApiKeys, listener: socket.socket) -> None:
         self._llm, self._config, self._keys, self._listener = llm, config, keys, listener
-        self._state: ServerState | None = None
+        self.state: ServerState | None = None  # once it serves
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self.stopped = False  # by a second signal, with requests unfinished
@@ -65,15 +65,16 @@ class Server:
     def run(self, on_ready: Callable[[], None]) -> None:
         """Serve until a signal; raises the failure if the model fails. Call this on the main thread."""
         with self._signals():
-            asyncio.run(self._serve(on_ready))
+            asyncio.run(self.serve(on_ready))
 
-    async def _serve(self, on_ready: Callable[[], None]) -> None:
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """The same without signals, in the running event loop: drain() ends it."""
         self._loop = asyncio.get_running_loop()
         async_llm = AsyncLLM(self._llm)
-        self._state = ServerState(self._llm, async_llm, self._config, self._keys, ServerMetrics())
+        self.state = ServerState(self._llm, async_llm, self._config, self._keys, ServerMetrics())
         http = _HttpServer(
             uvicorn.Config(
-                build_app(self._state),
+                build_app(self.state),
                 http="httptools",
                 ws="none",
                 lifespan="off",
@@ -97,13 +98,13 @@ class Server:
 
     async def _until_ended(self, http: _HttpServer) -> None:
         """Wait for a failure, or for a signal and then for the requests that run."""
-        assert self._state is not None
-        async_llm = self._state.async_llm
+        assert self.state is not None
+        async_llm = self.state.async_llm
         while async_llm.failure is None:
-            if self.stopped or (self._state.draining and not http.is_busy):
+            if self.stopped or (self.state.draining and not http.is_busy):
                 return
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), 0.02 if self._state.draining else _CHECK_S)
+                await asyncio.wait_for(self._stopping.wait(), 0.02 if self.state.draining else _CHECK_S)
             self._stopping.clear()
         failure: YalisFailure = async_llm.failure
         with contextlib.suppress(asyncio.TimeoutError):
@@ -112,10 +113,10 @@ class Server:
 
     def drain(self) -> None:
         """Refuse new requests, and end once the others have finished. The second call ends at once. From any thread."""
-        if self._state is None or self._loop is None:
+        if self.state is None or self._loop is None:
             raise KeyboardInterrupt
-        self.stopped = self._state.draining
-        self._state.draining = True
+        self.stopped = self.state.draining
+        self.state.draining = True
         self._loop.call_soon_threadsafe(self._stopping.set)
 
     @contextlib.contextmanager

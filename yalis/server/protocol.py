@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from yalis.keywords import suggest
 from yalis.server.errors import ApiError, shown
@@ -19,6 +19,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing is stored here; leave it out"),
 }
 _CHAT_REFUSED = _REFUSED | {
+    "add_special_tokens": ((False,), "send token ids to /v1/completions"),
     "add_generation_prompt": ((True,), "an answer is always generated"),
     "audio": ((), "only text is generated"),
     "chat_template": ((), "the server uses the template of the model; chat_template_kwargs sets its variables"),
@@ -34,6 +35,7 @@ _CHAT_REFUSED = _REFUSED | {
     "web_search_options": ((), "there is no web search"),
 }
 _TEXT_REFUSED = _REFUSED | {
+    "add_special_tokens": ((True,), "send token ids"),
     "best_of": ((1,), "use n"),
     "prompt_embeds": ((), "send prompt as text or token ids"),
     "suffix": (("",), "text is not inserted; only continued"),
@@ -48,7 +50,6 @@ _SAMPLING_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "leave it out"),
     "truncate_prompt_tokens": ((), "shorten the prompt"),
     "use_beam_search": ((False,), "there is no beam search; use n"),
-    "add_special_tokens": ((True,), "send token ids"),
     "priority": ((0,), "requests run in the order of their arrival"),
 }
 
@@ -154,3 +155,19 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(ApiRequest):
+    refused = {
+        "add_generation_prompt": ((True,), "the generation prompt is always added"),
+        "add_special_tokens": ((), "special tokens are added as for a completion"),
+        "return_token_strs": ((False,), "use /detokenize"),
+    }
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(ApiRequest):
+    tokens: Annotated[list[int], Field(max_length=1_000_000)]

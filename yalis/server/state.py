@@ -11,8 +11,9 @@ from fastapi import Request
 
 from yalis.engine.async_llm import AsyncLLM, RequestStream
 from yalis.engine.llm import LLM
+from yalis.errors import YalisError, YalisFailure
 from yalis.server.config import ServeConfig
-from yalis.server.errors import ApiError, shown
+from yalis.server.errors import ApiError, request_error, shown
 from yalis.server.keys import ApiKeys
 from yalis.types import Prompt, SamplingParams
 
@@ -52,8 +53,12 @@ class ServerState:
         sampling: SamplingParams,
         template_kwargs: dict[str, Any] | None = None,
         events: bool = True,
+        field: str = "prompt",
     ) -> RequestStream:
-        """Queue the prompts; raise ApiError if the server drains, or if too many requests wait."""
+        """Queue the prompts; raise ApiError if the server drains, too many requests wait, or a prompt is not usable.
+
+        `field`: of the request, for the error of a prompt.
+        """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="draining", headers={"retry-after": "10"})
         config, running = self.llm.config, self.llm.config.max_num_seqs * self.llm.config.dp
@@ -66,7 +71,12 @@ class ServerState:
                 code="queue_full",
                 headers={"retry-after": str(seconds)},
             )
-        return await self.async_llm.submit(prompts, sampling, template_kwargs, events)
+        try:
+            return await self.async_llm.submit(prompts, sampling, template_kwargs, events)
+        except YalisFailure:
+            raise
+        except YalisError as error:
+            raise request_error(error, field) from error
 
 
 def server_state(request: Request) -> ServerState:

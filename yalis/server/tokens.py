@@ -1,0 +1,49 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from yalis.engine.prompts import check_token_ids
+from yalis.errors import YalisError
+from yalis.server.chat import check_messages
+from yalis.server.errors import ApiError, request_error
+from yalis.server.protocol import DetokenizeRequest, TokenizeRequest
+from yalis.server.route import StrictRoute
+from yalis.server.state import server_state
+
+router = APIRouter(route_class=StrictRoute)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """The token ids of a text, or of a conversation in the model's chat template."""
+    state = server_state(request)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError("give prompt or messages, one of the two", param="prompt", code="invalid_value")
+    field = "prompt" if body.messages is None else "messages"
+    if body.messages is not None:
+        check_messages(body.messages)
+    try:
+        ids = await state.async_llm.tokenize(body.messages or body.prompt or "", body.chat_template_kwargs)
+    except YalisError as error:
+        raise request_error(error, field) from error
+    return {"count": len(ids), "max_model_len": state.llm.max_model_len, "tokens": ids}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    """The text of token ids, with the texts of special tokens."""
+    state = server_state(request)
+    state.check_model(body.model)
+    tokenizer = state.llm.tokenizer
+    if tokenizer is None:
+        raise ApiError("this model has no tokenizer", code="no_tokenizer")
+    try:
+        ids = check_token_ids(body.tokens, state.llm.spec.vocab_size)
+    except YalisError as error:
+        raise request_error(error, "tokens") from error
+    return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}
