@@ -28,12 +28,13 @@ _KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, ",
 
 
 class Page:
-    """One tab. Records the URLs it requests, and its console messages and exceptions."""
+    """One tab. Records the URLs it requests, the JSON it posts, and its console messages and exceptions."""
 
     def __init__(self, write: int, read: int) -> None:
         self._write, self._read, self._buffer = write, read, b""
         self._next, self._session = 0, ""
         self.requests: list[str] = []
+        self.posts: list[Any] = []
         self.errors: list[str] = []
         self._loaded = False
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -127,6 +128,8 @@ class Page:
             self._loaded = True
         elif event == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+            if "postData" in params["request"]:
+                self.posts.append(json.loads(params["request"]["postData"]))
         elif event in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
             self.errors.append(json.dumps(params))
 

@@ -24,7 +24,7 @@ class ChatPage(NamedTuple):
     headers: dict[str, str]
 
 
-@router.get("/")
+@router.api_route("/", methods=["GET", "HEAD"])
 def show_page(request: Request) -> Response:
     """Return the page. It contains nothing secret, so it needs no API key."""
     page = build_page()
