@@ -308,7 +308,7 @@ function onKey(event) {
   else if (event.key === "Escape" && running.has(current.id)) stop(current.id);
   else if (command && event.shiftKey && event.code === "KeyO") startNew();
   else if (command && event.key === ",") openSettings();
-  else if (command && event.key === "/") byId("keys").showModal();
+  else if (command && event.key === "/") showDialog(byId("keys"));
   else if (event.altKey && event.key === "ArrowUp") openNeighbour(-1);
   else if (event.altKey && event.key === "ArrowDown") openNeighbour(1);
   else return;
@@ -369,7 +369,7 @@ function onScroll() {
 function listen() {
   const clicks = {
     "new-chat": startNew, "open-sidebar": () => showSidebar(true), "close-sidebar": () => showSidebar(false),
-    backdrop: () => showSidebar(false), "open-settings": openSettings, "show-keys": () => byId("keys").showModal(),
+    backdrop: () => showSidebar(false), "open-settings": openSettings, "show-keys": () => showDialog(byId("keys")),
     "export-all": () => download("chats.json", JSON.stringify(store.list().map(exported), null, 2)),
     jump: () => byId("log").scrollTo({ top: byId("log").scrollHeight, behavior: "smooth" }),
   };

@@ -39,7 +39,7 @@ function setUpSettings(current, changed) {
   });
   return () => {
     fill(current());
-    dialog.showModal();
+    showDialog(dialog);
   };
 }
 
@@ -74,6 +74,12 @@ function askForKey(reason) {
     if (!dialog.open) dialog.showModal();
     byId("key").focus();
   });
+}
+
+/** Show a dialog with the focus on its title, so that no keyboard opens on a phone. */
+function showDialog(dialog) {
+  dialog.showModal();
+  dialog.querySelector("h2").focus();
 }
 
 function setUpDialogs() {
