@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tests.reciting_model import save_reciting_model
 from tests.server import RunningServer
@@ -50,12 +54,51 @@ def save_model(folder: Path) -> Path:
     return save_reciting_model(folder, texts, {"3": ENDLESS})
 
 
-def open_empty(page: Page, server: RunningServer) -> None:
-    page.open(f"{server.url}/version")  # of the same origin, and without the page
+class CuttableProxy:
+    """Forwards connections to a server until cut() closes them all, as a network that fails does."""
+
+    def __init__(self, server: RunningServer) -> None:
+        target = urlsplit(server.url)
+        self._target = (target.hostname, target.port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> CuttableProxy:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
+                self._sockets += [client, server]
+                for source, sink in ((client, server), (server, client)):
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+
+    def cut(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+def open_empty(page: Page, url: str) -> None:
+    page.open(f"{url}/version")  # of the same origin, and without the page
     page.evaluate("localStorage.clear(); sessionStorage.clear()")
     for record in (page.requests, page.posts, page.errors):
         record.clear()
-    page.open(f"{server.url}/")
+    page.open(f"{url}/")
     page.wait_for("document.getElementById('model').textContent")
 
 

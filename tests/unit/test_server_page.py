@@ -52,7 +52,7 @@ def page(tmp_path_factory: Any) -> Iterator[Page]:
 @pytest.fixture
 def tab(page: Page, server: RunningServer) -> Iterator[Page]:
     """Return a page without conversations."""
-    open_empty(page, server)
+    open_empty(page, server.url)
     yield page
     assert page.errors == []
     assert all(url.startswith((server.url, "blob:")) for url in page.requests)
@@ -228,7 +228,7 @@ def test_nothing_is_wider_than_the_window(width: int, tab: Page) -> None:
     )
     assert tab.evaluate(f"Math.max(...{right})") <= width
     if width == 360:
-        assert tab.evaluate("document.getElementById('sidebar').getBoundingClientRect().right") <= 0
+        tab.wait_for("document.getElementById('sidebar').getBoundingClientRect().right <= 0")
         tab.click("#open-sidebar")
         tab.wait_for("document.getElementById('sidebar').getBoundingClientRect().left === 0")
         tab.click("#close-sidebar")

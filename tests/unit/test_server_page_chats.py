@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 
-from tests.chat_page import ANSWER, CHATS, DONE, SHOWCASE, TEXT, open_empty, save_model, send, stored, wait_until_idle
+from tests.chat_page import (
+    ANSWER,
+    CHATS,
+    DONE,
+    SHOWCASE,
+    TEXT,
+    CuttableProxy,
+    open_empty,
+    save_model,
+    send,
+    stored,
+    wait_until_idle,
+)  # fmt: skip
 from tests.server import RunningServer, running_server
 from tests.system.browser import Page, browser
 from yalis import LLM
@@ -42,7 +54,7 @@ def server(llm: LLM) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def tab(page: Page, server: RunningServer) -> Page:
-    open_empty(page, server)
+    open_empty(page, server.url)
     return page
 
 
@@ -225,45 +237,20 @@ def test_a_refused_request_is_one_sentence(tab: Page) -> None:
     assert len(texts(tab)) == 2
 
 
-def test_a_lost_connection_keeps_the_text(tab: Page, server: RunningServer) -> None:
-    set_offline(tab, False)
-    send(tab, "Walk 3", until=f"{ANSWER} && {TEXT}.length > 100")
-    set_offline(tab, True)
-    try:
-        tab.wait_for(ERROR)
-        assert tab.evaluate(ERROR) == "The connection was lost before the end of the answer."
-        text = tab.evaluate(TEXT)
-        assert len(text) > 100
-        click(tab, "Retry")
-        tab.wait_for(f"{ERROR} === 'The server cannot be reached. Check that it is running.'")
-        click(tab, "Undo")
-        assert tab.evaluate(TEXT) == text
-    finally:
-        set_offline(tab, False)
-    wait_until_idle(server)
-    click(tab, "Regenerate")
-    tab.wait_for(f"{ANSWER} && {TEXT}.length > 100")
-    tab.press("Escape")
-    wait_until_idle(server)
-
-
-def set_offline(tab: Page, offline: bool) -> None:
-    limits = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-    tab.call("Network.emulateNetworkConditions", offline=offline, **limits)
-
-
-def test_a_server_that_ends_refuses_and_then_stops(page: Page, llm: LLM) -> None:
-    with running_server(llm, served_model_name="reciter") as server:
-        open_empty(page, server)
+def test_a_lost_connection_keeps_the_text(page: Page, server: RunningServer) -> None:
+    with CuttableProxy(server) as proxy:
+        open_empty(page, proxy.url)
         send(page, "Walk 3", until=f"{ANSWER} && {TEXT}.length > 100")
-        server.server.drain()
-        click(page, "New chat")
-        send(page, "Show me 1", until=ERROR)
-        assert page.evaluate(ERROR) == "The server is shutting down."
-        page.press("ArrowDown", "Alt")
-        assert page.evaluate(f"{ERROR} ?? null") is None  # it is finishing this answer
+        proxy.cut()
     page.wait_for(ERROR)
-    assert page.evaluate(f"{TEXT}.length") > 100
+    assert page.evaluate(ERROR) == "The connection was lost before the end of the answer."
+    text = page.evaluate(TEXT)
+    assert len(text) > 100
+    wait_until_idle(server)
+    click(page, "Retry")
+    page.wait_for(f"{ERROR} === 'The server cannot be reached. Check that it is running.'")
+    click(page, "Undo")
+    assert page.evaluate(TEXT) == text
 
 
 def test_an_api_key_is_asked_for_and_kept_for_the_tab(page: Page, llm: LLM, tmp_path: Path) -> None:
@@ -289,3 +276,17 @@ def test_an_api_key_is_asked_for_and_kept_for_the_tab(page: Page, llm: LLM, tmp_
         assert key not in page.evaluate("JSON.stringify(localStorage)")
         page.open(f"{server.url}/")
         page.wait_for("document.getElementById('model').textContent === 'reciter'")
+
+
+def test_a_server_that_ends_refuses_and_then_stops(page: Page, llm: LLM) -> None:
+    with running_server(llm, served_model_name="reciter") as server:
+        open_empty(page, server.url)
+        send(page, "Walk 3", until=f"{ANSWER} && {TEXT}.length > 100")
+        server.server.drain()
+        click(page, "New chat")
+        send(page, "Show me 1", until=ERROR)
+        assert page.evaluate(ERROR) == "The server is shutting down."
+        page.press("ArrowDown", "Alt")
+        assert page.evaluate(f"{ERROR} ?? null") is None  # it is finishing this answer
+    page.wait_for(ERROR)
+    assert page.evaluate(f"{TEXT}.length") > 100
