@@ -10,9 +10,10 @@ from yalis import __version__
 from yalis.server import chat, completions, metrics, models, responses, tokens
 from yalis.server.errors import ErrorBody, add_handlers
 from yalis.server.gate import Gate
+from yalis.server.page import page
 from yalis.server.state import ServerState
 
-ROUTERS = (chat.router, completions.router, metrics.router, models.router, responses.router, tokens.router)
+ROUTERS = tuple(module.router for module in (chat, completions, metrics, models, page, responses, tokens))
 
 
 def build_app(state: ServerState) -> ASGIApp:
