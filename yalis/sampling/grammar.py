@@ -178,17 +178,37 @@ class GrammarCompiler:
                 f"structured_outputs needs a fast tokenizer and that of {self._model} is a slow one; give the folder "
                 "of one with tokenizer.json with tokenizer="
             )
-        described = json.loads(backend.to_str())
-        described["truncation"] = described["padding"] = None
-        # An added token such as <tool_call> marks structure, also where it is not special. As special tokens they are
-        # no text to llguidance: strings of an answer do not contain them.
-        for added in described["added_tokens"]:
-            added["special"] = True
-        self._token_ids = {str(added["content"]): int(added["id"]) for added in described["added_tokens"]}
+        described, self._token_ids = _describe(backend.to_str())
         size = max(self._vocab_size, tokenizer.vocab_size)
         self._eos_bits = np.zeros(-(-size // 32), np.int32)
         set_bits(self._eos_bits, self._eos)
         return library.LLTokenizer(json.dumps(described), n_vocab=size, eos_token=sorted(self._eos))
+
+
+def _describe(text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return a tokenizer.json for llguidance, and the added tokens by content.
+
+    An added token such as <tool_call> marks structure, also where it is not special. As special tokens they are no text
+    to llguidance: strings of an answer do not contain them. They are renamed, because llguidance tokenizes texts that a
+    grammar prescribes, and those must not contain them either.
+    """
+    described = json.loads(text)
+    described["truncation"] = described["padding"] = described["post_processor"] = None
+    token_ids, renamed = {}, {}
+    for added in described["added_tokens"]:
+        content, token = str(added["content"]), int(added["id"])
+        token_ids[content] = token
+        renamed[content] = f"\ufdd0{token}\ufdd0"  # a noncharacter, which no text has
+        added.update(special=True, content=renamed[content])
+    model = described["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {renamed.get(piece, piece): token for piece, token in vocab.items()}
+    elif isinstance(vocab, list):  # of a unigram model
+        model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    return described, token_ids
 
 
 def set_bits(bits: Bits, tokens: Iterable[int]) -> None:
