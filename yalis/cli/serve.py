@@ -4,6 +4,7 @@ stops. Needs the extra `serve`: pip install 'yalis[serve]'."""
 from __future__ import annotations
 
 import argparse
+import signal
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
@@ -64,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
             server = Server(llm, serve, keys, listener)
             url = url_of(listener)
             server.run(on_ready=lambda: print_status(f"serving {config.model} on {url}"))
-    if server.stopped:
-        raise KeyboardInterrupt
+    if server.stopped and server.last_signal is not None:
+        signal.raise_signal(server.last_signal)  # for the exit status of that signal
     return 0
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from yalis.engine.llm import LLM
 from yalis.engine.request_loop import RequestLoop
 from yalis.engine.requests import PendingCompletion, PendingRequest, RequestGroup
 from yalis.errors import YalisFailure, describe_error
-from yalis.types import Prompt, RequestEvent, RequestOutput, SamplingParams
+from yalis.types import FinishReason, Prompt, RequestEvent, RequestOutput, SamplingParams
 
 #: Longer prompts, and conversations, are tokenized in a thread: they would delay the other requests of the event loop.
 _SHORT_PROMPT = 2000  # characters, or token ids
@@ -28,9 +30,11 @@ class AsyncLLM:
     Every method is called from that loop. Close it before the LLM.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, on_finished: Callable[[FinishedCompletion], None] | None = None) -> None:
+        """`on_finished` is called in the event loop for every completion that has finished or was cancelled."""
         self.llm = llm
-        self.num_aborted = 0  # requests that were cancelled because nobody read their output any more
+        self._on_finished = on_finished
+        self._finished: deque[FinishedCompletion] = deque()  # that `on_finished` was not called for
         self._loop = asyncio.get_running_loop()
         self._requests: RequestLoop = llm.request_loop
         self._changed: list[RequestStream] = []  # with output that the event loop has not been told of
@@ -117,11 +121,9 @@ class AsyncLLM:
         """Forget a stream, and cancel its requests that have not finished."""
         self._open.discard(stream)
         group = stream.group
-        if group.unfinished:
-            self.num_aborted += len(group.unfinished)
-            if self._failure is None and not self._closing:
-                self._requests.cancel(list(group.unfinished))
-                self._work.set()  # to commit the steps in flight, which frees the KV blocks
+        if group.unfinished and self._failure is None and not self._closing:
+            self._requests.cancel(list(group.unfinished))
+            self._work.set()  # to commit the steps in flight, which frees the KV blocks
         with self._requests.output:
             group.drop_events()
 
@@ -134,6 +136,10 @@ class AsyncLLM:
                 stream.group.is_listed = False
         for stream in changed:
             stream.wake()
+        while self._finished:
+            finished = self._finished.popleft()
+            if self._on_finished is not None:
+                self._on_finished(finished)
 
     def _fail(self, failure: YalisFailure) -> None:
         """End every open request with this failure. Runs in the event loop."""
@@ -163,13 +169,26 @@ class AsyncLLM:
         return bool(self._changed)
 
 
+@dataclass(frozen=True)
+class FinishedCompletion:
+    """What is measured of a completion. Times are those of time.perf_counter()."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    max_tokens: int
+    num_completions: int  # of its request, and of others that were submitted with it
+    submit_time: float
+    token_times: list[float]
+
+
 class RequestStream:
     """The requests of one call to submit(). One coroutine reads it, by iterating over its events or as results()."""
 
     def __init__(self, owner: AsyncLLM, num_completions: int, events: bool) -> None:
         self.num_completions = num_completions
         self.ids: list[int] = []  # of the requests, in the order of the prompts
-        self.group = _Group(self, owner._changed, events)
+        self.group = _Group(self, owner, events)
         self._owner = owner
         self._waiter: asyncio.Future[None] | None = None
 
@@ -220,12 +239,13 @@ class RequestStream:
 class _Group(RequestGroup):
     """The output of the requests of a stream. Steps run in another thread, which holds RequestLoop.output."""
 
-    def __init__(self, stream: RequestStream, changed: list[RequestStream], events: bool) -> None:
-        """`changed`: where the stream is listed when it has output to read."""
+    timed = True
+
+    def __init__(self, stream: RequestStream, owner: AsyncLLM, events: bool) -> None:
         super().__init__(events)
-        self.is_listed = False
+        self.is_listed = False  # in `owner._changed`
         self.prompts: dict[int, list[int]] = {}  # token ids, by request id
-        self._stream, self._changed_streams = stream, changed
+        self._stream, self._owner = stream, owner
 
     def add(self, request: PendingRequest) -> None:
         super().add(request)
@@ -233,9 +253,24 @@ class _Group(RequestGroup):
 
     def notify(self, completion: PendingCompletion) -> None:
         super().notify(completion)
+        if completion.finish_reason is not None:
+            self._owner._finished.append(_measure(completion, completion.finish_reason, self._stream.num_completions))
         if not self.is_listed and self.has_events():
             self.is_listed = True
-            self._changed_streams.append(self._stream)
+            self._owner._changed.append(self._stream)
+
+
+def _measure(completion: PendingCompletion, reason: FinishReason, num_completions: int) -> FinishedCompletion:
+    sequence = completion.sequence
+    return FinishedCompletion(
+        reason,
+        len(sequence.prompt),
+        sequence.cached_tokens,
+        sequence.params.max_tokens,
+        num_completions,
+        completion.request.submit_time,
+        completion.token_times or [],
+    )
 
 
 def _size(prompt: Prompt) -> float:

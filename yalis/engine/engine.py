@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 @dataclass
 class EngineStats:
-    """Counters since the engine was created."""
+    """Counters since the engine was created, and what it holds now."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -37,6 +37,12 @@ class EngineStats:
     schedule_seconds: float = 0.0  # host time spent in schedule() and commit()
     launch_seconds: float = 0.0  # host time spent building batches and launching them; on a CPU, running them
     graph_bytes: int = 0  # GPU memory held by CUDA graphs, on one rank of each replica
+    prefix_query_tokens: int = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hit_tokens: int = 0  # of these, tokens found in it
+    running: int = 0  # requests now
+    waiting: int = 0
+    used_blocks: int = 0  # KV blocks of these requests
+    blocks: int = 0  # KV blocks in total
 
 
 class Engine:
@@ -48,11 +54,21 @@ class Engine:
         settings = scheduler_settings(config, spec, on_gpu, runner.max_model_len, runner.block_size)
         self.scheduler = Scheduler(settings, runner.num_blocks)
         self.eos = eos
-        self.stats = EngineStats(graph_bytes=self.runner.executor.graph_bytes)
+        self._stats = EngineStats(blocks=runner.num_blocks, graph_bytes=self.runner.executor.graph_bytes)
         self._launched: deque[PendingStep | RemoteStep] = deque()
         self._early: list[Emitted] = []  # from steps that were committed outside of step()
         self._broken: str | None = None
         self._next_id = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        stats, scheduler = self._stats, self.scheduler
+        stats.preemptions = scheduler.counters.preemptions
+        stats.prefix_query_tokens = scheduler.counters.prompt_query_tokens
+        stats.prefix_hit_tokens = scheduler.counters.prompt_hit_tokens
+        stats.running, stats.waiting = scheduler.num_running, scheduler.num_waiting
+        stats.used_blocks = scheduler.blocks.in_use
+        return stats
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +87,7 @@ class Engine:
         request = Request(self._next_id if request_id is None else request_id, prompt, params, self.eos)
         self.scheduler.add(request)
         self._next_id += 1
-        self.stats.prompt_tokens += len(prompt)
+        self._stats.prompt_tokens += len(prompt)
         return request
 
     def cancel(self, request_id: int) -> list[Emitted]:
@@ -114,13 +130,13 @@ class Engine:
         while True:
             begin = time.perf_counter()
             plan = self.scheduler.schedule()
-            self.stats.schedule_seconds += time.perf_counter() - begin
+            self._stats.schedule_seconds += time.perf_counter() - begin
             if plan is None:
                 break
             begin = time.perf_counter()
             self._launched.append(self.ranks.launch(plan))
-            self.stats.launch_seconds += time.perf_counter() - begin
-            self.stats.steps += 1
+            self._stats.launch_seconds += time.perf_counter() - begin
+            self._stats.steps += 1
         if not self._launched:
             return []
         return self._commit_oldest()
@@ -129,9 +145,8 @@ class Engine:
         output = self.ranks.result(self._launched.popleft())
         begin = time.perf_counter()
         emitted = self.scheduler.commit(output)
-        self.stats.schedule_seconds += time.perf_counter() - begin
-        self.stats.output_tokens += sum(item.token is not None for item in emitted)
-        self.stats.preemptions = self.scheduler.counters.preemptions
+        self._stats.schedule_seconds += time.perf_counter() - begin
+        self._stats.output_tokens += sum(item.token is not None for item in emitted)
         return emitted
 
     def set_micro_batches(self, count: int) -> None:

@@ -179,6 +179,11 @@ class LoadedModel:
             detect_launcher().launcher,
         )
 
+    def announce_stop(self) -> None:
+        """Tell the other ranks that this process will soon close the LLM: they wait longer after a SIGTERM."""
+        if self._world is not None:
+            self._world.announce_stop()
+
     @contextmanager
     def profile(self) -> Iterator[Profile]:
         """Profile the steps that run inside the block. After it, `ranks` of the yielded object has a profile per rank.

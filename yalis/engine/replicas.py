@@ -141,11 +141,16 @@ class ReplicaRouter(RequestRouter):
 
     @property
     def stats(self) -> EngineStats:
-        """Counters summed over the replicas."""
+        """The sums over the replicas, as of their last reports."""
+        self._stats[LOCAL] = self.local.stats
+        for rank, stats in self._stats.items():
+            if not self._num_assigned[rank]:  # a replica does not report that its last request was cancelled
+                stats.running = stats.waiting = stats.used_blocks = 0
         sums = {
             field.name: sum(getattr(stats, field.name) for stats in self._stats.values())
             for field in fields(EngineStats)
         }
+        sums["waiting"] += len(self._waiting)
         return EngineStats(**{**sums, "prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens})
 
     def step(self) -> list[Emitted]:

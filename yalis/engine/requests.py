@@ -71,6 +71,8 @@ class PendingCompletion:
         self._new_text: list[str] = []  # since the last take_delta()
         self._delivered_tokens = 0
         self._first_token_time = self._last_token_time = request.submit_time
+        #: time.perf_counter() of each token, if the group asks for it
+        self.token_times: list[float] | None = [] if request.group.timed else None
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +94,8 @@ class PendingCompletion:
             self._last_token_time = time.perf_counter()
             if not self._tokens:
                 self._first_token_time = self._last_token_time
+            if self.token_times is not None:
+                self.token_times.append(self._last_token_time)
             self._tokens.append(emitted.token)
             if self._logprobs is not None and emitted.logprobs is not None:
                 self._logprobs.append(emitted.logprobs)
@@ -156,6 +160,8 @@ class RequestGroup:
     A result is delivered once: by take_results(), or with the request's last event from next_event(). Deltas are not
     stored but taken from the completion when its event is read, so unread output costs no memory.
     """
+
+    timed = False  # whether the times of all tokens are kept
 
     def __init__(self, events: bool = True) -> None:
         """`events`: next_event() will be called. Otherwise completions are not kept after they finish."""

@@ -57,6 +57,7 @@ class Rank0Monitor(LivenessMonitor):
         self._idle = False  # no request runs, and the other ranks have been told
         self._stop_signal: signal.Signals | None = None  # a Ctrl-C or SIGTERM that has not ended the call yet
         self._stopping_s = 0.0  # since that signal
+        self._announced_stop = False
         self._wakeup = WakeupPipe()
         self._phase_count = 0  # how often rank 0 has entered a phase
         self._interrupts: deque[int] = deque(maxlen=2)  # the phase count at each of the last two Ctrl-C
@@ -85,6 +86,10 @@ class Rank0Monitor(LivenessMonitor):
     def set_step_timeout(self, seconds: float) -> None:
         super().set_step_timeout(seconds)
         self._send_heartbeats()
+
+    def announce_stop(self) -> None:
+        """Tell the other ranks with the next heartbeats that rank 0 completes its work and then ends."""
+        self._announced_stop = True
 
     def fail(self, message: str, background: bool = False, traceback: str | None = None) -> None:
         if background:
@@ -211,7 +216,8 @@ class Rank0Monitor(LivenessMonitor):
 
     def _send_heartbeats(self) -> None:
         """Send a heartbeat to every rank, with what the rank needs to judge the silence of rank 0."""
-        frame = encode_frame({"beat": (self.step_timeout, self._idle, self._stop_signal is not None)})
+        stopping = self._announced_stop or self._stop_signal is not None
+        frame = encode_frame({"beat": (self.step_timeout, self._idle, stopping)})
         for rank, link in self._links.items():
             if rank not in self.departed:
                 self._send_frame(link, frame)

@@ -95,6 +95,11 @@ class World:
         if isinstance(self._monitor, Rank0Monitor):
             self._monitor.set_idle()
 
+    def announce_stop(self) -> None:
+        """Tell the other ranks that rank 0 is about to end the job, as they would after a signal."""
+        if isinstance(self._monitor, Rank0Monitor):
+            self._monitor.announce_stop()
+
     @property
     def failure(self) -> str | None:
         """The failure message of the job, or None while it is healthy."""

@@ -47,6 +47,8 @@ class SchedulerCounters:
     preemptions: int = 0
     rope_switches: int = 0  # sequences recomputed because they crossed recompute_at
     prefix_hit_tokens: int = 0  # over all admissions
+    prompt_query_tokens: int = 0  # looked up in the prefix cache when their request was first admitted
+    prompt_hit_tokens: int = 0  # of these, tokens found
     deferrals: int = 0  # admissions put off because a plan in flight computes a block of the same prefix
     fed_tokens: int = 0  # sampled tokens that the next step read on the device
     dropped_tokens: int = 0  # sampled after the request had ended
@@ -319,6 +321,8 @@ class Scheduler:
             del request.prompt_logprobs[request.num_computed_tokens :]
         if request.num_admissions == 0:
             request.cached_tokens = request.num_computed_tokens
+            self.counters.prompt_query_tokens += len(request.prompt) if self.config.prefix_reuse else 0
+            self.counters.prompt_hit_tokens += request.num_computed_tokens
         request.num_admissions += 1
         self.counters.prefix_hit_tokens += request.num_computed_tokens
         self._waiting.remove(request)

@@ -7,12 +7,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from yalis import __version__
-from yalis.server import chat, completions, models, responses, tokens
+from yalis.server import chat, completions, metrics, models, responses, tokens
 from yalis.server.errors import add_handlers
 from yalis.server.gate import Gate
 from yalis.server.state import ServerState
 
-ROUTERS = (responses.router, chat.router, completions.router, models.router, tokens.router)
+ROUTERS = (
+    responses.router, chat.router, completions.router, metrics.router, models.router, tokens.router,
+)  # fmt: skip
 
 
 def build_app(state: ServerState) -> ASGIApp:

@@ -35,6 +35,10 @@ class ServeConfig:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise YalisError(f"cors_origin is {origin!r}; give an origin such as https://example.org, or *")
 
+    def name_of(self, model: str) -> str:
+        """Return the name of the model in requests and responses."""
+        return self.served_model_name or model
+
     @property
     def is_local(self) -> bool:
         """Whether only programs on this host can connect."""

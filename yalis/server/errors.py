@@ -8,8 +8,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import reword
@@ -48,14 +49,22 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers=self.headers)
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Return the error to answer with after an exception. One that was not written for the user is only logged."""
+class ClientDisconnected(Exception):
+    """The client has closed its connection, so nobody reads the response."""
+
+
+def as_api_error(error: Exception, target: str = "") -> ApiError:
+    """Return the error to answer with after an exception. One that was not written for the user is only logged.
+
+    `target`: method and path of the request.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
-        return ApiError(str(error.detail), error.status_code, headers=error.headers)
+        detail = f"{target} does not exist; /openapi.json lists the endpoints"
+        return ApiError(detail if error.status_code in (404, 405) else str(error.detail), error.status_code)
     if isinstance(error, YalisFailure):
         return ApiError(f"the model failed: {error}", 503, code="model_failed")
     if isinstance(error, YalisError):
@@ -67,10 +76,21 @@ def as_api_error(error: Exception) -> ApiError:
 def add_handlers(app: FastAPI) -> None:
     """Answer every exception of an endpoint in this shape."""
 
-    async def answer(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, (ClientDisconnect, ClientDisconnected)):
+            return Response(status_code=499)  # nobody reads it; the log has nginx's number for it
+        return as_api_error(error, f"{request.method} {request.url.path}").response()
 
-    for kind in (ApiError, RequestValidationError, HTTPException, YalisError, Exception):
+    kinds = (
+        HTTPException,
+        RequestValidationError,
+        ApiError,
+        YalisError,
+        ClientDisconnect,
+        ClientDisconnected,
+        Exception,
+    )
+    for kind in kinds:
         app.add_exception_handler(kind, answer)
 
 
@@ -98,7 +118,7 @@ def request_error(error: YalisError, field: str | None = None) -> ApiError:
 def _validation_error(error: RequestValidationError) -> ApiError:
     """Return the first problem that pydantic found, as a sentence."""
     first = error.errors()[0]
-    location = [str(part) for part in first["loc"] if part != "body"]
+    location = [str(part) for part in first["loc"] if part not in ("body", "str") and "[" not in str(part)]
     param = ".".join(location) or None
     kind, subject = first["type"], param or "the body"
     if kind == "missing":

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from yalis.log import get_logger
 from yalis.server.config import is_loopback
-from yalis.server.errors import ApiError
+from yalis.server.errors import ApiError, as_api_error
 from yalis.server.state import ServerState
 
 log = get_logger(__name__)
@@ -46,8 +46,9 @@ class Gate:
         try:
             self._check(scope, headers)
             await self._app(scope, self._limited(receive), send_with_id)
-        except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
+        except Exception as error:  # also of an endpoint that has been answered already
+            if not status:
+                await as_api_error(error).response()(scope, receive, send_with_id)
         finally:
             seconds = time.monotonic() - start
             path = scope["path"].encode("unicode_escape").decode()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -13,9 +15,10 @@ import uvicorn
 
 from yalis.engine.async_llm import AsyncLLM
 from yalis.engine.llm import LLM
-from yalis.errors import YalisError, YalisFailure
+from yalis.errors import YalisError
 from yalis.server.app import build_app
 from yalis.server.config import ServeConfig
+from yalis.server.connection import Connection, abort_slow_connections
 from yalis.server.keys import ApiKeys
 from yalis.server.metrics import ServerMetrics
 from yalis.server.state import ServerState
@@ -61,6 +64,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self.stopped = False  # by a second signal, with requests unfinished
+        self.last_signal: int | None = None
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Serve until a signal; raises the failure if the model fails. Call this on the main thread."""
@@ -70,12 +74,14 @@ class Server:
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """The same without signals, in the running event loop: drain() ends it."""
         self._loop = asyncio.get_running_loop()
-        async_llm = AsyncLLM(self._llm)
-        self.state = ServerState(self._llm, async_llm, self._config, self._keys, ServerMetrics())
+        _log_uvicorn()
+        metrics = ServerMetrics(self._llm, self._config.name_of(self._llm.config.model))
+        async_llm = AsyncLLM(self._llm, metrics.observe)
+        self.state = ServerState(self._llm, async_llm, self._config, self._keys, metrics)
         http = _HttpServer(
             uvicorn.Config(
                 build_app(self.state),
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -83,18 +89,25 @@ class Server:
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=math.ceil(self._config.timeout),
             )
         )
         serving = asyncio.create_task(http.serve([self._listener]))
+        watching = asyncio.create_task(abort_slow_connections(http.server_state.connections, self._config.timeout))
         try:
             while not http.started and not serving.done():
                 await asyncio.sleep(0.01)
-            on_ready()
-            await self._until_ended(http)
+            if http.started:
+                on_ready()
+                await self._until_ended(http)
         finally:
+            self.state.draining = True
+            await async_llm.close()  # streams that are open end with an error event
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(http.idle(), _LAST_WORDS_S)
+            watching.cancel()
             http.end()
             await serving
-            await async_llm.close()
 
     async def _until_ended(self, http: _HttpServer) -> None:
         """Wait for a failure, or for a signal and then for the requests that run."""
@@ -106,10 +119,7 @@ class Server:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 0.02 if self.state.draining else _CHECK_S)
             self._stopping.clear()
-        failure: YalisFailure = async_llm.failure
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(http.idle(), _LAST_WORDS_S)
-        raise failure
+        raise async_llm.failure
 
     def drain(self) -> None:
         """Refuse new requests, and end once the others have finished. The second call ends at once. From any thread."""
@@ -117,7 +127,9 @@ class Server:
             raise KeyboardInterrupt
         self.stopped = self.state.draining
         self.state.draining = True
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._llm.announce_stop()
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._stopping.set)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -127,6 +139,7 @@ class Server:
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
+            self.last_signal = number
             self.drain()
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -164,3 +177,11 @@ class _HttpServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self._end.wait()
+
+
+def _log_uvicorn() -> None:
+    """Log uvicorn's errors like those of this package. Its warnings are about clients that send no HTTP."""
+    logger = logging.getLogger("uvicorn")
+    logger.handlers[:] = logging.getLogger("yalis").handlers
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False

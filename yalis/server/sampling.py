@@ -6,6 +6,7 @@ from typing import Any
 
 from yalis.engine.llm import LLM
 from yalis.openai_api import sampling_fields
+from yalis.server.errors import ApiError
 from yalis.server.protocol import GenerationRequest
 from yalis.types import SamplingParams
 
@@ -18,5 +19,13 @@ TEXT_DEFAULTS: dict[str, Any] = {**CHAT_DEFAULTS, "max_tokens": 16}
 
 
 def sampling_params(llm: LLM, request: GenerationRequest, defaults: dict[str, Any]) -> SamplingParams:
-    """Raises YalisError for a field that SamplingParams does not accept."""
-    return SamplingParams(**{**defaults, **llm.sampling_defaults, **sampling_fields(request.__dict__)})
+    """Raises YalisError or ApiError for a value that is not accepted."""
+    given = sampling_fields(request.__dict__)
+    if (given.get("logprobs") or 0) > _MAX_LOGPROBS:
+        name = "logprobs" if "top_logprobs" not in type(request).model_fields else "top_logprobs"
+        raise ApiError(
+            f"{name} is {given['logprobs']}; give a whole number from 0 to {_MAX_LOGPROBS}",
+            param=name,
+            code="invalid_value",
+        )
+    return SamplingParams(**{**defaults, **llm.sampling_defaults, **given})

@@ -35,7 +35,12 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        return self.config.served_model_name or self.llm.config.model
+        return self.config.name_of(self.llm.config.model)
+
+    @property
+    def max_running(self) -> int:
+        """Completions that may run at once."""
+        return self.llm.config.max_num_seqs * self.llm.config.dp
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError unless this is the model that is served, or None."""
@@ -61,10 +66,13 @@ class ServerState:
         """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="draining", headers={"retry-after": "10"})
-        config, running = self.llm.config, self.llm.config.max_num_seqs * self.llm.config.dp
-        waiting = self.async_llm.num_open + len(prompts) * sampling.n - running
-        if waiting > self.config.max_queue and self.async_llm.num_open:
-            seconds = max(1, round(self.metrics.seconds_to_finish(config.max_num_seqs)))
+        completions, most = len(prompts) * sampling.n, self.max_running + self.config.max_queue
+        if completions > most:
+            raise ApiError(
+                f"the request is for {completions} completions; this server accepts {most} at a time", param="n"
+            )
+        if self.async_llm.num_open + completions > most:
+            seconds = max(1, round(self.metrics.seconds_to_finish(self.max_running)))
             raise ApiError(
                 f"{self.config.max_queue} completions wait already; try again in {seconds} s",
                 429,

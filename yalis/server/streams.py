@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from yalis.server.errors import as_api_error
+from yalis.server.errors import ClientDisconnected, as_api_error
 
 _Result = TypeVar("_Result")
 _Message = MutableMapping[str, Any]
@@ -19,10 +19,6 @@ Receive = Callable[[], Awaitable[_Message]]
 Send = Callable[[_Message], Awaitable[None]]
 
 DONE = b"data: [DONE]\n\n"
-
-
-class ClientDisconnected(Exception):
-    """The client has closed its connection, so nobody reads the response."""
 
 
 def event(content: Any) -> bytes:

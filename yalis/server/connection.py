@@ -1,0 +1,72 @@
+"""HTTP connections with time limits: for the headers, for the body, and for a client that stops reading a response."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+MAX_HEADERS = 64 << 10  # bytes
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, which also records since when the server waits for the client."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._reading_since: float | None = time.monotonic()  # while a request is incomplete, or none has begun
+        self._writing_since: float | None = None  # while the client does not read what was sent
+        self._header_bytes = 0  # received of headers that are not complete
+        self._cycles: list[RequestResponseCycle] = []  # of requests that are not answered; several if pipelined
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._cycles:  # uvicorn tells only the last one
+            cycle.disconnected = cycle.disconnected or not cycle.response_complete
+            cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reading_since is None:
+            self._reading_since = time.monotonic()
+        self._header_bytes += len(data)
+        super().data_received(data)
+        if self._header_bytes > MAX_HEADERS and self.parser is not None:
+            self.send_400_response("The headers are too large.")
+
+    def on_headers_complete(self) -> None:
+        self._reading_since = time.monotonic()  # the body has its own time
+        self._header_bytes = -sys.maxsize
+        super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+
+    def on_message_complete(self) -> None:
+        self._reading_since = None
+        self._header_bytes = 0
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        self._writing_since = time.monotonic()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._writing_since = None
+        super().resume_writing()
+
+    def abort_if_slow(self, limit: float) -> None:
+        """Close the connection if the client has kept the server waiting for more than `limit` seconds."""
+        now = time.monotonic()
+        if any(since is not None and now - since > limit for since in (self._reading_since, self._writing_since)):
+            self.transport.abort()
+
+
+async def abort_slow_connections(connections: Iterable[Any], limit: float) -> None:
+    """Check all connections, again and again."""
+    while True:
+        await asyncio.sleep(limit / 4)
+        for connection in list(connections):
+            connection.abort_if_slow(limit)
