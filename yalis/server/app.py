@@ -12,9 +12,7 @@ from yalis.server.errors import add_handlers
 from yalis.server.gate import Gate
 from yalis.server.state import ServerState
 
-ROUTERS = (
-    responses.router, chat.router, completions.router, metrics.router, models.router, tokens.router,
-)  # fmt: skip
+ROUTERS = (chat.router, completions.router, metrics.router, models.router, responses.router, tokens.router)
 
 
 def build_app(state: ServerState) -> ASGIApp:

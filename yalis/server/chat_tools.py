@@ -16,7 +16,7 @@ from yalis.types import Completion, RequestEvent
 
 
 def chat_tools(state: ServerState, body: ChatRequest | TokenizeRequest) -> ToolRequest:
-    """Return the tools of a request; raises ToolError if they are wrong."""
+    """Return the tools of a request; raises FieldError if they are wrong."""
     tools, tokenizer = read_tools(body.tools), state.llm.tokenizer
     choice = read_choice(body.tool_choice, tools)
     return tool_request(tools, choice, body.parallel_tool_calls, tokenizer.hf.chat_template if tokenizer else None)

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import reword
 from yalis.log import get_logger
-from yalis.server.tools.definitions import ToolError
+from yalis.server.tools.definitions import FieldError
 from yalis.types import SAMPLING_FIELDS
 
 log = get_logger(__name__)
@@ -106,7 +106,7 @@ def request_error(error: YalisError, field: str | None = None) -> ApiError:
     A message about sampling parameters starts with the name of one; others are about `field`.
     """
     message = reword(str(error))
-    if isinstance(error, ToolError):
+    if isinstance(error, FieldError):
         return ApiError(message, param=error.param, code="invalid_value")
     if "but the context holds" in message:
         return ApiError(message, param=field, code="context_length_exceeded")

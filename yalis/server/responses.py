@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from yalis.engine.async_llm import RequestStream
 from yalis.openai_api import ChoiceFormat, sampling_fields
-from yalis.server.answers import run
+from yalis.server.answers import encode, run
 from yalis.server.errors import ApiError, as_api_error, shown
 from yalis.server.protocol import ApiRequest
 from yalis.server.response_events import ResponseEvents, new_id
@@ -98,7 +98,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     variables = tools.variables(body.chat_template_kwargs)
     if not body.stream:
         outputs = await run(request, state, [messages], sampling, variables, "input")
-        return JSONResponse(answer.response(outputs[0]))
+        # As ASCII: metadata, which is repeated, may have half of a surrogate pair.
+        return Response(encode(answer.response(outputs[0])), media_type="application/json")
     stream = await state.submit([messages], sampling, variables, field="input")
     return EventStream(answer.events(stream), stream.close)
 

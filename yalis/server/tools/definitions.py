@@ -15,8 +15,8 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 _MODES = ("none", "auto", "required")
 
 
-class ToolError(YalisError):
-    """The tools of a request are wrong. `param` is the field."""
+class FieldError(YalisError):
+    """A field of a request is wrong. `param` is its name."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -65,13 +65,13 @@ def read_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice("required", (_read_name("tool_choice", value, names),), named=True)
     mode: Any = value if value is not None else "auto"
     if mode not in _MODES:
-        raise ToolError(
+        raise FieldError(
             "tool_choice",
             f'tool_choice is {value!r}; give "none", "auto", "required" or '
             '{"type": "function", "function": {"name": ...}}',
         )
     if mode == "required" and not tools:
-        raise ToolError("tool_choice", 'tool_choice is "required", but there are no tools; give tools')
+        raise FieldError("tool_choice", 'tool_choice is "required", but there are no tools; give tools')
     return ToolChoice(mode if tools else "none", names)
 
 
@@ -79,7 +79,7 @@ def _read_allowed(value: Any, names: Sequence[str]) -> ToolChoice:
     entries = value.get("tools") if isinstance(value, Mapping) else None
     mode = value.get("mode", "auto") if isinstance(value, Mapping) else None
     if not isinstance(entries, list) or not entries or mode not in ("auto", "required"):
-        raise ToolError(
+        raise FieldError(
             "tool_choice",
             'allowed_tools of tool_choice is malformed; give "mode" ("auto" or "required") and "tools", a list',
         )
@@ -90,17 +90,17 @@ def _read_name(where: str, value: Any, names: Sequence[str]) -> str:
     """Return the name in {"type": "function", "function": {"name": ...}} or {"type": "function", "name": ...}."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind != "function":
-        raise ToolError("tool_choice", f'{where} has the type {kind!r}; only "function" is supported')
+        raise FieldError("tool_choice", f'{where} has the type {kind!r}; only "function" is supported')
     function = value.get("function", value)
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in names:
-        raise ToolError("tool_choice", f"{where} names {name!r}, which is not one of tools; give one of their names")
+        raise FieldError("tool_choice", f"{where} names {name!r}, which is not one of tools; give one of their names")
     return str(name)
 
 
 def _entries(value: Any) -> list[Any]:
     if value is not None and not isinstance(value, list):
-        raise ToolError("tools", "tools is not a list; give a list of functions")
+        raise FieldError("tools", "tools is not a list; give a list of functions")
     return value or []
 
 
@@ -108,7 +108,9 @@ def _read_tool(where: str, entry: Any) -> Tool:
     _check_type(where, entry)
     function = entry.get("function")
     if not isinstance(function, Mapping):
-        raise ToolError("tools", f'{where} has no "function"; give {{"type": "function", "function": {{"name": ...}}}}')
+        raise FieldError(
+            "tools", f'{where} has no "function"; give {{"type": "function", "function": {{"name": ...}}}}'
+        )
     return _read_function(f"{where}.function", function)
 
 
@@ -120,28 +122,28 @@ def _read_flat_tool(where: str, entry: Any) -> Tool:
 def _check_type(where: str, entry: Any) -> None:
     kind = entry.get("type") if isinstance(entry, Mapping) else None
     if kind != "function":
-        raise ToolError("tools", f'{where} has the type {kind!r}; only "function" is supported')
+        raise FieldError("tools", f'{where} has the type {kind!r}; only "function" is supported')
 
 
 def _read_function(where: str, function: Mapping[str, Any]) -> Tool:
     name, description = function.get("name"), function.get("description")
     parameters = function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ToolError(
+        raise FieldError(
             "tools", f"{where} has the name {name!r}; give 1 to 128 letters, digits, underscores, dashes and dots"
         )
     if description is not None and not isinstance(description, str):
-        raise ToolError("tools", f"the description of {where} is not a text; give one, or leave it out")
+        raise FieldError("tools", f"the description of {where} is not a text; give one, or leave it out")
     if parameters is None:
         return Tool(name, description or "", _NO_PARAMETERS)
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise ToolError(
+        raise FieldError(
             "tools", f'the parameters of {where} are not the JSON schema of an object; give "type": "object"'
         )
     try:
-        json.dumps(parameters).encode()
+        json.dumps(parameters, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ToolError("tools", f"the parameters of {where} are no JSON schema ({error}); give one") from None
+        raise FieldError("tools", f"the parameters of {where} are no JSON schema ({error}); give one") from None
     return Tool(name, description or "", {"type": "object", "properties": {}, **parameters})
 
 
@@ -149,6 +151,6 @@ def _unique(tools: list[Tool]) -> list[Tool]:
     seen: set[str] = set()
     for tool in tools:
         if tool.name in seen:
-            raise ToolError("tools", f"two tools have the name {tool.name!r}; give each another name")
+            raise FieldError("tools", f"two tools have the name {tool.name!r}; give each another name")
         seen.add(tool.name)
     return tools

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from yalis.server.tools.definitions import Tool, ToolError
+from yalis.errors import YalisError
+from yalis.messages import check_messages
+from yalis.server.tools.definitions import FieldError, Tool
 from yalis.server.tools.formats import ToolFormat
 from yalis.types import Message
 
@@ -33,8 +35,21 @@ def render_messages(
     """Return the messages as the chat template expects them.
 
     Calls of earlier answers get their arguments as a mapping. If the template does not render tools, calls and their
-    results become text, and a system message describes the tools. Raises ToolError for malformed calls.
+    results become text, and a system message describes the tools. Raises FieldError for malformed messages.
     """
+    try:
+        return _render(check_messages(list(messages)), tools, tool_format, chat_template)
+    except FieldError:
+        raise
+    except YalisError as error:
+        raise FieldError("messages", str(error)) from error
+    except RecursionError:
+        raise FieldError("messages", "the messages or the tools are nested too deeply") from None
+
+
+def _render(
+    messages: Sequence[Message], tools: Sequence[Tool], tool_format: ToolFormat, chat_template: str
+) -> list[Message]:
     cleaned = [_clean(f"messages[{index}]", message) for index, message in enumerate(messages)]
     if "developer" not in chat_template:  # the newer name of the role
         cleaned = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in cleaned]
@@ -53,11 +68,13 @@ def _clean(where: str, message: Message) -> Message:
     Clients send messages back as they got them. Templates check whether a message has "tool_calls", not their value.
     """
     cleaned = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(cleaned.get("tool_call_id", ""), str):
+        raise FieldError("messages", f"the tool_call_id of {where} is not a text; give the id of a call")
     calls = cleaned.pop("tool_calls", None)
     if not calls:
         return cleaned
     if message.get("role") != "assistant" or not isinstance(calls, list):
-        raise ToolError("messages", f"{where} has tool_calls; only messages of the assistant have them, as a list")
+        raise FieldError("messages", f"{where} has tool_calls; only messages of the assistant have them, as a list")
     cleaned["tool_calls"] = [_clean_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     cleaned.setdefault("content", "")  # some templates read it
     return cleaned
@@ -66,10 +83,12 @@ def _clean(where: str, message: Message) -> Message:
 def _clean_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ToolError("messages", f'{where} is malformed; give {{"id", "type", "function": {{"name", "arguments"}}}}')
+        raise FieldError(
+            "messages", f'{where} is malformed; give {{"id", "type", "function": {{"name", "arguments"}}}}'
+        )
     id = call.get("id")
     if not isinstance(id, str):
-        raise ToolError("messages", f"{where} has no id; give the id that the answer had")
+        raise FieldError("messages", f"{where} has no id; give the id that the answer had")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # of an answer that was cut off; templates print a text as it is
@@ -130,7 +149,7 @@ def _describe_calls(messages: Sequence[Message]) -> list[Message]:
     results: list[str] = []
     for message in [*messages, None]:
         if message is not None and message.get("role") == "tool":
-            results.append(f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>")
+            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
             continue
         if results:
             described.append({"role": "user", "content": "\n".join(results)})
@@ -143,7 +162,7 @@ def _describe_calls(messages: Sequence[Message]) -> list[Message]:
 def _describe_message(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
-    parts = [text] if (text := _text(message["content"])) else []
+    parts = [message["content"]] if message["content"] else []
     for call in message["tool_calls"]:
         parts.append(f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>")
     return {"role": "assistant", "content": "\n".join(parts)}
@@ -153,16 +172,9 @@ def _add_instructions(messages: Sequence[Message], tools: Sequence[Tool], chat_t
     """Add the description of the tools to the system message, or to the first message if there cannot be one."""
     lines = [json.dumps(tool.as_template_variable(), ensure_ascii=False) for tool in tools]
     text = _INSTRUCTIONS.format(tools="\n".join(lines))
-    first = messages[0] if messages else {}
+    first = messages[0]
     if first.get("role") in ("system", "developer"):
-        return [{**first, "content": f"{_text(first.get('content'))}\n\n{text}"}, *messages[1:]]
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
     if _NO_SYSTEM_MESSAGES.search(chat_template) and first.get("role") == "user":
-        return [{**first, "content": f"{text}\n\n{_text(first.get('content'))}"}, *messages[1:]]
+        return [{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
-
-
-def _text(content: Any) -> str:
-    """Return the text of a message, which may be a list of parts."""
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content if isinstance(part, Mapping) and part.get("type") == "text")
-    return content if isinstance(content, str) else ""

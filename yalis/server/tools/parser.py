@@ -58,6 +58,11 @@ class ToolCallParser:
         self._call = _Call()
         self._reader = self._read_text()
 
+    @property
+    def num_calls(self) -> int:
+        """The calls that were found so far, including dropped ones."""
+        return self._num_calls
+
     def feed(self, text: str) -> list[ParsedDelta]:
         """Read more text and return what is now certain."""
         for char in text:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from yalis.server.tools.definitions import Tool, ToolChoice, ToolError
+from yalis.server.tools.definitions import FieldError, Tool, ToolChoice
 from yalis.server.tools.formats import ToolFormat, choose_format
 from yalis.server.tools.history import render_messages
 from yalis.server.tools.parser import ToolCallParser
@@ -46,7 +46,7 @@ class ToolRequest:
         """
         required = self.structured_outputs()
         if self.active and sampling.structured_outputs is not None:
-            raise ToolError(field, f'{field} is set with tools; give one of them, or tool_choice "none"')
+            raise FieldError(field, f'{field} is set with tools; give one of them, or tool_choice "none"')
         return replace(
             sampling,
             structured_outputs=required or sampling.structured_outputs,
