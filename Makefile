@@ -5,6 +5,7 @@
 # make faults  every fault in every phase of every split, and how the job ends; JOBS=N at a time, CASES="kill-*-tp2-*"
 # make fuzz    20,000 mutated hellos and model files, each under limits of time and memory; COUNT=N, SEED=N
 # make soak    requests for MINUTES=10 over dp 2 and pp 2, with the memory of every rank sampled
+# make serve-soak   REQUESTS=10000 requests to a server, from clients that also leave, stall and stop
 # make gpu-test   the GPU tests, with the python3 that has torch installed
 # make gpu-bench   benchmarks of one GPU against its lower bounds; OUT=FOLDER, STEPS="table profile"
 # make peers   install the engines that benchmarks compare with into their own environment (large, once)
@@ -24,7 +25,7 @@ SYSTEM ?= tests/system/install.sh
 JOB_TESTS := tests/multiprocess tests/launchers tests/multihost tests/faults
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: demo test test-full lint faults fuzz soak fetch system gpu-test gpu-bench peers clean help
+.PHONY: demo test test-full lint faults fuzz soak serve-soak fetch system gpu-test gpu-bench peers clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -70,6 +71,9 @@ fuzz: $(VENV)/.installed-test
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) --dp 2 --pp 2 --out benchmarks/reports/soak/soak.json
+
+serve-soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.soak.serve --requests $(or $(REQUESTS),10000) --out benchmarks/reports/soak/serve.json
 
 FAULT_RESULTS := benchmarks/reports/faults
 faults: $(VENV)/.installed-test

@@ -44,6 +44,8 @@ LOADS_A_MODEL = re.compile(r"yalis (generate|chat|batch|profile|bench (latency|t
 GPU = "needs an NVIDIA GPU"
 NETWORK = "needs network access, and changes the environment"
 THIS = "is how this test is run"
+SERVED = "needs a running server; test_study_serve.py runs it against one"
+MEASURE = "yalis bench serve --url http://127.0.0.1:8000"
 LAB = "needs root and takes minutes; tests/multihost runs it with small sizes"
 
 #: Commands that are not run here, and why. Each must be in a page.
@@ -57,6 +59,13 @@ NOT_RUN = {
     "make faults": "takes 20 minutes; `make test` runs a pairwise cover of it",
     "make fuzz": "takes 10 minutes; test_fuzz.py runs some of its inputs",
     "make soak": "takes 10 minutes",
+    "make serve-soak": "takes minutes; test_server_soak.py sends 500 of its requests",
+    f"{MEASURE} --concurrency 1,8,64": SERVED,
+    "guidellm run --backend kind=openai_http,target=http://127.0.0.1:8000 --profile kind=concurrent,streams=4 "
+    "--constraint kind=max_requests,count=20 --data kind=synthetic_text,prompt_tokens=32,output_tokens=32 "
+    "--tokenizer kind=hf_auto,model=FOLDER --output kind=json,path=guidellm.json": "needs GuideLLM and a server",
+    f"{MEASURE} --concurrency 1,8,64 --workload 64x128x128 --out results": SERVED,
+    f"{MEASURE} --rate 1,2,4,8 --workload chat:200 --api-key-file key --out results": SERVED,
     "python benchmarks/compare_cpu.py TREE_A TREE_B --turns 20 --out FILE": "needs two checkouts and takes minutes",
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
     "make lint": "is part of `make test`",

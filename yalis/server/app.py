@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 
 from yalis import __version__
 from yalis.server import chat, completions, metrics, models, tokens
-from yalis.server.errors import add_handlers
+from yalis.server.errors import ErrorBody, add_handlers
 from yalis.server.gate import Gate
 from yalis.server.state import ServerState
 
@@ -16,7 +16,16 @@ ROUTERS = (chat.router, completions.router, metrics.router, models.router, token
 
 
 def build_app(state: ServerState) -> ASGIApp:
-    api = FastAPI(title="YALIS", version=__version__, docs_url=None, redoc_url=None)  # those pages load scripts
+    api = FastAPI(
+        title="YALIS",
+        version=__version__,
+        docs_url=None,  # these pages load scripts
+        redoc_url=None,
+        responses={
+            "4XX": {"model": ErrorBody, "description": "The request is refused; the message says why."},
+            "5XX": {"model": ErrorBody, "description": "The server shuts down, or the model has failed."},
+        },
+    )
     api.state.server = state
     add_handlers(api)
     for router in ROUTERS:

@@ -58,14 +58,15 @@ class ChatAnswer:
         }
 
     async def chunks(self, stream: RequestStream) -> AsyncIterator[bytes]:
-        wants_usage = self._body.stream_options is not None and self._body.stream_options.include_usage
         header = Header("chatcmpl", "chat.completion.chunk", self._model)
-        encoder = ChunkEncoder(header, null_usage=wants_usage)
+        encoder = ChunkEncoder(header, self._body.stream_options)
+        encoder.count(sum(map(len, stream.prompt_token_ids)), 0)
         for index in range(self._body.n or 1):
             yield encoder.chunk(
                 f'"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null'
             )
         async for event in stream:
+            encoder.count(0, len(event.token_ids))
             logprobs = "null" if event.logprobs is None else encode(self._choices.chat_logprobs(event.logprobs))
             extra = f',"token_ids":{event.token_ids}' if self._body.return_token_ids else ""
             if event.text or event.logprobs or extra:
@@ -75,7 +76,7 @@ class ChatAnswer:
                 )
             if event.completion is not None:
                 yield encoder.chunk(self._last_choice(event, event.completion))
-            if event.output is not None and wants_usage:
+            if event.output is not None and encoder.wants_usage:
                 yield encoder.usage(output_usage([event.output]))
 
     def _choice(self, completion: Completion) -> dict[str, Any]:

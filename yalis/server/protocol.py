@@ -106,6 +106,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # of vLLM, with include_usage: every chunk has the usage so far
     include_obfuscation: bool | None = None  # there is no padding that could be left out
 
 
