@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import llm_comply
 import openai
+import pydantic
 import pytest
 from llm_comply import runner
 from llm_comply.config import ComplianceConfig
@@ -21,6 +22,8 @@ from openai import AsyncOpenAI, OpenAI
 from tests.scripted_model import save_scripted
 from tests.server import RunningServer, running_server
 from yalis import LLM
+from yalis.errors import YalisFailure
+from yalis.server.response_events import ResponseEvents
 
 #: Hermes' format. The last character of a conversation selects what the model answers.
 TEMPLATE = """\
@@ -229,6 +232,29 @@ def test_the_text_of_a_response_has_a_schema(client: OpenAI) -> None:
     assert response.text.format.name == "city"
 
 
+class GetWeather(pydantic.BaseModel):
+    city: Literal["Paris", "New York"]
+
+
+def test_helpers_of_the_client(client: OpenAI) -> None:
+    """They make tools and schemas from classes, and collect streams."""
+    tool = openai.pydantic_function_tool(GetWeather)
+    asked: Any = {"model": "tiny", "messages": ask("!"), "tools": [tool], "tool_choice": "required"}
+    [call, *_] = client.chat.completions.parse(**asked, parallel_tool_calls=False).choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, GetWeather)
+    with client.chat.completions.stream(model="tiny", messages=ask("2"), tools=TOOLS) as stream:
+        kinds = {event.type for event in stream}
+        assert "tool_calls.function.arguments.done" in kinds
+        assert calls_of(stream.get_final_completion().choices[0].message) == EXPECTED["2"][1]
+    with client.responses.stream(model="tiny", input="!", text_format=GetWeather) as events:
+        assert events.until_done().get_final_response().output_parsed is not None
+    response = client.responses.parse(
+        model="tiny", input="!", tools=[openai.pydantic_function_tool(GetWeather)["function"] | {"type": "function"}],  # type: ignore[list-item]
+        tool_choice={"type": "function", "name": "GetWeather"},
+    )  # fmt: skip
+    assert isinstance(response.output[0].parsed_arguments, GetWeather)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -361,6 +387,19 @@ def test_an_empty_answer_is_an_empty_message(client: OpenAI) -> None:
     response = client.responses.create(model="tiny", input="?")
     assert [(item.type, item.status) for item in response.output] == [("message", "completed")]
     assert response.output_text == ""
+
+
+def test_a_failure_is_an_event_and_an_exception(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise YalisFailure("rank 1 has died")
+
+    monkeypatch.setattr(ResponseEvents, "finish", fail)
+    kinds = []
+    with pytest.raises(openai.APIError, match="the model failed: rank 1 has died"):  # noqa: PT012
+        for event in client.responses.create(model="tiny", input="!", stream=True):
+            kinds.append(event.type)
+    assert kinds[-1] == "response.failed"
+    assert "response.completed" not in kinds
 
 
 def test_logprobs_of_a_response(client: OpenAI) -> None:
