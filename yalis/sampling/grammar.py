@@ -7,6 +7,7 @@ compilation and of each mask.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -33,12 +34,19 @@ _LIMITS = {
     "step_max_items": 50_000,
     "verbose_errors": False,
 }
-# The automaton of multipleOf has a state for each remainder; compiling a million of them takes 8 s.
+# Compiling a million remainders takes 8 s.
 _MAX_MULTIPLE = 100_000
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 # Seconds to wait for the compilations of other threads. One at a time bounds their memory.
 _MAX_WAIT = 30.0
-# A space, or a line break with indentation: models that may write any whitespace sometimes write nothing else.
-_JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ \t]{0,32}", "lenient": False, "coerce_one_of": False}
+_JSON_OPTIONS = {
+    # A space, or a line break with indentation: models that may write any whitespace sometimes write nothing else.
+    "whitespace_pattern": r"[ ]|\n[ \t]{0,32}",
+    # No \u: "n\u0061me" is the property "name", and llguidance would check it as a property of another name.
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": False,
+    "lenient": False,
+}
 
 Bits = NDArray[np.int32]
 
@@ -106,9 +114,7 @@ class GrammarCompiler:
         found = self._find(key)
         if found is None:
             if not self._compiling.acquire(timeout=_MAX_WAIT):
-                raise YalisError(
-                    f"structured_outputs: other schemas have compiled for {_MAX_WAIT:g} s; try again later"
-                )
+                raise YalisError(f"structured_outputs waited {_MAX_WAIT:g} s for other schemas to compile; try again")
             try:
                 found = self._find(key)  # another thread may have compiled it meanwhile
                 if found is None:
@@ -145,7 +151,7 @@ class GrammarCompiler:
                 reason = matcher.error if first is None else "NoExtension"
                 if "NoExtension" in reason:
                     reason = "no text matches it"
-                raise YalisError(f"{wanted.kind} of structured_outputs cannot be used: {_shorten(reason)}")
+                raise YalisError(f"structured_outputs.{wanted.kind} cannot be used: {_shorten(reason)}")
         except YalisError as error:
             return error
         return matcher
@@ -170,17 +176,37 @@ class GrammarCompiler:
                 f"structured_outputs needs a fast tokenizer and that of {self._model} is a slow one; give the folder "
                 "of one with tokenizer.json with tokenizer="
             )
-        described = json.loads(backend.to_str())
-        described["truncation"] = described["padding"] = None
-        # An added token such as <tool_call> marks structure, also where it is not special. As special tokens they are
-        # no text to llguidance: strings of an answer do not contain them.
-        for added in described["added_tokens"]:
-            added["special"] = True
-        self._token_ids = {str(added["content"]): int(added["id"]) for added in described["added_tokens"]}
+        described, self._token_ids = _describe(backend.to_str())
         size = max(self._vocab_size, tokenizer.vocab_size)
         self._eos_bits = np.zeros(-(-size // 32), np.int32)
         set_bits(self._eos_bits, self._eos)
         return library.LLTokenizer(json.dumps(described), n_vocab=size, eos_token=sorted(self._eos))
+
+
+def _describe(text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return a tokenizer.json for llguidance, and the added tokens by content.
+
+    An added token such as <tool_call> marks structure, also where it is not special. As special tokens they are no text
+    to llguidance: strings of an answer do not contain them. They are renamed, because llguidance tokenizes texts that a
+    grammar prescribes, and those must not contain them either.
+    """
+    described = json.loads(text)
+    described["truncation"] = described["padding"] = described["post_processor"] = None
+    token_ids, renamed = {}, {}
+    for added in described["added_tokens"]:
+        content, token = str(added["content"]), int(added["id"])
+        token_ids[content] = token
+        renamed[content] = f"\ufdd0{token}\ufdd0"  # a noncharacter, which no text has
+        added.update(special=True, content=renamed[content])
+    model = described["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {renamed.get(piece, piece): token for piece, token in vocab.items()}
+    elif isinstance(vocab, list):  # of a unigram model
+        model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    return described, token_ids
 
 
 def set_bits(bits: Bits, tokens: Iterable[int]) -> None:
@@ -233,7 +259,7 @@ def _write_grammar(wanted: StructuredOutputs, token_ids: dict[str, int]) -> str:
         try:
             text = gbnf_to_lark(text)
         except Exception as error:  # its parser raises bare exceptions
-            raise YalisError(f"grammar of structured_outputs cannot be used: {_shorten(str(error))}") from None
+            raise YalisError(f"structured_outputs.grammar cannot be used: {_shorten(str(error))}") from None
     return str(matchers.grammar_from_lark(text))
 
 
@@ -273,22 +299,28 @@ def _add_options(text: str) -> dict[str, Any]:
 
 
 def _check_schema(schema: Any) -> None:
-    """Raise YalisError for a multipleOf whose automaton would be huge."""
+    """Raise YalisError for what llguidance would compile for very long, or wrongly."""
     pending = [schema]
     while pending:
         value = pending.pop()
         if isinstance(value, list):
             pending += value
         elif isinstance(value, dict):
-            pending += value.values()
-            multiple = value.get("multipleOf")
-            if isinstance(multiple, (int, float)) and not isinstance(multiple, bool):
-                digits = f"{multiple:.12f}".replace(".", "").rstrip("0") if isinstance(multiple, float) else multiple
-                if int(digits or 0) > _MAX_MULTIPLE:
-                    raise YalisError(
-                        f"structured_outputs cannot honour multipleOf {multiple}; give one of at most "
-                        f"{_MAX_MULTIPLE}, or remove it"
-                    )
+            pending += (*value, *value.values())
+            _check_multiple(value.get("multipleOf"))
+        elif isinstance(value, str) and _CONTROL.search(value):  # could only be written as \\u, see _JSON_OPTIONS
+            raise YalisError(f"structured_outputs cannot honour the control character in {value!r}; remove it")
+
+
+def _check_multiple(multiple: Any) -> None:
+    """The automaton of multipleOf has a state for each remainder."""
+    if isinstance(multiple, (int, float)) and not isinstance(multiple, bool):
+        digits = f"{multiple:.12f}".replace(".", "").rstrip("0") if isinstance(multiple, float) else multiple
+        if int(digits or 0) > _MAX_MULTIPLE:
+            raise YalisError(
+                f"structured_outputs cannot honour multipleOf {multiple}; give one of at most {_MAX_MULTIPLE}, or "
+                "remove it"
+            )
 
 
 def _shorten(reason: str) -> str:

@@ -130,6 +130,8 @@ class GenerationRequest(ApiRequest):
     n: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
 
     def check_stream(self) -> None:
