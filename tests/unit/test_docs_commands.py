@@ -50,6 +50,18 @@ LAB = "needs root and takes minutes; tests/multihost runs it with small sizes"
 
 #: Commands that are not run here, and why. Each must be in a page.
 NOT_RUN = {
+    "yalis serve --max-model-len 1024": "runs until it is stopped",
+    **dict.fromkeys(
+        (
+            "llm-comply -u http://127.0.0.1:8000/v1 -k none -m smollm2-135m --format openai-chat -f "
+            "chat-basic-response,chat-system-prompt,chat-multi-turn,chat-tool-calling,chat-streaming-response,"
+            "chat-streaming-usage,chat-error-handling",
+            "llm-comply -u http://127.0.0.1:8000/v1 -k none -m smollm2-135m --format open-responses -f "
+            "basic-response,system-prompt,multi-turn,tool-calling,streaming-response,streaming-usage,assistant-phase,"
+            "response-output-phase-schema,compact-response,compact-missing-model,error-handling",
+        ),
+        "needs a running server; tests/unit/test_server_tools.py runs its cases",
+    ),
     "make demo": "CI runs it first; installs into .venv",
     "make demo TORCH='torch==2.12.0'": NETWORK,
     "make test": THIS,
