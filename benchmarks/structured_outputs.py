@@ -219,7 +219,7 @@ def main() -> int:
         **result,
     }
     text = json.dumps(result, indent=2)
-    print(text)
+    sys.stdout.write(text + "\n")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text + "\n")
