@@ -378,6 +378,7 @@ function listen() {
   byId("input").addEventListener("keydown", onInputKey);
   byId("input").addEventListener("input", onInput);
   byId("log").addEventListener("scroll", onScroll, { passive: true });
+  new ResizeObserver(() => scrollToEnd()).observe(byId("log")); // a keyboard opens, or the field grows
   document.addEventListener("keydown", onKey);
   window.addEventListener("storage", onStorage);
   window.addEventListener("pagehide", () => {
