@@ -125,8 +125,8 @@ function describeAnswer({ stats, state, finish, error }) {
 
 /** Enter sends, unless it ends a composition of an input method or a touch keyboard shows it as a new line. */
 function isSendKey(event) {
-  const touch = matchMedia("(hover: none) and (pointer: coarse)").matches;
-  return event.key === "Enter" && !event.shiftKey && !event.isComposing && (!touch || event.ctrlKey || event.metaKey);
+  const sends = !isTouch() || event.ctrlKey || event.metaKey;
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing && sends;
 }
 
 function fitHeight(field) {
