@@ -154,16 +154,20 @@ class AsyncLLM:
             while not self._closing:
                 self._work.wait()
                 self._work.clear()
+                self._announce()  # requests that were cancelled between two steps
                 while not self._closing and self._requests.has_work:
                     self._requests.advance_once(self._has_changed)
-                    if self._changed:
-                        self._loop.call_soon_threadsafe(self._wake)
+                    self._announce()
         except BaseException as error:
             failure = error if isinstance(error, YalisFailure) else YalisFailure(describe_error(error))
             if failure is not error:
                 failure.__cause__ = error
             self._failure = failure
             self._loop.call_soon_threadsafe(self._fail, failure)
+
+    def _announce(self) -> None:
+        if self._changed:
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _has_changed(self) -> bool:
         return bool(self._changed)
