@@ -1,10 +1,12 @@
 # make demo    install into .venv and run a small model; needs only Python 3.10+
+# make serve   serve the small model, with a chat page on http://127.0.0.1:8000; FLAGS="--port 8001"
 # make test    lint, types, import direction and CPU tests; what CI runs
 # make test-full   make test plus all combinations of options
 # make lint    ruff, mypy and the import direction only
 # make faults  every fault in every phase of every split, and how the job ends; JOBS=N at a time, CASES="kill-*-tp2-*"
 # make fuzz    20,000 mutated hellos and model files, each under limits of time and memory; COUNT=N, SEED=N
 # make soak    requests for MINUTES=10 over dp 2 and pp 2, with the memory of every rank sampled
+# make serve-soak   REQUESTS=10000 requests to a server, from clients that also leave, stall and stop
 # make gpu-test   the GPU tests, with the python3 that has torch installed
 # make gpu-bench   benchmarks of one GPU against its lower bounds; OUT=FOLDER, STEPS="table profile"
 # make peers   install the engines that benchmarks compare with into their own environment (large, once)
@@ -24,7 +26,7 @@ SYSTEM ?= tests/system/install.sh
 JOB_TESTS := tests/multiprocess tests/launchers tests/multihost tests/faults
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: demo test test-full lint faults fuzz soak fetch system gpu-test gpu-bench peers clean help
+.PHONY: demo serve test test-full lint faults fuzz soak serve-soak fetch system gpu-test gpu-bench peers clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -46,6 +48,13 @@ fetch: $(VENV)/.installed
 
 demo: fetch
 	$(BIN)/python examples/demo.py
+
+$(VENV)/.installed-serve: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e '.[serve]'
+	@touch $@
+
+serve: $(VENV)/.installed-serve fetch
+	$(BIN)/yalis serve $(FLAGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -70,6 +79,9 @@ fuzz: $(VENV)/.installed-test
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) --dp 2 --pp 2 --out benchmarks/reports/soak/soak.json
+
+serve-soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.soak.serve --requests $(or $(REQUESTS),10000) --out benchmarks/reports/soak/serve.json
 
 FAULT_RESULTS := benchmarks/reports/faults
 faults: $(VENV)/.installed-test

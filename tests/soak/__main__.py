@@ -7,30 +7,23 @@ import gc
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests import tokenizer_files
-from tests.soak.growth import fit_growth
 from tests.soak.load import Load
+from tests.soak.memory import NOISE_MIB, WARM_UP, MemorySampler, find_growth, format_rows
 from yalis import LLM
 from yalis.engine.engine import Engine
 from yalis.engine.replicas import ReplicaRouter
 
-#: Growth in MiB per minute that counts as noise. It is written to the result.
-NOISE_MIB = 0.1
-#: The fraction of the run that is not evaluated. In it, KV blocks are touched for the first time, and the malloc arena
-#: of each thread that runs steps grows to the size that the largest step needs.
-WARM_UP = 1 / 3
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -71,23 +64,17 @@ def soak(llm: LLM, minutes: float, seed: int, trace: bool = False) -> dict[str, 
     pids = [member.pid for member in llm._world.members]
     load = Load(llm, seed)
     load.start()
-    with tempfile.NamedTemporaryFile() as file:
-        sampler = subprocess.Popen([sys.executable, "-m", "tests.soak.sampler", file.name, *map(str, pids)])
-        try:
-            time.sleep(60 * minutes * WARM_UP)
-            before = tracemalloc_snapshot(trace)
-            objects = len(gc.get_objects())
-            load.wait(60 * minutes * (1 - WARM_UP))
-        finally:
-            sampler.terminate()
-            sampler.wait()
-        if before is not None:
-            _print_growth(before)
-        samples = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
+    with MemorySampler(pids) as sampler:
+        time.sleep(60 * minutes * WARM_UP)
+        before = tracemalloc_snapshot(trace)
+        objects = len(gc.get_objects())
+        load.wait(60 * minutes * (1 - WARM_UP))
+    if before is not None:
+        _print_growth(before)
     load.stop()
-    rows = [_summarize(rank, samples) for rank in range(len(pids))]
+    rows = sampler.rows()
     blocks = count_blocks(llm)
-    problems = [*load.errors, *(problem for row in rows for problem in _find_problems(row))]
+    problems = [*load.errors, *(problem for row in rows for problem in find_growth(row))]
     if any(blocks.values()) or llm.num_unfinished:
         problems.append(f"after the last request {blocks} KV blocks and {llm.num_unfinished} requests are left")
     return {
@@ -100,8 +87,7 @@ def soak(llm: LLM, minutes: float, seed: int, trace: bool = False) -> dict[str, 
         "blocks_in_use": blocks,
         "problems": problems,
         "python_objects_of_rank_0": [objects, len(gc.get_objects())],
-        "seconds": [one["s"] for one in samples],
-        "uss_mib": [[one["ranks"][rank]["uss_mib"] for one in samples] for rank in range(len(pids))],
+        **sampler.series(),
     }
 
 
@@ -111,28 +97,6 @@ def count_blocks(llm: LLM) -> dict[str, int]:
     local = engine.local if isinstance(engine, ReplicaRouter) else engine
     assert isinstance(local, Engine)
     return {"rank 0": local.scheduler.blocks.in_use}
-
-
-def _summarize(rank: int, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    kept = [one for one in samples if one["s"] >= WARM_UP * samples[-1]["s"]]
-    own = [one["ranks"][rank] for one in kept]
-    fitted = fit_growth([one["s"] for one in kept], [one["uss_mib"] for one in own])
-    row: dict[str, Any] = {"rank": rank}
-    row["uss_mib"] = {"first": own[0]["uss_mib"], "last": own[-1]["uss_mib"]}
-    row["uss_mib"] |= {key: round(value, 4) for key, value in asdict(fitted).items()}
-    for name in ("descriptors", "threads"):
-        row[name] = {"first": own[0][name], "last": own[-1][name], "most": max(one[name] for one in own)}
-    return row
-
-
-def _find_problems(row: dict[str, Any]) -> list[str]:
-    problems = []
-    if row["uss_mib"]["low"] > NOISE_MIB:
-        problems.append(f"rank {row['rank']} grows by {row['uss_mib']['per_minute']:.2f} MiB/min")
-    for name in ("descriptors", "threads"):
-        if row[name]["last"] > row[name]["first"]:
-            problems.append(f"rank {row['rank']} has {row[name]['last']:g} {name}, and had {row[name]['first']:g}")
-    return problems
 
 
 def tracemalloc_snapshot(trace: bool) -> tracemalloc.Snapshot | None:
@@ -155,14 +119,7 @@ def _print_growth(snapshot: tracemalloc.Snapshot) -> None:
 def format_result(result: dict[str, Any]) -> str:
     """Return the growth of each rank as a table, and the problems."""
     lines = [f"{result['minutes']:g} min, dp {result['dp']} pp {result['pp']} tp {result['tp']}: {result['requests']}"]
-    lines.append(f"{'rank':<6}{'USS MiB':>18}{'MiB/min':>10}{'95% interval':>20}{'descriptors':>14}{'threads':>9}")
-    for row in result["ranks"]:
-        uss = row["uss_mib"]
-        span, interval = f"{uss['first']:.1f} to {uss['last']:.1f}", f"{uss['low']:+.3f} to {uss['high']:+.3f}"
-        lines.append(
-            f"{row['rank']:<6}{span:>18}{uss['per_minute']:>+10.3f}{interval:>20}"
-            f"{row['descriptors']['last']:>14g}{row['threads']['last']:>9g}"
-        )
+    lines += format_rows(result["ranks"])
     return "\n".join([*lines, *result["problems"]] if result["problems"] else [*lines, "no growth, no leak"])
 
 

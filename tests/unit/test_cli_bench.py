@@ -20,6 +20,7 @@ from yalis.errors import YalisError
         "bench throughput --requests 0",
         "bench pipeline --cuts 3",
         "bench slice --tp 2 --rank 2",
+        "bench serve --url http://127.0.0.1:1 --rate 0",
         "bench allreduce --ranks 1",
         "bench kernels --rows 0",
         "profile --workload 1x1x1",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripted_server import MODELS, Received, ScriptedServer, Step, answer, stream, token, usage
 from tests.terminal import Terminal
 from tests.tiny_chat import save_tiny_chat
 from yalis.study import results
@@ -99,6 +100,25 @@ def test_bench_latency_keeps_finished_workloads(model: str, tmp_path: Path) -> N
     assert result.notes == ["stopped after 1 of 2 workloads"]
 
 
+def test_bench_serve_keeps_finished_points(tmp_path: Path) -> None:
+    def script(request: Received) -> list[Step]:
+        if request.path != "/v1/completions":
+            return [answer(200, MODELS)]
+        count = request.body["max_tokens"]
+        slow = len(server.received) > 6  # the requests of the second point
+        return stream([*[token()] * count, usage(4, count)], seconds=30.0 if slow else 0.1)
+
+    with ScriptedServer(script) as server:
+        words = ["bench", "serve", "--url", server.url, "--concurrency", "1,2", "--workload", "4x4x4", "--warmup", "0"]
+        output = _stop(
+            [*words, "--out", str(tmp_path / "kept")], b"concurrency 2: 0 of 4 requests, 2", tmp_path / "out"
+        )
+    (path,) = (tmp_path / "kept").iterdir()
+    assert _messages(output) == [f"yalis: wrote {path}".encode(), b"yalis: stopped: 1 of 2 points done"]
+    assert "Stopped after 1 of 2 points." in (tmp_path / "out").read_text()
+    assert [row["concurrency"] for row in results.read(path).rows] == [1]
+
+
 @pytest.mark.parametrize(
     ("words", "moment"),
     [
@@ -172,3 +192,23 @@ def test_an_unfinished_report_leaves_the_old_page(tmp_path: Path) -> None:
     assert page.read_text() == "an older page"
     assert set(tmp_path.iterdir()) == {page, aside}
     assert not list(aside.iterdir())
+
+
+@pytest.mark.parametrize("sigint", ["SIG_DFL", "SIG_IGN"])  # the shell ignores Ctrl-C for jobs in the background
+def test_sigusr1_stops_as_sigterm_does(sigint: str) -> None:
+    script = f"""
+import signal
+signal.signal(signal.SIGINT, signal.{sigint})
+from yalis.cli.signals import ignore_sigusr1, sigterm_as_ctrl_c, sigusr1_as_sigterm
+ignore_sigusr1()
+signal.raise_signal(signal.SIGUSR1)
+with sigterm_as_ctrl_c(), sigusr1_as_sigterm() as came:
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    except KeyboardInterrupt:
+        print("stopped", came == [signal.SIGUSR1])
+signal.raise_signal(signal.SIGUSR1)
+print("ignored")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.returncode) == ("stopped True\nignored\n", 0), done.stderr

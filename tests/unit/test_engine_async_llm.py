@@ -60,7 +60,7 @@ def test_events_add_up_to_the_result_of_generate(llm: LLM) -> None:
         assert [(one.text, one.token_ids) for one in output.completions] == [
             (one.text, one.token_ids) for one in result.completions
         ]
-        for index, completion in enumerate(result.completions):
+        for index, completion in enumerate(output.completions):
             mine = [event for event in events if event.completion_index == index]
             assert "".join(event.text for event in mine) == completion.text
             assert [token for event in mine for token in event.token_ids] == completion.token_ids

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from yalis.comm.base import SingleRank
 from yalis.kernels import native
 from yalis.sampling import filters, random_sampling
 from yalis.sampling.batch import SamplingBatch, SamplingRow
+from yalis.sampling.grammar import set_bits
 from yalis.sampling.noise import hash_tokens
 from yalis.sampling.random_sampling import RandomSampling
 from yalis.sampling.sampled_tokens import SampledTokens
-from yalis.sampling.sampler import Sampler
+from yalis.sampling.sampler import Sampler, _adjust
 from yalis.sampling.vocab_shards import VocabShards
 from yalis.types import SamplingParams
 
@@ -182,7 +186,41 @@ def mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
     ]
     history = ([1, 2, 3, 3], [5, 5, 6])
     params = [SamplingParams(**kinds[i * 7 % len(kinds)]) for i in range(count)]
-    return [SamplingRow(params[i], i, 100 + i, history, (i % vocab,)) for i in range(count)]
+    masks = [make_mask(range(i, vocab, 3), vocab) if i % 3 == 0 else None for i in range(count)]
+    return [SamplingRow(params[i], i, 100 + i, history, (i % vocab,), masks[i]) for i in range(count)]
+
+
+def make_mask(allowed: Iterable[int], vocab: int) -> NDArray[np.int32]:
+    """Return the mask of structured outputs that allows these tokens."""
+    bits = np.zeros(-(-vocab // 32), np.int32)
+    set_bits(bits, allowed)
+    return bits
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    masks=st.lists(st.none() | st.sets(st.integers(0, 76)), min_size=1, max_size=5),
+    vocab=st.sampled_from([77, 64, 33, 8, 5]),
+    start=st.integers(0, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_masks_equal_a_row_wise_reference(
+    masks: list[set[int] | None], vocab: int, start: int, dtype: torch.dtype
+) -> None:
+    """Of the vocabulary and of a shard of it that begins and ends inside a byte of the mask."""
+    logits = torch.randn(len(masks), vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = [None if mask is None else {token % vocab for token in mask} for mask in masks]
+    packed = [None if mask is None else make_mask(mask, vocab) for mask in wanted]
+    rows = [SamplingRow(SamplingParams(), 0, 0, allowed=mask) for mask in packed]
+    shard = range(start, max(start + 1, vocab - start))
+    local = logits[:, shard.start : shard.stop]
+    found = _adjust(local, SamplingBatch.build(rows, shard, vocab, "cpu"))
+    expected = local.float().clone()
+    for i, mask in enumerate(wanted):
+        for column, token in enumerate(shard):
+            if mask is not None and token not in mask:
+                expected[i, column] = -math.inf
+    assert torch.equal(found.float(), expected)
 
 
 @pytest.mark.parametrize("vocab", [17, 1009, 8191])

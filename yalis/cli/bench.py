@@ -1,4 +1,4 @@
-"""Run benchmarks: latency, throughput, scaling, slice, pipeline, all-reduce and kernels; or compare two results."""
+"""Run benchmarks: latency, throughput, scaling, slice, serving, pipeline, all-reduce, kernels; or compare results."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from yalis.cli import (
     bench_compare,
     bench_replay,
     bench_scaling,
+    bench_serve,
     bench_slice,
     bench_throughput,
 )
@@ -56,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_shared_flags(latency)
     modules = {
         "throughput": bench_throughput, "scaling": bench_scaling, "slice": bench_slice, "compare": bench_compare,
-        "accuracy": bench_accuracy, "replay": bench_replay,
+        "accuracy": bench_accuracy, "replay": bench_replay, "serve": bench_serve,
     }  # fmt: skip
     for name, module in modules.items():
         module.add_flags(benchmarks.add_parser(name, help=module.ABOUT, description=module.ABOUT))
@@ -117,8 +118,8 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
         raise YalisError(
-            "no benchmark given; type `yalis bench NAME`, where NAME is latency, throughput, scaling, slice, compare, "
-            "accuracy, replay, pipeline, allreduce or kernels"
+            "no benchmark given; type `yalis bench NAME`, where NAME is latency, throughput, scaling, slice, serve, "
+            "compare, accuracy, replay, pipeline, allreduce or kernels"
         )
     from yalis.study import results
 
@@ -148,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
         bench_allreduce.finish(args, result)
     if args.benchmark == "slice":
         bench_slice.finish(result)
+    if args.benchmark == "serve":
+        bench_serve.finish(result)
     if args.benchmark == "kernels":
         from yalis.study.kernels.benchmark import check_correct
 
@@ -204,6 +207,7 @@ _BENCHMARKS: dict[str, Measure] = {
     "slice": bench_slice.measure,
     "accuracy": bench_accuracy.measure,
     "replay": bench_replay.measure,
+    "serve": bench_serve.measure,
     "pipeline": _pipeline,
     "allreduce": bench_allreduce.measure,
     "kernels": _kernels,

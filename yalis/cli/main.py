@@ -19,7 +19,7 @@ from yalis import __version__, env
 from yalis.cli import batch, bench, calibrate, chat, doctor, generate, lab, models, plan, profile, report, serve
 from yalis.cli.flags import Parser, engine_config, name_flags
 from yalis.cli.log_handler import configure_logging
-from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
+from yalis.cli.signals import INTERRUPTED, TERMINATED, ignore_sigusr1, sigterm_as_ctrl_c
 from yalis.cli.terminal import print_status
 from yalis.errors import NotJoined, YalisError, YalisFailure
 from yalis.launch import liveness
@@ -113,6 +113,8 @@ def _run(args: argparse.Namespace) -> int:
     """Run the verb on rank 0; under a launcher, the other ranks serve it until it returns."""
     run: Callable[[argparse.Namespace], int] = args.run
     liveness.reword = name_flags
+    if getattr(args, "drains_on_sigusr1", False):
+        ignore_sigusr1()
     if not getattr(args, "uses_engine", False) or detect_launcher().size == 1:
         return run(args)
     from yalis.engine.worker import lead_or_serve

@@ -1,4 +1,4 @@
-"""SIGTERM, which batch systems send before they kill a job, stops a command as Ctrl-C does."""
+"""SIGTERM and SIGUSR1, which batch systems send before they kill a job, stop a command as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+INTERRUPTED, TERMINATED, USER_SIGNAL = (128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 
 
 @contextmanager
@@ -47,6 +47,33 @@ def sigterm_as_ctrl_c() -> Iterator[list[int]]:
     finally:
         signal.signal(signal.SIGTERM, sigterm_handler)
         signal.signal(signal.SIGINT, sigint_handler)
+
+
+@contextmanager
+def sigusr1_as_sigterm() -> Iterator[list[int]]:
+    """Handle SIGUSR1 as SIGTERM is handled at that moment. Yields a list, non-empty once it came."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        handler = signal.getsignal(signal.SIGTERM)
+        if callable(handler):
+            handler(signal.SIGTERM, frame)
+
+    previous = signal.signal(signal.SIGUSR1, handle)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def ignore_sigusr1() -> None:
+    """Ignore SIGUSR1, which Slurm sends to all ranks; rank 0 handles it later. It would end the process."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _torch_is_loading() -> bool:

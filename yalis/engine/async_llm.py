@@ -88,7 +88,7 @@ class AsyncLLM:
         self._open.add(stream)  # before the prompts are tokenized, so that it counts
         try:
             submit = partial(self.llm.submit_all, list(prompts), chosen, stream.group, template_kwargs)
-            if self._is_quick(prompts):
+            if self._is_quick(prompts) and chosen.structured_outputs is None:  # whose compilation may take seconds
                 stream.ids = submit()
             else:
                 thread = self._loop.run_in_executor(None, submit)

@@ -314,6 +314,8 @@ class LLM(LoadedModel):
             text, tokens = encode_prompt(prompt, self.tokenizer, self.config.model, template_kwargs)
         has_text = self.tokenizer is not None
         tokens = check_request(tokens, sampling, has_text, self.spec, self.config, loop.engine.max_model_len)
+        if sampling.structured_outputs is not None:
+            self.grammars.start(sampling.structured_outputs)  # compiles it in this thread, before the steps need it
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         request = PendingRequest(next(self._next_id), text, tokens, group)
         group.max_output_tokens += sampling.n * min(sampling.max_tokens, loop.engine.max_model_len - len(tokens))

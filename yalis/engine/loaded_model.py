@@ -28,6 +28,7 @@ from yalis.errors import YalisError, YalisFailure
 from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
 from yalis.parallel.plan import Split
+from yalis.sampling.grammar import GrammarCompiler
 from yalis.spec import ModelSpec, read_spec
 from yalis.types import RankTopology, SamplingParams
 
@@ -101,7 +102,9 @@ class LoadedModel:
             with world.progress.step():
                 agree(world, config)
                 agree_on_model(world, checkpoint, eos)
-                self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
+                tokenizer = self.tokenizer  # a function that refers to this LLM would keep it alive
+                self.grammars = GrammarCompiler(lambda: tokenizer, self.spec.vocab_size, eos, checkpoint.label)
+                self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos, grammars=self.grammars)
                 engine = Engine(config, self.spec, self._ranks, eos)
                 self._loop = RequestLoop(
                     engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world

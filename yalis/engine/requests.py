@@ -64,7 +64,10 @@ class PendingCompletion:
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._stop_token_ids = params.stop_token_ids
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            decoder = tokenizer.keeping(params.keep_special_tokens)
+            self._detokenizer = Detokenizer(decoder, params.stop, params.min_tokens)
         self._new_text: list[str] = []  # since the last take_delta()
         self._delivered_tokens = 0
         self._first_token_time = self._last_token_time = request.submit_time

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 
 from yalis.openai_api import ChoiceFormat, usage
+from yalis.server.protocol import StreamOptions
 from yalis.server.state import ServerState
 from yalis.server.streams import until_disconnect
 from yalis.types import Prompt, RequestOutput, SamplingParams
@@ -33,14 +34,25 @@ class Header:
 class ChunkEncoder:
     """Server-sent events of an answer. 64 streams of a GPU are thousands of chunks a second."""
 
-    def __init__(self, header: Header, null_usage: bool) -> None:
-        """`null_usage`: a last chunk will have the usage, and in the others it is null."""
+    def __init__(self, header: Header, options: StreamOptions | None) -> None:
+        """With usage, a last chunk has that of the whole answer. In the others it is null, or what it is so far."""
+        self.wants_usage = options is not None and options.include_usage
+        self._running_usage = self.wants_usage and options is not None and options.continuous_usage_stats
+        self._prompt_tokens = self._output_tokens = 0
         self._head = f"data: {encode(header.fields())[:-1]},"
-        self._tail = '}],"usage":null}\n\n' if null_usage else "}]}\n\n"
+        self._tail = '}],"usage":null}\n\n' if self.wants_usage else "}]}\n\n"
+
+    def count(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Add tokens to the usage of the next chunks."""
+        self._prompt_tokens += prompt_tokens
+        self._output_tokens += output_tokens
 
     def chunk(self, choice: str) -> bytes:
         """Return the chunk of one choice, whose fields are given as JSON without braces."""
-        return f'{self._head}"choices":[{{{choice}{self._tail}'.encode("ascii")
+        tail = self._tail
+        if self._running_usage:
+            tail = f'}}],"usage":{encode(usage(self._prompt_tokens, self._output_tokens))}}}\n\n'
+        return f'{self._head}"choices":[{{{choice}{tail}'.encode("ascii")
 
     def usage(self, counts: dict[str, Any]) -> bytes:
         return f'{self._head}"choices":[],"usage":{encode(counts)}}}\n\n'.encode("ascii")

@@ -7,19 +7,28 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from yalis import __version__
-from yalis.server import chat, completions, metrics, models, tokens
-from yalis.server.errors import add_handlers
+from yalis.server import chat, completions, metrics, models, responses, tokens
+from yalis.server.errors import ErrorBody, add_handlers
 from yalis.server.gate import Gate
 from yalis.server.page import page
 from yalis.server.state import ServerState
 
 ROUTERS = (
-    chat.router, completions.router, metrics.router, models.router, tokens.router, page.router,
+    chat.router, completions.router, metrics.router, models.router, page.router, responses.router, tokens.router,
 )  # fmt: skip
 
 
 def build_app(state: ServerState) -> ASGIApp:
-    api = FastAPI(title="YALIS", version=__version__, docs_url=None, redoc_url=None)  # those pages load scripts
+    api = FastAPI(
+        title="YALIS",
+        version=__version__,
+        docs_url=None,  # these pages load scripts
+        redoc_url=None,
+        responses={
+            "4XX": {"model": ErrorBody, "description": "The request is refused; the message says why."},
+            "5XX": {"model": ErrorBody, "description": "The server shuts down, or the model has failed."},
+        },
+    )
     api.state.server = state
     add_handlers(api)
     for router in ROUTERS:

@@ -58,8 +58,8 @@ class TextAnswer:
 
     async def chunks(self, stream: RequestStream) -> AsyncIterator[bytes]:
         body = self._body
-        wants_usage = body.stream_options is not None and body.stream_options.include_usage
-        encoder = ChunkEncoder(self._header, null_usage=wants_usage)
+        encoder = ChunkEncoder(self._header, body.stream_options)
+        encoder.count(sum(map(len, stream.prompt_token_ids)), 0)
         first_index = {id: index * self._n for index, id in enumerate(stream.ids)}
         offsets: dict[int, int] = {}  # of the next token in the text, by choice
         outputs: list[RequestOutput] = []
@@ -70,6 +70,7 @@ class TextAnswer:
                     offsets[choice] = len(text)
                     yield encoder.chunk(f'"index":{choice},"text":{encode(text)},"logprobs":null,"finish_reason":null')
         async for event in stream:
+            encoder.count(0, len(event.token_ids))
             index = first_index[event.request_id] + event.completion_index
             if event.output is not None:
                 outputs.append(event.output)
@@ -86,7 +87,7 @@ class TextAnswer:
                 f'"index":{index},"text":{encode(event.text)},"logprobs":{logprobs},'
                 f'"finish_reason":{encode(event.finish_reason)}{extra}'
             )
-        if wants_usage:
+        if encoder.wants_usage:
             yield encoder.usage(output_usage(outputs))
 
     def _choice(self, prompt: int, output: RequestOutput, index: int) -> dict[str, Any]:

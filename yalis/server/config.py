@@ -15,6 +15,7 @@ class ServeConfig:
     served_model_name: str | None = None  # the name in requests and responses; None: that of --model
     api_key_file: str | None = None  # one key per line; None: requests need no key
     cors_origin: tuple[str, ...] = ()  # origins whose pages may use the API from a browser
+    announce: str | None = None  # a file that has the URL while the server accepts requests
     allowed_host: tuple[str, ...] = ()  # names in the host header, besides those of this host
     max_queue: int = 256  # completions that may wait, beyond those that run
     max_body: float = 16.0  # MiB of a request's body

@@ -9,12 +9,15 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import reword
 from yalis.log import get_logger
+from yalis.openai_api import SAMPLING_ALIASES
+from yalis.server.tools.definitions import FieldError
 from yalis.types import SAMPLING_FIELDS
 
 log = get_logger(__name__)
@@ -22,7 +25,20 @@ log = get_logger(__name__)
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _SHOWN = 60  # characters of a value in a message
 #: Fields that a message can begin with.
-_FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "top_logprobs", "messages", "chat_template_kwargs"}
+_FIELDS = SAMPLING_FIELDS | SAMPLING_ALIASES | {"messages", "chat_template_kwargs"}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every response that is not 200, for the description of the API."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):
@@ -63,7 +79,8 @@ def as_api_error(error: Exception, target: str = "") -> ApiError:
         return _validation_error(error)
     if isinstance(error, HTTPException):
         detail = f"{target} does not exist; /openapi.json lists the endpoints"
-        return ApiError(detail if error.status_code in (404, 405) else str(error.detail), error.status_code)
+        message = detail if error.status_code in (404, 405) else str(error.detail)
+        return ApiError(message, error.status_code, headers=error.headers)  # 405 lists the allowed methods
     if isinstance(error, YalisFailure):
         return ApiError(f"the model failed: {error}", 503, code="model_failed")
     if isinstance(error, YalisError):
@@ -105,6 +122,8 @@ def request_error(error: YalisError, field: str | None = None) -> ApiError:
     A message about sampling parameters starts with the name of one; others are about `field`.
     """
     message = reword(str(error))
+    if isinstance(error, FieldError):
+        return ApiError(message, param=error.param, code="invalid_value")
     if "but the context holds" in message:
         return ApiError(message, param=field, code="context_length_exceeded")
     name = re.match(r"[a-z_]+\b", message)

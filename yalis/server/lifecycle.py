@@ -68,12 +68,15 @@ class Server:
         self.stopped = False  # by a second signal, with requests unfinished
         self.last_signal: int | None = None
 
-    def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until a signal; raises the failure if the model fails. Call this on the main thread."""
-        with self._signals():
-            asyncio.run(self.serve(on_ready))
+    def run(self, on_ready: Callable[[], None], on_drain: Callable[[], None] = lambda: None) -> None:
+        """Serve until a signal; raises the failure if the model fails. Call this on the main thread.
 
-    async def serve(self, on_ready: Callable[[], None]) -> None:
+        Calls `on_ready` when requests are accepted, and `on_drain` when new ones are refused.
+        """
+        with self._signals():
+            asyncio.run(self.serve(on_ready, on_drain))
+
+    async def serve(self, on_ready: Callable[[], None], on_drain: Callable[[], None] = lambda: None) -> None:
         """The same without signals, in the running event loop: drain() ends it."""
         self._loop = asyncio.get_running_loop()
         _log_uvicorn()
@@ -101,7 +104,7 @@ class Server:
                 await asyncio.sleep(0.01)
             if http.started:
                 on_ready()
-                await self._until_ended(http)
+                await self._until_ended(http, on_drain)
         finally:
             self.state.draining = True
             await async_llm.close()  # streams that are open end with an error event
@@ -111,11 +114,14 @@ class Server:
             http.end()
             await serving
 
-    async def _until_ended(self, http: _HttpServer) -> None:
+    async def _until_ended(self, http: _HttpServer, on_drain: Callable[[], None]) -> None:
         """Wait for a failure, or for a signal and then for the requests that run."""
         assert self.state is not None
-        async_llm = self.state.async_llm
+        async_llm, told = self.state.async_llm, False
         while async_llm.failure is None:
+            if self.state.draining and not told:
+                on_drain()
+                told = True
             if self.stopped or (self.state.draining and not http.is_busy):
                 return
             with contextlib.suppress(asyncio.TimeoutError):

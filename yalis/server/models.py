@@ -49,4 +49,5 @@ def _model(state: ServerState) -> dict[str, Any]:
         "created": state.started,
         "owned_by": "yalis",
         "max_model_len": state.llm.max_model_len,
+        "vocab_size": state.llm.spec.vocab_size,
     }

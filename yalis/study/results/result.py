@@ -73,7 +73,7 @@ def machine_name(machine: dict[str, Any]) -> str:
     names = [str(device.get("name", device.get("type"))) for device in machine.get("devices", [])]
     devices = ", ".join(dict.fromkeys(names))
     cores = f", {count_of(machine['cores'], 'core')}" if "cores" in machine else ""
-    return f"{devices} · {machine.get('cpu')}{cores}"
+    return " · ".join(filter(None, [devices, f"{machine.get('cpu')}{cores}"]))
 
 
 def model_name(result: Result) -> str:

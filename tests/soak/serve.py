@@ -1,0 +1,112 @@
+"""Soak test of the server: requests of mixed lengths from clients that stay, leave, stall or are stopped.
+
+    python -m tests.soak.serve --requests 10000      # `make serve-soak`
+
+It fails if a token differs from offline generation, if a 429 is malformed, if KV blocks, descriptors or threads leak,
+or if the memory of a rank grows by more than NOISE_MIB per minute with 95% confidence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from tests.multiprocess.serve_job import ServeJob, serve
+from tests.soak.memory import NOISE_MIB, WARM_UP, MemorySampler, find_growth, format_rows
+from tests.soak.serve_load import ServeLoad, start_stopped_client
+from tests.soak.serve_requests import make_specs
+from tests.tiny_chat import save_tiny_chat
+from yalis import LLM
+
+FLAGS = ["--threads", "1", "--kv-blocks", "100", "--max-num-seqs", "8", "--max-queue", "8", "--timeout", "2"]
+WORKERS = 20  # more than run and wait, so that some requests are refused
+ROUNDS = 20  # each with another stopped client
+#: A request whose answer is larger than the buffers of the connection of a stopped client.
+LARGE = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "temperature": 0}
+#: What is 0 when nothing runs.
+METRICS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the soak test; returns 1 if there are problems."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.serve", description=__doc__)
+    parser.add_argument("--requests", type=int, default=10000)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_tiny_chat(Path(folder), max_position=512)
+        with LLM(str(model), threads=1) as llm:
+            specs = make_specs(llm, 200, given.seed)
+        with serve(Path(folder), str(model), *FLAGS, "--tp", str(given.tp)) as server:
+            port = int(server.url.rpartition(":")[2])
+            load = ServeLoad(port, specs, given.seed, WORKERS)
+            start = time.monotonic()
+            with MemorySampler([server.process.pid, *server.worker_pids()]) as sampler:
+                for requests in _split(given.requests):
+                    stopped = start_stopped_client(port, LARGE, 2)
+                    try:
+                        asyncio.run(load.run(requests))
+                    finally:
+                        stopped.kill()
+                        stopped.wait()
+            seconds = time.monotonic() - start
+            left = _wait_for_idle(server)
+            log = server.log
+    rows = sampler.rows()
+    problems = [*load.problems, *(problem for row in rows for problem in find_growth(row))]
+    problems += [f"{name} is {value:g} after the last request" for name, value in left.items() if value]
+    problems += [line for line in log.splitlines() if "error" in line.lower()]
+    result = {
+        "requests": given.requests,
+        "tp": given.tp,
+        "flags": FLAGS,
+        "clients": WORKERS,
+        "seconds_of_load": round(seconds, 1),
+        "counts": dict(sorted(load.counts.items())),
+        "noise_mib_per_minute": NOISE_MIB,
+        "evaluated_from_s": round(WARM_UP * sampler.samples[-1]["s"]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
+        "versions": {name: metadata.version(name) for name in ("torch", "fastapi", "uvicorn")},
+        "after_the_last_request": left,
+        "ranks": rows,
+        "problems": problems,
+        **sampler.series(),
+    }
+    print(f"{given.requests} requests in {seconds:.0f} s, tp {given.tp}: {result['counts']}")
+    print("\n".join([*format_rows(rows), *(problems or ["no wrong token, no leak, no growth"])]))
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if problems else 0
+
+
+def _split(requests: int) -> list[int]:
+    """Return the requests of each round."""
+    ends = [number * requests // ROUNDS for number in range(ROUNDS + 1)]
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def _wait_for_idle(server: ServeJob, seconds: float = 30) -> dict[str, float]:
+    """Wait until nothing runs, and return the metrics."""
+    end = time.monotonic() + seconds
+    while True:
+        found = {name: server.metric(name) for name in METRICS}
+        if not any(found.values()) or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
