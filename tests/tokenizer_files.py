@@ -60,6 +60,20 @@ def byte_fallback() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
+def characters() -> Any:
+    """A token for each printable ASCII character and the line break, for models with a small vocabulary."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = "".join(map(chr, range(32, 127))) + "\n"
+    names = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(letters)[0][0]
+    tokenizer = tokenizers.Tokenizer(models.BPE({name: token for token, name in enumerate([*names, "<end>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
 def save(hf: Any, folder: Path, template: str | None = TEMPLATE) -> Path:
     hf.chat_template = template
     hf.save_pretrained(folder)

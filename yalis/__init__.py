@@ -21,14 +21,20 @@ if TYPE_CHECKING:
     from yalis.errors import YalisError as YalisError
     from yalis.errors import YalisFailure as YalisFailure
     from yalis.types import Completion as Completion
+    from yalis.types import OutputTag as OutputTag
     from yalis.types import RequestEvent as RequestEvent
     from yalis.types import RequestOutput as RequestOutput
     from yalis.types import SamplingParams as SamplingParams
     from yalis.types import StreamChunk as StreamChunk
+    from yalis.types import StructuredOutputs as StructuredOutputs
+    from yalis.types import StructuredOutputsParams as StructuredOutputsParams
 
 _HOME = {
     "LLM": "yalis.engine.llm",
     "SamplingParams": "yalis.types",
+    "StructuredOutputs": "yalis.types",
+    "StructuredOutputsParams": "yalis.types",
+    "OutputTag": "yalis.types",
     "RequestEvent": "yalis.types",
     "RequestOutput": "yalis.types",
     "Completion": "yalis.types",

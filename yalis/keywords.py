@@ -94,7 +94,6 @@ SAMPLING_KEYWORDS = VllmKeywords(
         "logits_processors": (None, []),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "structured_outputs": (None,),
         "truncate_prompt_tokens": (None,),
         "use_beam_search": (False,),
     }

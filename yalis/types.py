@@ -10,6 +10,9 @@ from typing import Any, Literal, Protocol, Union
 
 from yalis.errors import YalisError
 from yalis.keywords import SAMPLING_KEYWORDS, check_init_keywords
+from yalis.structured_outputs import OutputTag as OutputTag
+from yalis.structured_outputs import StructuredOutputs as StructuredOutputs
+from yalis.structured_outputs import as_structured_outputs
 
 FinishReason = Literal["stop", "length", "cancelled"]
 Message = dict[str, Any]
@@ -56,9 +59,11 @@ class SamplingParams:
     logprobs: return the log-probability of each output token and of this many most likely tokens; None: neither
     prompt_logprobs: the same for each prompt token, 0 to 20
     logit_bias: numbers from -100 to 100 to add to the logits, by token id
+    structured_outputs: what the text must be, such as StructuredOutputs(json=schema); None: any text
+    keep_special_tokens: special tokens that stay in the text, such as [TOOL_CALLS]; all others are left out
 
-    The order is logit_bias, penalties, temperature, top_k, top_p, min_p, sampling. The noise is a function of (seed,
-    position, token id), so a request with a seed gets the same tokens whatever else is in the batch.
+    The order is logit_bias, penalties, structured_outputs, temperature, top_k, top_p, min_p, sampling. The noise is a
+    function of (seed, position, token id), so a request with a seed gets the same tokens whatever else is in the batch.
     """
 
     max_tokens: int = 128
@@ -78,11 +83,14 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    structured_outputs: StructuredOutputs | None = None
+    keep_special_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _as_logit_bias(self.logit_bias))
+        object.__setattr__(self, "structured_outputs", as_structured_outputs(self.structured_outputs))
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
         if self.max_tokens is None:
@@ -110,10 +118,16 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text or any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise YalisError(f"stop contains {text!r}; give non-empty strings of valid Unicode")
+        object.__setattr__(self, "keep_special_tokens", _as_tuple("keep_special_tokens", self.keep_special_tokens))
+        for text in self.keep_special_tokens:
+            if not isinstance(text, str):
+                raise YalisError(f"keep_special_tokens contains {text!r}; give the texts of special tokens")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):
             raise YalisError(f"ignore_eos is {self.ignore_eos!r}; give true or false")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise YalisError("an answer with structured_outputs ends with EOS, so ignore_eos must be false; remove it")
 
     def _check_max_tokens(self) -> None:
         if self.max_tokens != 0 or isinstance(self.max_tokens, bool):
@@ -130,7 +144,8 @@ class SamplingParams:
 
         Fields that were added after the first digests are left out unless set, so that existing results stay valid.
         """
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in _ADDED_LATER}
+        values = asdict(self)
+        return {name: value for name, value in values.items() if value not in (None, ()) or name not in _ADDED_LATER}
 
     @property
     def greedy(self) -> bool:
@@ -138,7 +153,11 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether sampling needs the earlier tokens of the request, for penalties."""
+        """Whether sampling needs the earlier tokens of the request: for penalties, or to follow a grammar."""
+        return self.has_penalties or self.structured_outputs is not None
+
+    @property
+    def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
@@ -154,7 +173,7 @@ class SamplingParams:
 
 
 #: Fields that files with digests may not have; see SamplingParams.identity().
-_ADDED_LATER = frozenset({"logit_bias", "prompt_logprobs"})
+_ADDED_LATER = frozenset({"logit_bias", "prompt_logprobs", "structured_outputs", "keep_special_tokens"})
 
 
 def _always(value: object) -> int | None:
@@ -180,6 +199,7 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     "stop_token_ids": _always,
     "ignore_eos": _always,
     "n": _always,
+    "keep_special_tokens": _always,
     # Computed by the steps of the prompt, which run eagerly.
     "prompt_logprobs": _always,
     # Used only by random sampling, which `temperature` excludes.
@@ -194,6 +214,7 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     "frequency_penalty": _only_at(0.0),
     "logit_bias": _only_at(None),
     "logprobs": _only_at(None),
+    "structured_outputs": _only_at(None),
     # Before min_tokens the sampler masks EOS and stop tokens.
     "min_tokens": _once_reached,
 }
@@ -233,6 +254,9 @@ def _check_number(name: str, value: object, low: float, high: float, open_below:
         shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:37]}..."
         raise YalisError(f"{name} is {shown}; give a {expected} {limit}")
 
+
+#: vLLM's name.
+StructuredOutputsParams = StructuredOutputs
 
 #: The names of the fields of SamplingParams.
 SAMPLING_FIELDS = frozenset(one.name for one in fields(SamplingParams))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,9 +35,12 @@ KINDS: list[dict[str, Any]] = [
 HISTORY = ([1, 2, 3, 3], [5, 5, 6])
 
 
-def mixed_rows(count: int) -> list[SamplingRow]:
+def mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
+    """Return rows with all sampling parameters; every third has a mask of structured outputs."""
     params = [SamplingParams(**KINDS[i * 7 % len(KINDS)]) for i in range(count)]
-    return [SamplingRow(params[i], i, 100 + i, HISTORY, (i,)) for i in range(count)]
+    rng = np.random.default_rng(0)
+    masks = rng.integers(-(2**31), 2**31, (count, -(-vocab // 32)), dtype=np.int32)
+    return [SamplingRow(params[i], i, 100 + i, HISTORY, (i,), None if i % 3 else masks[i]) for i in range(count)]
 
 
 def tokens_on(device: str, logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
@@ -53,7 +57,7 @@ def test_uniform_noise_equals_the_cpu_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("vocab", [1009, 50_021])
 def test_tokens_equal_the_cpu_in_any_batch(vocab: int) -> None:
-    rows = mixed_rows(54)
+    rows = mixed_rows(54, vocab)
     logits = torch.randn(54, vocab, generator=torch.Generator().manual_seed(2)) * 2
     tokens = tokens_on("cuda", logits, rows)
     assert tokens == tokens_on("cpu", logits, rows)
@@ -63,7 +67,8 @@ def test_tokens_equal_the_cpu_in_any_batch(vocab: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_with_vocabulary_shards_sample_the_tokens_of_one_rank(ranks: int) -> None:
-    vocab, rows = 50_021, mixed_rows(54)
+    vocab = 50_021
+    rows = mixed_rows(54, vocab)
     logits = torch.randn(54, vocab, generator=torch.Generator().manual_seed(2)).mul_(2).cuda()
 
     def sample(rank: int, group: Communicator) -> SampledTokens:
@@ -90,7 +95,7 @@ def test_greedy_selects_the_lowest_token_id_among_equals() -> None:
 
 
 def test_building_and_sampling_do_not_synchronise() -> None:
-    rows = mixed_rows(18)
+    rows = mixed_rows(18, 8191)
     logits = torch.randn(18, 8191, device="cuda", dtype=torch.bfloat16)
     sampler = Sampler(range(8191), 8191, SingleRank(), "cuda")
     sampler.sample(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.families import CASES, VOCAB, Case
-from yalis import SamplingParams
+from yalis import SamplingParams, StructuredOutputs
 
 STEPS = 12
 WAVE = 200
@@ -37,17 +37,29 @@ def widen(case: Case) -> Case:
 
 WIDE = [widen(case) for case in CASES]
 
+#: Longer than STEPS tokens of the tokenizer of the models, which has single characters.
+NUMBERS = StructuredOutputs(json={"type": "array", "items": {"type": "integer"}, "minItems": STEPS})
+WORDS = StructuredOutputs(regex=f"([a-z]{{2,5}} ){{{STEPS}}}")
+
 #: Every prompt is sampled with GREEDY, and prompt i with RANDOM[i], all in one batch.
 GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True, logprobs=VOCAB)
 RANDOM = [
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=0.8, seed=1, logit_bias={9: 3.0, 240: 4.0}),
-    SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.5, top_k=7, seed=2),
+    SamplingParams(max_tokens=STEPS, temperature=1.5, top_k=7, seed=2, structured_outputs=NUMBERS),
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.2, top_p=0.8, seed=3),
     SamplingParams(max_tokens=STEPS, ignore_eos=True, temperature=1.3, min_p=0.05, seed=4),
     SamplingParams(
         max_tokens=STEPS, ignore_eos=True, temperature=1.1, top_k=30, top_p=0.7, seed=5, presence_penalty=0.5
     ),
-    SamplingParams(max_tokens=STEPS, min_tokens=STEPS, temperature=0.9, top_p=0.95, seed=6, repetition_penalty=1.2),
+    SamplingParams(
+        max_tokens=STEPS,
+        min_tokens=STEPS,
+        temperature=0.9,
+        top_p=0.95,
+        seed=6,
+        repetition_penalty=1.2,
+        structured_outputs=WORDS,
+    ),
 ]
 assert len(RANDOM) == len(LENGTHS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -15,7 +16,8 @@ import torch
 
 from tests.families import CASES, Reference, make_prompts, make_reference
 from tests.multiprocess.run_trials import generate, generate_long
-from tests.multiprocess.splits import LENGTHS, MEMORY_PRESSURE, SPLITS, STEPS, WIDE, Trial
+from tests.multiprocess.splits import LENGTHS, MEMORY_PRESSURE, RANDOM, SPLITS, STEPS, WIDE, Trial
+from tests.tokenizer_files import characters
 from yalis import LLM
 from yalis.config import EngineConfig
 from yalis.engine.replica_ranks import split_of
@@ -36,8 +38,16 @@ class Models:
             case = next(case for case in [*WIDE, SMALL] if case.name == name)
             reference = make_reference(case, self.folder, 3, make_prompts(3, LENGTHS, shared=16), STEPS)
             (reference.path / "prompts.json").write_text(json.dumps(reference.prompts))
+            tokenizer = characters()
+            tokenizer.save_pretrained(reference.path)
             with LLM(str(reference.path), **self.fields) as llm:
-                self._made[name] = reference, generate(llm, reference.prompts)
+                alone = generate(llm, reference.prompts)
+            random = [tokenizer.decode(tokens) for tokens in alone["tokens"][len(reference.prompts) :]]
+            structured = [i for i, params in enumerate(RANDOM) if params.structured_outputs is not None]
+            patterns = [r"\[[-\d, \n\t]{11}", r"([a-z]{2,5} )*[a-z]{0,5}"]
+            for index, pattern in zip(structured, patterns, strict=True):
+                assert re.fullmatch(pattern, random[index]), random[index]
+            self._made[name] = reference, alone
         return self._made[name]
 
 

@@ -24,14 +24,17 @@ _FLAGS = (
     "--remote-debugging-pipe",
 )  # fmt: skip
 
+_KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, ",": 188, "/": 191}
+
 
 class Page:
-    """One tab. Records the URLs it requests, and its console messages and exceptions."""
+    """One tab. Records the URLs it requests, the JSON it posts, and its console messages and exceptions."""
 
     def __init__(self, write: int, read: int) -> None:
         self._write, self._read, self._buffer = write, read, b""
         self._next, self._session = 0, ""
         self.requests: list[str] = []
+        self.posts: list[Any] = []
         self.errors: list[str] = []
         self._loaded = False
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -52,19 +55,53 @@ class Page:
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
 
-    def open(self, file: Path, dark: bool = False, width: int = 1280) -> None:
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=scheme)
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    def open(self, place: Path | str, dark: bool = False, width: int = 1280) -> None:
+        """Load a file or a URL."""
+        self.show(dark, width)
         self._loaded = False
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        self.call("Page.navigate", url=place if isinstance(place, str) else place.resolve().as_uri())
         while not self._loaded:
             self._receive()
 
+    def show(self, dark: bool = False, width: int = 1280) -> None:
+        """Change the colour scheme and the width of the window."""
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=scheme)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+
     def evaluate(self, script: str) -> Any:
-        done = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        """Return the value of an expression; a promise is awaited."""
+        done = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
+
+    def wait_for(self, script: str, timeout: float = 30) -> Any:
+        """Return the value of an expression as soon as it is true."""
+        end = time.monotonic() + timeout
+        while not (value := self.evaluate(script)):
+            assert time.monotonic() < end, f"this did not become true: {script}"
+            time.sleep(0.02)
+        return value
+
+    def press(self, key: str, *modifiers: str) -> None:
+        """Press a key, such as Enter or o, with modifiers of Alt, Control and Shift."""
+        bits = sum({"Alt": 1, "Control": 2, "Shift": 8}[name] for name in modifiers)
+        code, number = (f"Key{key.upper()}", ord(key.upper())) if key.isalpha() and len(key) == 1 else (key, _KEYS[key])
+        event = {"key": key, "code": code, "windowsVirtualKeyCode": number, "modifiers": bits}
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 and not modifiers else "")
+        self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **event)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def type(self, text: str) -> None:
+        """Insert text where the focus is."""
+        self.call("Input.insertText", text=text)
+
+    def click(self, selector: str) -> None:
+        """Click in the middle of an element, as a mouse does."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        x, y = self.evaluate(f"(() => {{ const b = {box}; return [b.x + b.width / 2, b.y + b.height / 2] }})()")
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def screenshot(self, file: Path) -> None:
         """Save the whole page as PNG."""
@@ -91,6 +128,8 @@ class Page:
             self._loaded = True
         elif event == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+            if "postData" in params["request"]:
+                self.posts.append(json.loads(params["request"]["postData"]))
         elif event in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
             self.errors.append(json.dumps(params))
 

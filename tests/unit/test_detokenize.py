@@ -26,6 +26,19 @@ def test_parts_add_up_to_the_whole_text(name: str, data: st.DataObject) -> None:
     assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("keep", [["<|user|>"], ["<|end|>", "<|user|>", "no token"], []])
+def test_special_tokens_that_are_kept(keep: list[str]) -> None:
+    """The others are skipped, also between the bytes of a character."""
+    tokenizer = TOKENIZERS["byte-level"]
+    special = [tokenizer.hf.convert_tokens_to_ids(name) for name in ("<|start|>", "<|end|>", "<|user|>")]
+    first, *rest = tokenizer.encode("é")[1:]
+    ids = [special[0], *tokenizer.encode("a b")[1:], special[2], first, special[0], *rest, special[1]]
+    detokenizer = Detokenizer(tokenizer.keeping(keep))
+    parts = [*(detokenizer.feed([token]) for token in ids), detokenizer.finish()]
+    user, end = ("<|user|>" if "<|user|>" in keep else ""), ("<|end|>" if "<|end|>" in keep else "")
+    assert "".join(parts) == detokenizer.text == f"a b{user}é{end}"
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=40))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 
 from tests.tiny_chat import save_tiny_chat
 from tests.unit.test_engine_executor import open_llm
-from yalis import LLM, SamplingParams
+from yalis import LLM, SamplingParams, StructuredOutputs
 from yalis.types import RECORDED_PICK_RULES, RequestOutput, TokenLogprobs
 
 NAMES = [field.name for field in fields(SamplingParams)]
 MAX_TOKENS = 8
 STOP, EOS = 2, 5  # the greedy output tokens that the cases stop at, and that end every answer without ignore_eos
 BIAS = {7: 100.0}
+WORDS = StructuredOutputs(regex="([a-z]{2,3} )+")
 DRAW = {"temperature": 0.9, "seed": 3}
 
 #: For each field: parameters that use it, and whether recorded steps pick (at least some of) the tokens themselves.
@@ -39,8 +41,14 @@ CASES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "presence_penalty": [({"presence_penalty": 1.5}, False)],
     "frequency_penalty": [({"frequency_penalty": 1.5}, False)],
     "logit_bias": [({"logit_bias": BIAS}, False), ({"logit_bias": BIAS, **DRAW}, False)],
+    "structured_outputs": [
+        ({"structured_outputs": WORDS}, False),
+        ({"structured_outputs": WORDS, "min_tokens": 4, "repetition_penalty": 1.3, "logit_bias": {66: -3.0}}, False),
+        ({"structured_outputs": WORDS, "top_k": 9, "logprobs": 1, "n": 2, **DRAW}, False),
+    ],
     "stop": [({"stop": STOP}, True)],
     "stop_token_ids": [({"stop_token_ids": STOP}, True)],
+    "keep_special_tokens": [({"keep_special_tokens": ("<end>",)}, True)],
     "ignore_eos": [({"ignore_eos": True}, True)],
     "seed": [({"seed": 7}, True), ({"seed": 7, "temperature": 0.9}, False)],
     "n": [({"n": 2}, True)],
@@ -135,6 +143,9 @@ def test_the_cases_reach_what_they_test(engines: Engines) -> None:
     assert len(run(min_tokens=MAX_TOKENS, stop_token_ids=STOP)) == MAX_TOKENS
     assert run(**DRAW) != greedy[: EOS + 1]
     assert run(logit_bias=BIAS) == [7] * MAX_TOKENS
+    tokenizer = engines.eager.tokenizer
+    assert tokenizer is not None
+    assert re.fullmatch("([a-z]{2,3} )*[a-z]{0,3}", tokenizer.decode(run(structured_outputs=WORDS)))
 
 
 def assert_same(found: RequestOutput, expected: RequestOutput) -> None:

@@ -62,7 +62,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_contains_every_file(wheel):
     contents = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "yalis").rglob("*"):
-        if path.suffix in (".py", ".c"):
+        if path.suffix in (".py", ".c", ".css", ".html", ".js", ".json"):
             assert str(path.relative_to(ROOT)) in contents
     kernels = {name.rpartition("/share/yalis/nvrar/")[2] for name in contents}
     assert {path.name for path in (ROOT / "csrc" / "nvrar").iterdir()} <= kernels

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.ranks import Memory, run_ranks
@@ -81,12 +83,22 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "random logprobs": {"temperature": 1.0, "top_p": 0.9, "logprobs": 30},
     "logprob alone": {"temperature": 1.0, "logprobs": 0},
+    "masked": {},
+    "random masked": {"temperature": 0.9, "top_p": 0.8, "logprobs": 2, "presence_penalty": 0.4},
 }
 
 
 def row(kind: str, i: int, vocab: int, banned: tuple[int, ...] = ()) -> SamplingRow:
     history = [t * 7 % vocab for t in range(i, i + 9)], [t * 3 % vocab for t in range(i, i + 5)] * 2
-    return SamplingRow(SamplingParams(**KINDS[kind]), i, 50 + i, history, banned)
+    allowed = some_mask(i, vocab) if "masked" in kind else None
+    return SamplingRow(SamplingParams(**KINDS[kind]), i, 50 + i, history, banned, allowed)
+
+
+def some_mask(seed: int, vocab: int) -> NDArray[np.int32]:
+    """Return a mask of structured outputs that allows from none to most tokens."""
+    rng = np.random.default_rng(seed)
+    bits = rng.random(-(-vocab // 32) * 32) < rng.choice([0.0, 0.01, 0.3, 0.95])
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def some_logits(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -162,8 +174,8 @@ def test_a_row_with_nan_has_no_token_on_any_rank(ranks: int) -> None:
 
 MESSAGES = {
     "greedy": 1, "temperature": 2, "min_p": 2, "top_k": 2, "top_k, top_p": 2, "all": 2, "penalties": 2,
-    "greedy with penalties": 1, "logit_bias": 1, "logprobs": 2, "top_p": 6, "random logprobs": 6, "large top_k": 6,
-    "large top_k, top_p": 11,
+    "greedy with penalties": 1, "masked": 1, "logit_bias": 1, "logprobs": 2, "top_p": 6, "random logprobs": 6,
+    "large top_k": 6, "large top_k, top_p": 11,
 }  # fmt: skip
 
 

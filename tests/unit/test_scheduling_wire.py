@@ -27,7 +27,7 @@ from yalis.scheduling.wire import (
     encode_output,
     encode_params,
 )
-from yalis.types import SamplingParams, TokenLogprobs
+from yalis.types import OutputTag, SamplingParams, StructuredOutputs, TokenLogprobs
 
 
 def transmit(value: Any) -> Any:
@@ -176,9 +176,22 @@ def test_all_sampling_parameters_round_trip() -> None:
         max_tokens=7, min_tokens=2, temperature=0.1 + 0.2, top_k=3, top_p=1 / 3, min_p=1e-300, repetition_penalty=1.1,
         presence_penalty=-0.7, frequency_penalty=0.3, stop=("\n\u2028", '"é😀'), stop_token_ids=(3, 5), ignore_eos=True,
         seed=2**63 - 1, n=3, logprobs=0, logit_bias={3: 0.1 + 0.2}, prompt_logprobs=0,
+        keep_special_tokens=("[TOOL_CALLS]",),
     )  # fmt: skip
+    structured = [
+        StructuredOutputs(json={"const": "é"}),
+        StructuredOutputs(json_object=True),
+        StructuredOutputs(regex="a|b"),
+        StructuredOutputs(choice=("x", "y")),
+        StructuredOutputs(grammar="start: /a/"),
+        StructuredOutputs(tags=(OutputTag("<a>", {"type": "null"}, "</a>"), OutputTag("b", True)), separator="\n"),
+    ]
     plain = asdict(SamplingParams())
-    unset = [name for name, value in asdict(params).items() if value == plain[name]]
+    # ignore_eos excludes structured_outputs
+    unset = [name for name, value in asdict(params).items() if value == plain[name] and name != "structured_outputs"]
     assert not unset, f"give {unset} another value than the default above"
-    assert decode_params(transmit(encode_params(params))) == params
+    for sent in (params, *(SamplingParams(structured_outputs=one) for one in structured)):
+        received = decode_params(transmit(encode_params(sent)))
+        assert received == sent
+        assert hash(received) == hash(sent)
     assert decode_params(transmit(encode_params(SamplingParams()))) == SamplingParams()

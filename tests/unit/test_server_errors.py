@@ -88,7 +88,7 @@ def error(server: RunningServer, path: str, body: Any, status: int = 400, **head
     ],
 )  # fmt: skip
 def test_the_field_is_named(server: RunningServer, path: str, changes: dict[str, Any], param: str | None) -> None:
-    body = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
+    body = {"model": server.model, "messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
     found = error(server, path, {**body, **changes})
     assert found["param"] == param, found
     assert found["type"] == "invalid_request_error"
@@ -98,7 +98,7 @@ def test_a_prompt_that_is_too_long_names_the_context(server: RunningServer) -> N
     found = error(server, TEXT, {"prompt": "x" * 300})
     assert found["code"] == "context_length_exceeded"
     assert "300 tokens, but the context holds 256" in found["message"]
-    found = error(server, CHAT, {"messages": [{"role": "user", "content": "x" * 300}]})
+    found = error(server, CHAT, {"model": server.model, "messages": [{"role": "user", "content": "x" * 300}]})
     assert (found["param"], found["code"]) == ("messages", "context_length_exceeded")
 
 
@@ -123,7 +123,8 @@ def test_a_body_that_is_no_request(server: RunningServer, body: bytes, code: str
 
 def test_neutral_values_of_refused_fields_are_accepted(server: RunningServer) -> None:
     body = {
-        "messages": MESSAGES, "max_tokens": 1, "store": False, "service_tier": "auto", "modalities": ["text"],
+        "model": server.model, "messages": MESSAGES,
+        "max_tokens": 1, "store": False, "service_tier": "auto", "modalities": ["text"],
         "user": "me", "metadata": {"a": "b"}, "audio": None, "logit_bias": {}, "stop": [], "top_k": -1,
     }  # fmt: skip
     assert server.post(CHAT, body).status_code == 200

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -52,7 +52,7 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], template_kwargs: dict[str, Any] | None = None) -> list[int]:
         """Encode the messages with the chat template, including the generation prompt.
 
-        `template_kwargs`: variables of the template, such as {"enable_thinking": False}.
+        `template_kwargs`: variables of the template, such as {"enable_thinking": False} or {"tools": [...]}.
         """
         if not getattr(self.hf, "chat_template", None):
             raise YalisError(f"{self.label} has no chat template; give a plain prompt, or use a model made for chat")
@@ -87,7 +87,10 @@ class Tokenizer:
             raise YalisError(
                 f'chat_template_kwargs is {variables!r}; give a dict, such as {{"enable_thinking": False}}'
             )
-        for name in variables or ():
+        tools = (variables or {}).get("tools")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise YalisError("tools is not a list of JSON schemas; give [{'type': 'function', 'function': {...}}]")
+        for name in set(variables or ()) - {"tools"}:
             if name in inspect.signature(self.hf.apply_chat_template).parameters or name == "messages":
                 raise YalisError(
                     f"chat_template_kwargs has {name!r}, which is not a variable of the chat template; give generate() "
@@ -120,6 +123,10 @@ class Tokenizer:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self.hf.decode(list(ids), **options))
 
+    def keeping(self, special_tokens: Collection[str]) -> Tokenizer | KeepingDecoder:
+        """Return a decoder that keeps these special tokens in the text and skips the others."""
+        return KeepingDecoder(self, special_tokens) if special_tokens else self
+
     def token_text(self, token: int) -> str:
         """Return the text of a single token with its leading space; bytes that are not a character become U+FFFD."""
         piece = self.hf.convert_ids_to_tokens(token) or ""
@@ -131,6 +138,24 @@ class Tokenizer:
         """Whether the token is a single raw byte, whose text depends on the bytes that follow."""
         text = self.hf.convert_ids_to_tokens(token)
         return text is not None and _BYTE.fullmatch(text) is not None
+
+
+class KeepingDecoder:
+    """Decodes as its tokenizer does, but does not skip some of the special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, special_tokens: Collection[str]) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.hf.added_tokens_decoder
+        special = {*tokenizer.hf.all_special_ids, *(token for token, text in added.items() if text.special)}
+        self._skipped = {token for token in special if tokenizer.hf.convert_ids_to_tokens(token) not in special_tokens}
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if skip_special_tokens:
+            ids = [token for token in ids if token not in self._skipped]
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+    def is_byte(self, token: int) -> bool:
+        return self._tokenizer.is_byte(token)
 
 
 def load_tokenizer(model: Checkpoint | str, override: str | None = None) -> Tokenizer | None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from yalis import __version__, env
-from yalis.cache_folders import why_not_used
+from yalis.cache_folders import SET_CACHE, why_not_used
 from yalis.cli.flags import add_common_flags
 from yalis.errors import count_of
 
@@ -129,7 +129,7 @@ def _cache() -> Finding:
         with tempfile.TemporaryFile(dir=existing):
             return Finding("software", "cache", True, f"{folder}{'' if existing == folder else ' (not created yet)'}")
     except OSError:
-        return Finding("software", "cache", False, f"{folder} is not writable; set YALIS_CACHE to a writable folder")
+        return Finding("software", "cache", False, f"{folder} cannot be written; {SET_CACHE}")
 
 
 def _native() -> Finding:

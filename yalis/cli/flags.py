@@ -6,14 +6,17 @@ A flag that was not given is absent from the parsed arguments, so that the datac
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any
 
 from yalis.config import DTYPES, GENERATION_CONFIGS, LOADS, EngineConfig
 from yalis.errors import YalisError
 from yalis.keywords import LLM_KEYWORDS, suggest
+from yalis.structured_outputs import StructuredOutputs, as_structured_outputs
 from yalis.types import SamplingParams
 
 HELP = {
@@ -61,10 +64,13 @@ HELP = {
     "logit_bias": "number from -100 to 100 to add to the logit of a token id; several as 42:-100,7:2.5",
     "stop": "text that ends the output; may be given several times",
     "stop_token_ids": "token id that ends the output; may be given several times",
+    "keep_special_tokens": "special token that stays in the text, such as [TOOL_CALLS]; may be given several times",
     "ignore_eos": "continue after the model's end-of-sequence token",
     "seed": "random seed; the same seed produces the same tokens",
     "n": "outputs per prompt",
     "logprobs": "with --json: report the log probability of each token and of this many most likely tokens",
+    "structured_outputs": 'what the output must be, as JSON or as a file of it, such as {"json": SCHEMA}; also '
+    '"json_object", "regex", "choice", "grammar" and "tags"',
     "prompt_logprobs": "with --json: the same for each prompt token; with --max-tokens 0 the prompt is only scored",
 }
 
@@ -212,7 +218,8 @@ def _add_flag(
 #: What the help text shows for a flag's value; other numbers are N, other texts the name of the flag.
 _METAVARS = {
     "stop": "TEXT", "stop_token_ids": "ID", "logit_bias": "ID:BIAS", "tp": "N", "kv_memory": "GIB",
-    "join_timeout": "SECONDS",
+    "join_timeout": "SECONDS", "keep_special_tokens": "TOKEN",
+    "structured_outputs": "JSON|FILE",
     "step_timeout": "SECONDS",
 }  # fmt: skip
 
@@ -248,6 +255,20 @@ def parse_biases(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ID:BIAS, such as 42:-100,7:2.5") from None
 
 
+def parse_structured_outputs(text: str) -> StructuredOutputs:
+    """Parse a JSON object of the fields of StructuredOutputs, or the file that contains it."""
+    try:
+        value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text("utf-8"))
+        structured = as_structured_outputs(value)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {text} ({error.strerror}); give JSON or a file of it") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'not valid JSON ({error}); such as {{"json": SCHEMA}}') from None
+    assert structured is not None
+    return structured
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "int": parse_int, "float": parse_float, "str": str, "GridShape": str, "dict[int, float]": parse_biases,
+    "StructuredOutputs": parse_structured_outputs,
 }  # fmt: skip

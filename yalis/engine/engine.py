@@ -31,6 +31,8 @@ class EngineStats:
     """Counters since the engine was created, and what it holds now."""
 
     steps: int = 0
+    replayed_steps: int = 0  # on the first rank of each replica
+    padding_tokens: int = 0  # computed in replayed steps only to fill up a recorded size
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0  # requests that lost their KV blocks and were recomputed
@@ -43,6 +45,16 @@ class EngineStats:
     waiting: int = 0
     used_blocks: int = 0  # KV blocks of these requests
     blocks: int = 0  # KV blocks in total
+
+    @property
+    def replayed_share(self) -> float:
+        """Share of the steps that were replayed."""
+        return self.replayed_steps / self.steps if self.steps else 0.0
+
+    @property
+    def mean_padding(self) -> float:
+        """Mean padding tokens of a replayed step."""
+        return self.padding_tokens / self.replayed_steps if self.replayed_steps else 0.0
 
 
 class Engine:
@@ -62,7 +74,8 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        stats, scheduler = self._stats, self.scheduler
+        stats, scheduler, executor = self._stats, self.scheduler, self.runner.executor
+        stats.replayed_steps, stats.padding_tokens = executor.replays, executor.padding_tokens
         stats.preemptions = scheduler.counters.preemptions
         stats.prefix_query_tokens = scheduler.counters.prompt_query_tokens
         stats.prefix_hit_tokens = scheduler.counters.prompt_hit_tokens

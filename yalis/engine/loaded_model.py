@@ -16,6 +16,7 @@ from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
 from yalis.config import EngineConfig
+from yalis.engine.device import reduced_context
 from yalis.engine.engine import Engine, EngineStats
 from yalis.engine.interrupts import interrupts_held
 from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
@@ -27,6 +28,7 @@ from yalis.errors import YalisError, YalisFailure
 from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
 from yalis.parallel.plan import Split
+from yalis.sampling.grammar import GrammarCompiler
 from yalis.spec import ModelSpec, read_spec
 from yalis.types import RankTopology, SamplingParams
 
@@ -35,11 +37,13 @@ log = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 _NO_EMBEDDINGS = "YALIS generates text and computes no embeddings, classes or scores"
-#: Methods of vLLM's LLM that this one does not have.
-_VLLM_METHODS = {
+#: Attributes of vLLM's LLM that this one does not have.
+_VLLM_ATTRIBUTES = {
     "beam_search": "beam search is not supported; give SamplingParams(n=..., temperature=1.0) for several completions",
     "classify": _NO_EMBEDDINGS,
     "embed": _NO_EMBEDDINGS,
+    "llm_engine": "there is no LLMEngine; the LLM itself has max_model_len, spec, config, stats and topology",
+    "start_profile": "write `with llm.profile() as profile:`",
     "encode": f"{_NO_EMBEDDINGS}; llm.tokenizer.encode(text) returns token ids",
     "score": f"{_NO_EMBEDDINGS}; SamplingParams(prompt_logprobs=0) returns log-probabilities of a prompt",
 }
@@ -98,12 +102,17 @@ class LoadedModel:
             with world.progress.step():
                 agree(world, config)
                 agree_on_model(world, checkpoint, eos)
-                self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos)
+                tokenizer = self.tokenizer  # a function that refers to this LLM would keep it alive
+                self.grammars = GrammarCompiler(lambda: tokenizer, self.spec.vocab_size, eos, checkpoint.label)
+                self._ranks = ReplicaRanks(world, config, self.spec, checkpoint, eos, grammars=self.grammars)
                 engine = Engine(config, self.spec, self._ranks, eos)
                 self._loop = RequestLoop(
                     engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
                 )
             world.set_idle()
+            reduced = reduced_context(config, self.spec, engine.device, self.max_model_len)
+            if reduced is not None and config.kv_blocks is None:  # which the user, or a benchmark, has counted
+                log.warning("%s", reduced)
             self._ranks = None
             self._finalizer = weakref.finalize(self, self._loop.close)
             self._finalizer.atexit = False  # the world has its own exit handler
@@ -114,8 +123,8 @@ class LoadedModel:
 
         def __getattr__(self, name: str) -> Any:
             """Explain what vLLM's LLM has and this one does not."""
-            if name in _VLLM_METHODS:
-                raise AttributeError(f"LLM has no method {name!r}: {_VLLM_METHODS[name]}")
+            if name in _VLLM_ATTRIBUTES:
+                raise AttributeError(f"LLM has no {name!r}: {_VLLM_ATTRIBUTES[name]}")
             return object.__getattribute__(self, name)  # raises the usual AttributeError
 
     @property

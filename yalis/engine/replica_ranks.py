@@ -44,6 +44,7 @@ from yalis.launch.world import World
 from yalis.log import get_logger
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
+from yalis.sampling.grammar import GrammarCompiler, installed_version
 from yalis.scheduling.plan import StepOutput, StepPlan
 from yalis.scheduling.wire import PlanDecoder, PlanEncoder, decode_output, encode_output
 from yalis.spec import ModelSpec
@@ -67,7 +68,8 @@ def agree(world: World, config: EngineConfig | None) -> EngineConfig | None:
 
 def agree_on_model(world: World, checkpoint: Checkpoint, eos: frozenset[int] | None) -> frozenset[int]:
     """Check that every rank opened the same checkpoint, and return rank 0's end-of-sequence token ids."""
-    _agreed(world, {"torch": torch.__version__, "the checkpoint's fingerprint": checkpoint.fingerprint()})
+    versions = {"torch": torch.__version__, "llguidance": installed_version()}
+    _agreed(world, {**versions, "the checkpoint's fingerprint": checkpoint.fingerprint()})
     return frozenset(world.broadcast_object(None if eos is None else sorted(eos)))
 
 
@@ -129,10 +131,12 @@ class ReplicaRanks:
         checkpoint: Checkpoint,
         eos: frozenset[int],
         open_comm: Callable[[World, torch.device, Topology], CommBackend] | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Connect the ranks and load this rank's part of the model. All ranks of the world call this together.
 
-        `open_comm` opens the communication backend; by default the one that `config.allreduce` names.
+        `grammars` compiles structured outputs. `open_comm` opens the communication backend; by default the one that
+        `config.allreduce` names.
         """
         self.world, self.split = world, split_of(config)
         coords = self.split.coords(world.rank)
@@ -169,7 +173,9 @@ class ReplicaRanks:
                     yield
                 world.phase = WARMING_UP
 
-            self.runner = Runner(config, spec, checkpoint, eos, device, grid, stage, min_over_ranks, check, reading)
+            self.runner = Runner(
+                config, spec, checkpoint, eos, device, grid, stage, min_over_ranks, check, reading, grammars
+            )
             self._fan_out = world.open_fan_out(driver) if world.size > 1 else FanOut({}, None, ())
             self._links = self._fan_out.links
         except BaseException:

@@ -64,7 +64,10 @@ class PendingCompletion:
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._stop_token_ids = params.stop_token_ids
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            decoder = tokenizer.keeping(params.keep_special_tokens)
+            self._detokenizer = Detokenizer(decoder, params.stop, params.min_tokens)
         self._new_text: list[str] = []  # since the last take_delta()
         self._delivered_tokens = 0
         self._first_token_time = self._last_token_time = request.submit_time
@@ -166,6 +169,7 @@ class RequestGroup:
         self.unfinished: set[int] = set()  # request ids
         self.finished: dict[int, RequestOutput] = {}  # results that have not been delivered
         self.output_tokens = 0  # generated for these requests so far
+        self.max_output_tokens = 0  # that they can have, within max_tokens and the context
         self.version = 0  # incremented by new output
         self._changed: OrderedDict[tuple[int, int], PendingCompletion] = OrderedDict()  # completions with new output
 

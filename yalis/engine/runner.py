@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from yalis.config import EngineConfig
 from yalis.engine.device import count_blocks, resolve_block_size, resolve_dtype, resolve_max_len
 from yalis.engine.executor import make_executor
 from yalis.engine.forward import StepResult
+from yalis.engine.grammar_states import GrammarStates
 from yalis.engine.oom import (
     OutOfMemory,
     allocated_bytes,
@@ -41,10 +42,11 @@ from yalis.parallel.memory import rank_memory
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, RankCoords, Split
 from yalis.sampling.batch import LARGEST_PARAMS, SamplingBatch, SamplingRow
+from yalis.sampling.grammar import GrammarCompiler, unless_required
 from yalis.sampling.prompt_logprobs import PromptScorer, ScoredTokens
 from yalis.sampling.sampled_tokens import SampledTokens
 from yalis.sampling.sampler import Sampler
-from yalis.scheduling.plan import SequenceStep, StepOutput, StepPlan
+from yalis.scheduling.plan import NO_TOKEN_ALLOWED, SequenceStep, StepOutput, StepPlan
 from yalis.spec import ModelSpec
 from yalis.types import SamplingParams, TokenLogprobs
 
@@ -60,9 +62,11 @@ class PendingStep:
         sampled: SampledTokens | None,
         check: Callable[[], None] = lambda: None,
         scored: ScoredTokens | None = None,
+        stuck: Collection[int] = (),
     ) -> None:
-        """`check` raises if a communicator reports that the results of the device are invalid."""
-        self._plan, self._check = plan, check
+        """`check` raises if a communicator reports that the results of the device are invalid. `stuck`: ids of requests
+        that no token can continue."""
+        self._plan, self._check, self._stuck = plan, check, stuck
         self._sampled = sampled.start_copy() if sampled is not None else None
         self._scored = scored.start_copy() if scored is not None else None
 
@@ -75,7 +79,7 @@ class PendingStep:
         ids = [step.request_id for step in self._plan.sequences if step.samples]
         return StepOutput(
             self._plan.step_id,
-            dict(zip(ids, tokens, strict=True)),
+            {**dict(zip(ids, tokens, strict=True)), **dict.fromkeys(self._stuck, NO_TOKEN_ALLOWED)},
             {id: logprob for id, logprob in zip(ids, logprobs, strict=True) if logprob is not None},
             prompt_logprobs,
         )
@@ -114,16 +118,17 @@ class Runner:
         min_over_ranks: Callable[[int], int] = lambda blocks: blocks,
         check: Callable[[], None] = lambda: None,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`min_over_ranks`: maps the number of KV blocks that fit on this rank to the number that fits on all ranks.
 
         `check` raises if a communicator reports that the results of the device are invalid. `reading` is entered while
-        weights are read.
+        weights are read. `grammars` compiles structured outputs; without it, no request may have any.
         """
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Triton launches and graph captures use the current device
         if device.type == "cuda" or config.compile:
-            env.set_compile_cache_dirs(cache_folder)
+            env.set_compile_cache_dirs(partial(cache_folder, to_write=True))
         self.check = check
         self.config, self.spec, self.eos = config, spec, eos
         self.block_size = resolve_block_size(config.block_size, device)
@@ -133,6 +138,7 @@ class Runner:
         groups = (self.grid.row_group, self.grid.col_group, self.grid.tp_group, self.stage.pp_group)
         self.profiler = StepProfiler(device, groups)
         self._block_bytes = 0  # of one KV block, once the cache is allocated
+        self.grammars = None if grammars is None else GrammarStates(grammars)
         #: whether to use the tokens that recorded steps pick, where the sampling parameters allow it
         self.use_recorded_picks = True
         self.recorded_picks = 0  # steps in which they were used
@@ -264,7 +270,8 @@ class Runner:
         pending = None
         if self.stage.last:
             scored = None if result.scored is None else self._score(plan, result.scored)
-            pending = PendingStep(plan, self._sample(plan, result), self.check, scored)
+            sampled, stuck = self._sample(plan, result)
+            pending = PendingStep(plan, sampled, self.check, scored, stuck)
         else:
             self.stage.send(result.out.clone())  # the next replay overwrites the result
         self.times.busy += time.perf_counter() - begin - (arrived - ready)
@@ -277,18 +284,26 @@ class Runner:
         counts = [step.params.prompt_logprobs or 0 for step in plan.sequences for _ in step.scored]
         return self.scorer.score(x, self.model.compute_logits, tokens, counts)
 
-    def _sample(self, plan: StepPlan, result: StepResult) -> SampledTokens | None:
-        """Return the tokens of the sequences that sample; None if none of them does."""
+    def _sample(self, plan: StepPlan, result: StepResult) -> tuple[SampledTokens | None, list[int]]:
+        """Return the tokens of the sequences that sample, None if none of them does, and the ids of those that no token
+        can continue."""
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
-            return None
+            return None, []
         if result.tokens is not None and self.use_recorded_picks and all(map(_accepts_recorded_pick, sampling)):
             self.recorded_picks += 1
-            return SampledTokens(result.tokens, None)
-        sampled = self._run_sampler(result.out, [self._sampling_row(step) for step in sampling])
+            return SampledTokens(result.tokens, None), []
+        # The masks of structured outputs are computed here, on the host, while a GPU runs the step.
+        rows = [self._sampling_row(step) for step in sampling]
+        stuck = [
+            step.request_id
+            for step, row in zip(sampling, rows, strict=True)
+            if row.allowed is None and step.params.structured_outputs is not None
+        ]
+        sampled = self._run_sampler(result.out, rows)
         # NO_TOKEN (-1, a row with NaN logits) is no valid index for the steps launched before result() raises.
         self.last_tokens.index_copy_(0, result.sampling_slots, sampled.tokens.clamp(min=0))
-        return sampled
+        return sampled, stuck
 
     def _run_sampler(self, logits: Tensor, rows: list[SamplingRow]) -> SampledTokens:
         batch = SamplingBatch.build(rows, self.vocabulary, self.spec.vocab_size, self.device)
@@ -299,8 +314,14 @@ class Runner:
         banned: tuple[int, ...] = ()
         if step.output_len < params.min_tokens:
             banned = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos))
+        allowed = None
+        if params.structured_outputs is not None:
+            assert self.grammars is not None, "the engine refuses structured outputs without a compiler"
+            allowed = self.grammars.next_tokens(step)
+            if banned and allowed is not None:
+                banned = unless_required(allowed, banned)
         assert params.seed is not None, "the engine sets a seed for every request"
-        return SamplingRow(params, params.seed, step.start + step.num_tokens, history=step.history, banned=banned)
+        return SamplingRow(params, params.seed, step.start + step.num_tokens, step.history, banned, allowed)
 
 
 def dummy_prompt(request_slot: int, tokens: int, block_size: int) -> SequenceStep:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from yalis.checkpoint.resolve import open_checkpoint
+from yalis.checkpoint.tokenizer import load_tokenizer
 from yalis.config import EngineConfig
 from yalis.engine.engine import Engine
 from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
@@ -22,6 +24,7 @@ from yalis.launch.launchers import detect_launcher
 from yalis.launch.liveness import print_error
 from yalis.launch.serving import report_error, serving
 from yalis.launch.world import World
+from yalis.sampling.grammar import GrammarCompiler
 from yalis.spec import read_spec
 
 #: The module that a rank started by rank 0 runs.
@@ -56,7 +59,10 @@ def _serve(world: World, config: EngineConfig | None) -> bool:
         try:
             spec = read_spec(checkpoint.config, checkpoint.label)
             eos = agree_on_model(world, checkpoint, None)
-            ranks = ReplicaRanks(world, agreed, spec, checkpoint, eos)
+            grammars = GrammarCompiler(
+                partial(load_tokenizer, checkpoint, agreed.tokenizer), spec.vocab_size, eos, checkpoint.label
+            )
+            ranks = ReplicaRanks(world, agreed, spec, checkpoint, eos, grammars=grammars)
         finally:
             checkpoint.close()
         to_router = world.open_links(0 if ranks.is_driver else None) if agreed.dp > 1 else {}

@@ -1,6 +1,6 @@
 """The sampling parameters of one step's rows, as device tensors. A group that no row needs is None and costs nothing.
 
-A rank holds a shard of the vocabulary, and only the biases, penalties and bans of tokens in it.
+A rank holds a shard of the vocabulary, and only the biases, penalties, bans and masks of tokens in it.
 
 Shapes: R rows, S of them sampled at random (not greedy), W tokens in this rank's vocabulary shard.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from yalis.sampling.noise import row_keys
@@ -35,9 +37,11 @@ class SamplingRow:
     position: int  # of the sampled token in its sequence; seed and position determine the noise
     history: tuple[Sequence[int], Sequence[int]] | None = None  # (prompt, output) ids; needed with penalties
     banned: tuple[int, ...] = ()  # token ids that must not be sampled, such as EOS before min_tokens
+    #: the tokens that structured outputs allow, 32 in a word, the lowest bit first; None: any
+    allowed: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
-        if self.params.needs_history and self.history is None:
+        if self.params.has_penalties and self.history is None:
             raise ValueError("a row with penalties needs its history")
 
 
@@ -76,7 +80,7 @@ class Penalties:
     def build(cls, rows: Sequence[SamplingRow], vocab_shard: range, device: torch.device) -> Penalties | None:
         flat_indices, repetition, additive = [], [], []
         for i, row in enumerate(rows):
-            if not row.params.needs_history or row.history is None:
+            if not row.params.has_penalties or row.history is None:
                 continue
             prompt, output = row.history
             tokens, inverse = np.unique(np.array((*prompt, *output), dtype=np.int64), return_inverse=True)
@@ -93,6 +97,37 @@ class Penalties:
             repetition=to_device(torch.from_numpy(np.concatenate(repetition)).float(), device),
             additive=to_device(torch.from_numpy(np.concatenate(additive)).float(), device),
         )
+
+
+@dataclass(frozen=True)
+class AllowedTokens:
+    """The tokens that structured outputs allow, for some of the rows."""
+
+    rows: Tensor | None  # [M]; None: every row
+    bits: Tensor  # uint8 [M, B]: 8 tokens in a byte, the lowest bit first
+    offset: int  # the bit of the first token of this rank's shard
+
+    @classmethod
+    def build(cls, rows: Sequence[SamplingRow], vocab_shard: range, device: torch.device) -> AllowedTokens | None:
+        masks = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
+        if not masks:
+            return None
+        first, last = vocab_shard.start // 8, -(-vocab_shard.stop // 8)
+        bits = np.stack([mask.view(np.uint8)[first:last] for mask in masks.values()])
+        offset = vocab_shard.start - 8 * first
+        return cls(_row_index(list(masks), len(rows), device), to_device(torch.from_numpy(bits), device), offset)
+
+    def bias(self, width: int) -> Tensor:
+        """Return 0 for the tokens of this rank's shard that are allowed and -inf for the others: [M, width]."""
+        found = torch.nn.functional.embedding(self.bits.to(torch.int32), _bias_of_bytes(self.bits.device))
+        return found.flatten(1)[:, self.offset : self.offset + width]
+
+
+@lru_cache(maxsize=8)
+def _bias_of_bytes(device: torch.device) -> Tensor:
+    """Return what each byte of a mask adds to the logits of its 8 tokens: [256, 8]."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits == 1, 0.0, -np.inf).astype(np.float32)).to(device)
 
 
 @dataclass(frozen=True)
@@ -179,6 +214,7 @@ class SamplingBatch:
     logit_bias: LogitBias | None
     penalties: Penalties | None
     banned: Tensor | None  # flat indices: row * W + index in the shard
+    allowed: AllowedTokens | None
     random: RandomRows | None
     logprobs: LogprobRows | None
 
@@ -197,6 +233,7 @@ class SamplingBatch:
             logit_bias=LogitBias.build(rows, vocab_shard, device),
             penalties=Penalties.build(rows, vocab_shard, device),
             banned=_make_tensor(banned, torch.int64, device) if banned else None,
+            allowed=AllowedTokens.build(rows, vocab_shard, device),
             random=RandomRows.build(rows, vocab_size, device),
             logprobs=LogprobRows.build(rows, device),
         )

@@ -1,4 +1,4 @@
-"""Samples a token from each row of logits: biases, penalties and bans, then greedy or random sampling.
+"""Samples a token from each row of logits: biases, penalties, bans and masks, then greedy or random sampling.
 
 Each rank has the logits of its vocabulary shard, and all ranks sample the same tokens. Messages of a step:
 - greedy rows: one, with the best token of each rank;
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from yalis.comm.base import Communicator
-from yalis.sampling.batch import Penalties, SamplingBatch
+from yalis.sampling.batch import AllowedTokens, Penalties, SamplingBatch
 from yalis.sampling.logprobs import LogprobsBuilder
 from yalis.sampling.noise import hash_tokens
 from yalis.sampling.random_sampling import RandomSampling
@@ -63,8 +63,8 @@ class Sampler:
 
 
 def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Apply biases, penalties and bans to a copy; returns the logits themselves if there are none."""
-    if batch.logit_bias is None and batch.penalties is None and batch.banned is None:
+    """Apply biases, penalties, bans and masks to a copy; returns the logits themselves if there are none."""
+    if batch.logit_bias is None and batch.penalties is None and batch.banned is None and batch.allowed is None:
         return logits
     logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if batch.logit_bias is not None:
@@ -73,7 +73,17 @@ def _adjust(logits: Tensor, batch: SamplingBatch) -> Tensor:
         _apply_penalties(logits.view(-1), batch.penalties)
     if batch.banned is not None:
         logits.view(-1).index_fill_(0, batch.banned, float("-inf"))
+    if batch.allowed is not None:
+        _apply_mask(logits, batch.allowed)
     return logits
+
+
+def _apply_mask(logits: Tensor, allowed: AllowedTokens) -> None:
+    bias = allowed.bias(logits.shape[1])
+    if allowed.rows is None:
+        logits.add_(bias)
+    else:
+        logits.index_add_(0, allowed.rows, bias)
 
 
 def _apply_penalties(flat: Tensor, penalties: Penalties) -> None:

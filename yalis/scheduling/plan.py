@@ -10,6 +10,8 @@ from yalis.types import FinishReason, SamplingParams, TokenLogprobs
 
 #: In SequenceStep.tokens: the request's last sampled token, whose id is only on the device so far.
 LAST_SAMPLED = -1
+#: In StepOutput.tokens: no token can continue this answer, because a limit of its grammar was exceeded.
+NO_TOKEN_ALLOWED = -2
 
 
 class SequenceStep(NamedTuple):
@@ -50,7 +52,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The tokens a step sampled, by request id: one for each sequence with `samples` set.
+    """The tokens a step sampled, or NO_TOKEN_ALLOWED, by request id: one for each sequence with `samples` set.
 
     `prompt_logprobs` has an entry for each token of `SequenceStep.scored`, in the same order.
     """
@@ -62,7 +64,8 @@ class StepOutput:
 
 
 class Emitted(NamedTuple):
-    """A new output token of a request, or its end. A request that is cancelled or generates nothing ends without one.
+    """A new output token of a request, or its end. A request that is cancelled, that cannot continue or that generates
+    nothing ends without one.
 
     `prompt_logprobs`, of all prompt tokens, come with the first token, or with the end if there is none.
     """

@@ -29,6 +29,7 @@ class Request:
     stop_ids: frozenset[int] = field(init=False, repr=False)
     generates: bool = field(init=False)  # False: only the prompt is scored
     needs_history: bool = field(init=False)  # as in SamplingParams
+    ends_early: bool = field(init=False)  # before min_tokens, where its grammar allows only EOS
     arrival: int = field(default=-1, init=False)  # order of arrival
     max_len: int = field(default=0, init=False)  # prompt and output tokens at which it ends
     num_admissions: int = field(default=0, init=False)
@@ -46,6 +47,7 @@ class Request:
         self.tokens = list(self.prompt)
         self.generates = self.params.max_tokens > 0
         self.needs_history = self.params.needs_history
+        self.ends_early = self.params.structured_outputs is not None
         self.stop_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self.stop_ids |= self.eos_token_ids
@@ -86,6 +88,6 @@ class Request:
         """Append a sampled token; returns the finish reason if it ends the request."""
         self.output.append(token)
         self.tokens.append(token)
-        if token in self.stop_ids and len(self.output) >= self.params.min_tokens:
+        if token in self.stop_ids and (len(self.output) >= self.params.min_tokens or self.ends_early):
             return "stop"
         return "length" if len(self.tokens) >= self.max_len else None

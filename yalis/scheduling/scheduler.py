@@ -17,7 +17,7 @@ from itertools import islice
 from yalis.cache.blocks import BlockAllocator
 from yalis.errors import YalisError
 from yalis.scheduling.budget import StepBudget, micro_batch_budget
-from yalis.scheduling.plan import LAST_SAMPLED, Emitted, SequenceStep, StepOutput, StepPlan
+from yalis.scheduling.plan import LAST_SAMPLED, NO_TOKEN_ALLOWED, Emitted, SequenceStep, StepOutput, StepPlan
 from yalis.scheduling.request import Request
 from yalis.types import FinishReason
 
@@ -195,12 +195,13 @@ class Scheduler:
                 continue
             if step.scored:
                 request.prompt_logprobs += output.prompt_logprobs[request.id]
-            if step.samples:
-                id = request.id
-                token = tokens[id]
+            token = tokens[request.id] if step.samples else None
+            if token == NO_TOKEN_ALLOWED:
+                emitted += self.cancel(request.id)
+            elif token is not None:
                 scored = request.take_prompt_logprobs() if request.params.prompt_logprobs is not None else None
                 reason = request.append(token)
-                emitted.append(Emitted(id, token, logprobs.get(id) if logprobs else None, reason, scored))
+                emitted.append(Emitted(request.id, token, logprobs.get(request.id), reason, scored))
                 if reason is not None:
                     self._finish(request, reason)
             elif not request.generates and step.start + step.num_tokens == len(request.prompt):

@@ -7,12 +7,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from yalis import __version__
-from yalis.server import chat, completions, metrics, models, tokens
+from yalis.server import chat, completions, metrics, models, responses, tokens
 from yalis.server.errors import ErrorBody, add_handlers
 from yalis.server.gate import Gate
+from yalis.server.page import page
 from yalis.server.state import ServerState
 
-ROUTERS = (chat.router, completions.router, metrics.router, models.router, tokens.router)
+ROUTERS = (
+    chat.router, completions.router, metrics.router, models.router, page.router, responses.router, tokens.router,
+)  # fmt: skip
 
 
 def build_app(state: ServerState) -> ASGIApp:

@@ -11,12 +11,14 @@ from fastapi.responses import JSONResponse, Response
 from yalis.engine.async_llm import RequestStream
 from yalis.openai_api import ChoiceFormat
 from yalis.server.answers import ChunkEncoder, Header, encode, output_usage, prompt_fields, run
+from yalis.server.chat_tools import AnswerParser, chat_tools
 from yalis.server.errors import ApiError, shown
 from yalis.server.protocol import ChatRequest
 from yalis.server.route import StrictRoute
 from yalis.server.sampling import CHAT_DEFAULTS, sampling_params
 from yalis.server.state import ServerState, server_state
 from yalis.server.streams import EventStream
+from yalis.server.tools.request import ToolRequest
 from yalis.types import Completion, RequestEvent, RequestOutput
 
 router = APIRouter(route_class=StrictRoute)
@@ -32,9 +34,10 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     state.check_model(body.model)
     body.check_stream()
     check_messages(body.messages)
-    sampling = sampling_params(state.llm, body, CHAT_DEFAULTS)
-    answer = ChatAnswer(state, body)
-    prompts, variables = [body.messages], body.chat_template_kwargs
+    tools = chat_tools(state, body)
+    sampling = tools.sampling(sampling_params(state.llm, body, CHAT_DEFAULTS), "response_format")
+    answer = ChatAnswer(state, body, tools)
+    prompts, variables = [tools.messages(body.messages)], tools.variables(body.chat_template_kwargs)
     if not body.stream:
         return JSONResponse(answer.response(await run(request, state, prompts, sampling, variables, "messages")))
     stream = await state.submit(prompts, sampling, variables, field="messages")
@@ -44,8 +47,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 class ChatAnswer:
     """The response to one request, whole or as chunks."""
 
-    def __init__(self, state: ServerState, body: ChatRequest) -> None:
+    def __init__(self, state: ServerState, body: ChatRequest, tools: ToolRequest) -> None:
         self._body, self._model = body, state.model_name
+        self._parsers = [AnswerParser(tools) for _ in range(body.n or 1)]
         self._choices = ChoiceFormat(state.llm.tokenizer)
 
     def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -69,11 +73,15 @@ class ChatAnswer:
             encoder.count(0, len(event.token_ids))
             logprobs = "null" if event.logprobs is None else encode(self._choices.chat_logprobs(event.logprobs))
             extra = f',"token_ids":{event.token_ids}' if self._body.return_token_ids else ""
-            if event.text or event.logprobs or extra:
+            deltas = self._parsers[event.completion_index].deltas(event)
+            if not deltas and (event.logprobs or extra):
+                deltas = ["{}"]
+            for delta in deltas:
                 yield encoder.chunk(
-                    f'"index":{event.completion_index},"delta":{{"content":{encode(event.text)}}},'
+                    f'"index":{event.completion_index},"delta":{delta},'
                     f'"logprobs":{logprobs},"finish_reason":null{extra}'
                 )
+                logprobs, extra = "null", ""
             if event.completion is not None:
                 yield encoder.chunk(self._last_choice(event, event.completion))
             if event.output is not None and encoder.wants_usage:
@@ -83,17 +91,18 @@ class ChatAnswer:
         choice = {
             "index": completion.index,
             **self._choices.chat_choice(completion),
+            **self._parsers[completion.index].message(completion),
             "stop_reason": completion.stop_reason,
         }
-        choice["message"]["refusal"] = None
         if not self._body.return_token_ids:
             del choice["token_ids"]
         return choice
 
     def _last_choice(self, event: RequestEvent, completion: Completion) -> str:
+        reason = self._parsers[completion.index].finish_reason(completion)
         return (
             f'"index":{event.completion_index},"delta":{{}},"logprobs":null,'
-            f'"finish_reason":{encode(event.finish_reason)},"stop_reason":{encode(completion.stop_reason)}'
+            f'"finish_reason":{encode(reason)},"stop_reason":{encode(completion.stop_reason)}'
         )
 
 

@@ -16,6 +16,8 @@ from starlette.requests import ClientDisconnect
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.liveness import reword
 from yalis.log import get_logger
+from yalis.openai_api import SAMPLING_ALIASES
+from yalis.server.tools.definitions import FieldError
 from yalis.types import SAMPLING_FIELDS
 
 log = get_logger(__name__)
@@ -23,7 +25,7 @@ log = get_logger(__name__)
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _SHOWN = 60  # characters of a value in a message
 #: Fields that a message can begin with.
-_FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "top_logprobs", "messages", "chat_template_kwargs"}
+_FIELDS = SAMPLING_FIELDS | SAMPLING_ALIASES | {"messages", "chat_template_kwargs"}
 
 
 class ErrorDetail(BaseModel):
@@ -120,6 +122,8 @@ def request_error(error: YalisError, field: str | None = None) -> ApiError:
     A message about sampling parameters starts with the name of one; others are about `field`.
     """
     message = reword(str(error))
+    if isinstance(error, FieldError):
+        return ApiError(message, param=error.param, code="invalid_value")
     if "but the context holds" in message:
         return ApiError(message, param=field, code="context_length_exceeded")
     name = re.match(r"[a-z_]+\b", message)

@@ -1,8 +1,7 @@
-"""Small endpoints: /v1/models, /health, /version and the chat page."""
+"""Small endpoints: /v1/models, /health and /version."""
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -41,14 +40,6 @@ async def get_health(request: Request) -> Response:
 @router.get("/version")
 async def get_version() -> dict[str, str]:
     return {"version": __version__}
-
-
-@router.get("/", include_in_schema=False)
-async def get_page() -> Response:
-    page = files("yalis.server") / "page" / "index.html"
-    if not page.is_file():
-        raise ApiError("this installation has no chat page", 404)
-    return Response(page.read_bytes(), media_type="text/html")
 
 
 def _model(state: ServerState) -> dict[str, Any]:

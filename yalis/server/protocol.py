@@ -131,6 +131,8 @@ class GenerationRequest(ApiRequest):
     n: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
 
     def check_stream(self) -> None:
@@ -151,7 +153,11 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     refused = _CHAT_REFUSED | _SAMPLING_REFUSED
 
+    model: str
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -167,6 +173,9 @@ class TokenizeRequest(ApiRequest):
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -9,10 +9,12 @@ from fastapi import APIRouter, Request
 from yalis.engine.prompts import check_token_ids
 from yalis.errors import YalisError
 from yalis.server.chat import check_messages
+from yalis.server.chat_tools import chat_tools
 from yalis.server.errors import ApiError, request_error
 from yalis.server.protocol import DetokenizeRequest, TokenizeRequest
 from yalis.server.route import StrictRoute
 from yalis.server.state import server_state
+from yalis.types import Prompt
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -25,10 +27,14 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("give prompt or messages, one of the two", param="prompt", code="invalid_value")
     field = "prompt" if body.messages is None else "messages"
+    prompt: Prompt = body.prompt or ""
+    variables = None
     if body.messages is not None:
         check_messages(body.messages)
+        tools = chat_tools(state, body)
+        prompt, variables = tools.messages(body.messages), tools.variables(body.chat_template_kwargs)
     try:
-        ids = await state.async_llm.tokenize(body.messages or body.prompt or "", body.chat_template_kwargs)
+        ids = await state.async_llm.tokenize(prompt, variables)
     except YalisError as error:
         raise request_error(error, field) from error
     return {"count": len(ids), "max_model_len": state.llm.max_model_len, "tokens": ids}
