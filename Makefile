@@ -1,4 +1,5 @@
 # make demo    install into .venv and run a small model; needs only Python 3.10+
+# make serve   serve the small model, with a chat page on http://127.0.0.1:8000; FLAGS="--port 8001"
 # make test    lint, types, import direction and CPU tests; what CI runs
 # make test-full   make test plus all combinations of options
 # make lint    ruff, mypy and the import direction only
@@ -25,7 +26,7 @@ SYSTEM ?= tests/system/install.sh
 JOB_TESTS := tests/multiprocess tests/launchers tests/multihost tests/faults
 SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 --dist worksteal tests/unit
 
-.PHONY: demo test test-full lint faults fuzz soak serve-soak fetch system gpu-test gpu-bench peers clean help
+.PHONY: demo serve test test-full lint faults fuzz soak serve-soak fetch system gpu-test gpu-bench peers clean help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -47,6 +48,13 @@ fetch: $(VENV)/.installed
 
 demo: fetch
 	$(BIN)/python examples/demo.py
+
+$(VENV)/.installed-serve: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e '.[serve]'
+	@touch $@
+
+serve: $(VENV)/.installed-serve fetch
+	$(BIN)/yalis serve $(FLAGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

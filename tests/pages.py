@@ -13,7 +13,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 #: The first word of a code span that is a command; variables may come before it.
-_PROGRAMS = "yalis|make|pip|hf|git|python|pytest|torchrun|mpirun|srun|sbatch|nsys|bash|benchmarks/[a-z_]+\\.(?:sh|py)"
+_PROGRAMS = (
+    "yalis|make|curl|pip|hf|git|python|pytest|torchrun|mpirun|srun|sbatch|nsys|bash|benchmarks/[a-z_]+\\.(?:sh|py)"
+)
 _COMMAND = re.compile(rf"(?:[A-Z_]+=\S* )*(?:\.venv/bin/)?(?:{_PROGRAMS}) \S")
 #: Names a verb or a target; not meant to be typed as it is.
 _NAME = re.compile(r"yalis [a-z]+( [a-z]+)?|make [a-z-]+")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 from yalis.errors import YalisError
-from yalis.types import SAMPLING_FIELDS, Completion, TokenLogprobs
+from yalis.types import SAMPLING_FIELDS, Completion, StructuredOutputs, TokenLogprobs
 
 #: Other names of fields of SamplingParams.
-SAMPLING_ALIASES = frozenset({"max_completion_tokens", "top_logprobs"})
+SAMPLING_ALIASES = frozenset({"max_completion_tokens", "top_logprobs", "response_format"})
 
 _LOWEST_LOGPROB = -9999.0  # what the OpenAI API reports for minus infinity, which JSON does not have
 
@@ -36,7 +37,38 @@ def sampling_fields(request: Mapping[str, Any]) -> dict[str, Any]:
         given["logprobs"] = (0 if top_logprobs is None else top_logprobs) if given["logprobs"] else None
     elif top_logprobs is not None:
         raise YalisError(f"top_logprobs is {top_logprobs!r} without logprobs; set logprobs to true with it")
+    if (wanted := request.get("response_format")) is not None:
+        if "structured_outputs" in given:
+            raise YalisError("response_format and structured_outputs both say what an answer must be; give one of them")
+        given["structured_outputs"] = parse_format("response_format", wanted, "json_schema")
     return given
+
+
+def parse_format(field: str, wanted: Any, inner: str | None = None) -> StructuredOutputs | None:
+    """Return what response_format of chat requests, or text.format of responses, asks for; None for any text.
+
+    `inner`: the key under which a schema and its name are, if it is not `wanted` itself. Every schema is enforced, with
+    `strict` or without.
+    """
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    described = wanted.get(inner) if kind == "json_schema" and inner else wanted
+    schema = described.get("schema") if kind == "json_schema" and isinstance(described, Mapping) else None
+    if not isinstance(schema, (dict, bool)):
+        example = '"schema": {...}' if inner is None else f'"{inner}": {{"name": ..., "schema": {{...}}}}'
+        raise YalisError(
+            f'{field} is {_shorten(wanted)}; give {{"type": "json_schema", {example}}}, {{"type": "json_object"}} or '
+            '{"type": "text"}'
+        )
+    return StructuredOutputs(json=json.dumps(schema))
+
+
+def _shorten(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def usage(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:

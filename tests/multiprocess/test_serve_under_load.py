@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.serve_process import ServeProcess
+from tests.multiprocess.serve_job import ServeJob, serve
 from tests.soak.serve_requests import Answer, Exchange, Spec, find_problem
 from tests.tiny_chat import save_tiny_chat
 from yalis import LLM, SamplingParams
 
-STREAMS, TOKENS = 12, 250
+STREAMS, TOKENS = 12, 150
+TP = ("--tp", "2", "--threads", "1", "--kv-memory", "0.05")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +31,13 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Spec]]:
     return model, [Spec(one, sampling, output.token_ids) for one, output in zip(prompts, outputs, strict=True)]
 
 
-def run(server: ServeProcess, specs: list[Spec], fault: Callable[[], None]) -> tuple[list[Answer], Answer | None]:
+def run(server: ServeJob, specs: list[Spec], fault: Callable[[], None]) -> tuple[list[Answer], Answer | None]:
     """Start all streams, call `fault` once each has begun, send one more request, and read all answers to the end."""
 
+    port = int(server.url.rpartition(":")[2])
+
     async def load() -> tuple[list[Answer], Answer | None]:
-        exchanges = [Exchange(server.port, spec.body(stream=True)) for spec in specs]
+        exchanges = [Exchange(port, spec.body(stream=True)) for spec in specs]
         for exchange in exchanges:
             await exchange.open()
         for exchange in exchanges:
@@ -42,7 +45,7 @@ def run(server: ServeProcess, specs: list[Spec], fault: Callable[[], None]) -> t
         fault()
         reading = [asyncio.ensure_future(exchange.read()) for exchange in exchanges]
         await asyncio.sleep(0.1)
-        late = Exchange(server.port, specs[0].body(stream=False))
+        late = Exchange(port, specs[0].body(stream=False))
         try:
             await late.open()
             last: Answer | None = await late.read()
@@ -56,29 +59,30 @@ def run(server: ServeProcess, specs: list[Spec], fault: Callable[[], None]) -> t
     return asyncio.run(load())
 
 
-def test_sigterm_under_load_finishes_what_runs(specs: tuple[Path, list[Spec]]) -> None:
+def test_sigterm_under_load_finishes_what_runs(specs: tuple[Path, list[Spec]], tmp_path: Path) -> None:
     model, requests = specs
-    with ServeProcess(model, "--tp", "2") as server:
-        answers, late = run(server, requests, lambda: server.process.send_signal(signal.SIGTERM))
-        assert server.wait() == 0, server.errors
-        assert not server.announced.exists()
-        assert "error" not in server.errors
+    with serve(tmp_path, str(model), *TP, "--announce", str(tmp_path / "url")) as server:
+        answers, late = run(server, requests, server.terminate)
+        assert server.wait() == 0, server.log
+        assert not (tmp_path / "url").exists()
+        assert "error" not in server.log
     assert [find_problem(answer, spec) for answer, spec in zip(answers, requests, strict=True)] == [None] * STREAMS
     assert all(answer.complete and len(answer.tokens) == TOKENS for answer in answers)
     assert late is not None
     assert (late.status, late.error and late.error["code"]) == (503, "draining")
 
 
-def test_a_rank_that_is_killed_under_load_ends_every_stream_with_an_error(specs: tuple[Path, list[Spec]]) -> None:
+def test_a_rank_that_is_killed_under_load_ends_every_stream_with_an_error(
+    specs: tuple[Path, list[Spec]], tmp_path: Path
+) -> None:
     model, requests = specs
-    with ServeProcess(model, "--tp", "2") as server:
-        _, rank1 = server.ranks
+    with serve(tmp_path, str(model), *TP, "--announce", str(tmp_path / "url")) as server:
+        (rank1,) = server.worker_pids()
         start = time.monotonic()
         answers, late = run(server, requests, lambda: os.kill(rank1, signal.SIGKILL))
         assert server.wait() == 1
         assert time.monotonic() - start < 30
-        assert not server.announced.exists()
-        errors = server.errors
+        assert not (tmp_path / "url").exists()
     for answer, spec in zip(answers, requests, strict=True):
         assert answer.error is not None
         assert not answer.complete
@@ -86,5 +90,4 @@ def test_a_rank_that_is_killed_under_load_ends_every_stream_with_an_error(specs:
         assert answer.tokens == spec.expected[: len(answer.tokens)]  # nothing wrong was sent before
         assert 0 < len(answer.tokens) < TOKENS
     assert late is None or late.status == 503
-    assert "rank 1" in errors
-    assert errors.count("yalis: error") <= 1
+    assert server.log.count("yalis: error") <= 1

@@ -17,28 +17,26 @@ import platform
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from tests.multiprocess.serve_job import ServeJob, serve
 from tests.soak.memory import NOISE_MIB, WARM_UP, MemorySampler, find_growth, format_rows
+from tests.soak.sampler import read_process
 from tests.soak.serve_load import ServeLoad, start_stopped_client
-from tests.soak.serve_process import ServeProcess
 from tests.soak.serve_requests import make_specs
 from tests.tiny_chat import save_tiny_chat
 from yalis import LLM
 
-FLAGS = ["--kv-blocks", "100", "--max-num-seqs", "8", "--max-queue", "8", "--timeout", "2"]
+FLAGS = ["--threads", "1", "--kv-blocks", "100", "--max-num-seqs", "8", "--max-queue", "8", "--timeout", "2"]
 WORKERS = 20  # more than run and wait, so that some requests are refused
+FIRST_REQUESTS = 500  # after which the server has all its threads
 ROUNDS = 20  # each with another stopped client
 #: A request whose answer is larger than the buffers of the connection of a stopped client.
 LARGE = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "temperature": 0}
-#: Metrics that are 0 when nothing runs.
-GAUGES = ("yalis:num_requests_running", "yalis:num_requests_waiting", "yalis:kv_cache_usage_perc")
+#: What is 0 when nothing runs.
+METRICS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,24 +51,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = save_tiny_chat(Path(folder), max_position=512)
         with LLM(str(model), threads=1) as llm:
             specs = make_specs(llm, 200, given.seed)
-        with ServeProcess(model, *FLAGS, "--tp", str(given.tp)) as server:
-            load = ServeLoad(server.port, specs, given.seed, WORKERS)
+        with serve(Path(folder), str(model), *FLAGS, "--tp", str(given.tp)) as server:
+            port = int(server.url.rpartition(":")[2])
+            load = ServeLoad(port, specs, given.seed, WORKERS)
+            pids = [server.process.pid, *server.worker_pids()]
+            asyncio.run(load.run(FIRST_REQUESTS))
+            before = _wait_for_idle(server, pids)
             start = time.monotonic()
-            with MemorySampler(server.ranks) as sampler:
-                for requests in _split(given.requests):
-                    stopped = start_stopped_client(server.port, LARGE, 2)
+            with MemorySampler(pids) as sampler:
+                for requests in _split(given.requests - FIRST_REQUESTS):
+                    stopped = start_stopped_client(port, LARGE, 2)
                     try:
                         asyncio.run(load.run(requests))
                     finally:
                         stopped.kill()
                         stopped.wait()
             seconds = time.monotonic() - start
-            left = _wait_for_idle(server.port)
-            errors = server.errors
+            after = _wait_for_idle(server, pids)
+            log = server.log
     rows = sampler.rows()
-    problems = [*load.problems, *(problem for row in rows for problem in find_growth(row))]
-    problems += [f"{name} is {value:g} after the last request" for name, value in left.items() if value]
-    problems += [line for line in errors.splitlines() if "error" in line.lower()]
+    problems = [*load.problems, *(problem for row in rows for problem in find_growth(row, counts=()))]
+    problems += [
+        f"{name} is {value:g} after the last request, and was {before[name]:g}"
+        for name, value in after.items()
+        if value > before[name]
+    ]
+    problems += [line for line in log.splitlines() if "error" in line.lower()]
     result = {
         "requests": given.requests,
         "tp": given.tp,
@@ -82,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "evaluated_from_s": round(WARM_UP * sampler.samples[-1]["s"]),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
         "versions": {name: metadata.version(name) for name in ("torch", "fastapi", "uvicorn")},
-        "after_the_last_request": left,
+        "idle_before": before,
+        "idle_after": after,
         "ranks": rows,
         "problems": problems,
         **sampler.series(),
@@ -101,22 +108,16 @@ def _split(requests: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def _wait_for_idle(port: int, seconds: float = 30) -> dict[str, float]:
-    """Wait until nothing runs, and return the gauges."""
+def _wait_for_idle(server: ServeJob, pids: Sequence[int], seconds: float = 30) -> dict[str, float]:
+    """Wait until nothing runs, and return the metrics, and descriptors and threads of each rank."""
     end = time.monotonic() + seconds
-    while True:
-        gauges = read_gauges(port)
-        if not any(gauges.values()) or time.monotonic() > end:
-            return gauges
+    while any((found := {name: server.metric(name) for name in METRICS}).values()) and time.monotonic() < end:
         time.sleep(0.1)
-
-
-def read_gauges(port: int) -> dict[str, float]:
-    """Return the metrics that are 0 when nothing runs."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        families: Any = text_string_to_metric_families(response.read().decode())
-    found = {sample.name: sample.value for family in families for sample in family.samples}
-    return {name: found[name] for name in GAUGES}
+    time.sleep(1)  # connections are closed after their last request
+    for rank, pid in enumerate(pids):
+        sample = read_process(pid)
+        found |= {f"{name} of rank {rank}": sample[name] for name in ("descriptors", "threads")}
+    return found
 
 
 if __name__ == "__main__":

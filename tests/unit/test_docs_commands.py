@@ -8,15 +8,19 @@ in bash. A command of a page is either run or in NOT_RUN.
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, ROOT, steps
+from tests.pages import PAGES, ROOT, Block, steps
+from tests.server import running_server
 from tests.tiny_chat import save_tiny_chat
+from yalis import LLM
 from yalis.cli.main import main
 
 #: What is made smaller before it is run: (pattern, replacement). smollm2-135m becomes a random model of two layers.
@@ -41,15 +45,34 @@ SMALLER = [
 
 LOADS_A_MODEL = re.compile(r"yalis (generate|chat|batch|profile|bench (latency|throughput|scaling|slice|pipeline))\b")
 
+URL = "http://127.0.0.1:8000"
+
 GPU = "needs an NVIDIA GPU"
 NETWORK = "needs network access, and changes the environment"
 THIS = "is how this test is run"
+SERVES = "runs until it is stopped; tests/multiprocess/test_serve.py"
 SERVED = "needs a running server; test_study_serve.py runs it against one"
 MEASURE = "yalis bench serve --url http://127.0.0.1:8000"
 LAB = "needs root and takes minutes; tests/multihost runs it with small sizes"
 
 #: Commands that are not run here, and why. Each must be in a page.
 NOT_RUN = {
+    "yalis serve": SERVES,
+    "yalis serve --api-key-file key": SERVES,
+    "yalis serve --max-model-len 1024": SERVES,
+    "srun -n 2 yalis serve --tp 2 --host 0.0.0.0 --api-key-file key --announce url": "tests/launchers runs one",
+    "pip install 'yalis[serve]'": NETWORK,
+    **dict.fromkeys(
+        (
+            "llm-comply -u http://127.0.0.1:8000/v1 -k none -m smollm2-135m --format openai-chat -f "
+            "chat-basic-response,chat-system-prompt,chat-multi-turn,chat-tool-calling,chat-streaming-response,"
+            "chat-streaming-usage,chat-error-handling",
+            "llm-comply -u http://127.0.0.1:8000/v1 -k none -m smollm2-135m --format open-responses -f "
+            "basic-response,system-prompt,multi-turn,tool-calling,streaming-response,streaming-usage,assistant-phase,"
+            "response-output-phase-schema,compact-response,compact-missing-model,error-handling",
+        ),
+        "needs a running server; tests/unit/test_server_tools.py runs its cases",
+    ),
     "make demo": "CI runs it first; installs into .venv",
     "make demo TORCH='torch==2.12.0'": NETWORK,
     "make test": THIS,
@@ -126,6 +149,13 @@ def bash(command: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def url(model: str) -> Iterator[str]:
+    """Of a server that pages call smollm2-135m."""
+    with LLM(model, threads=1, kv_memory=0.05) as llm, running_server(llm, served_model_name="smollm2-135m") as server:
+        yield server.url
+
+
 def run_command(command: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for pattern, smaller in SMALLER:
         command = re.sub(pattern, smaller, command)
@@ -141,15 +171,28 @@ def run_command(command: str, model: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert main(arguments) == 0, command
 
 
+def call_server(step: Block, url: str) -> None:
+    text = step.text.replace(URL, url)
+    if step.language == "python":
+        exec(compile(text, "page", "exec"), {"__name__": "__main__"})
+    else:
+        answer = json.loads(bash(text.replace("curl", "curl --fail-with-body --silent")))
+        assert answer["choices"]
+
+
 @pytest.mark.parametrize("page", IDS, ids=IDS.get)
-def test_what_a_page_shows_runs(page: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_page_shows_runs(
+    page: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     for name in ("benchmarks", "slurm"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     if any("--tune" in step.text for step in steps(page)):
         monkeypatch.setenv("YALIS_CACHE", str(tmp_path / "cache"))  # the table must not reach the user's cache
     for step in steps(page):
-        if step.language == "python":
+        if URL in step.text and step.text not in NOT_RUN:
+            call_server(step, request.getfixturevalue("url"))
+        elif step.language == "python":
             code = compile(step.text.replace('"smollm2-135m"', repr(model)), str(page), "exec")
             exec(code, {"__name__": "__main__"})
         elif step.text not in NOT_RUN:

@@ -47,7 +47,7 @@ class FormulaRanks:
     """The part of ReplicaRanks that an engine uses."""
 
     def __init__(self, device: str, num_blocks: int, max_model_len: int, seconds: float = 0.0) -> None:
-        executor = SimpleNamespace(graph_bytes=7)
+        executor = SimpleNamespace(graph_bytes=7, replays=0, padding_tokens=0)
         self.runner = SimpleNamespace(
             device=torch.device(device),
             num_blocks=num_blocks,

@@ -76,7 +76,7 @@ def text_of(choice: dict[str, Any]) -> str:
 def test_chat_completions_are_those_of_chat(server: RunningServer, sampling: dict[str, Any], stream: bool) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
     expected = offline(server, messages, **sampling)
-    body = {"messages": messages, "max_tokens": 16, "return_token_ids": True, **sampling}
+    body = {"model": "tiny", "messages": messages, "max_tokens": 16, "return_token_ids": True, **sampling}
     assert collect(server, "/v1/chat/completions", body, stream) == [
         (one.text, one.token_ids, one.finish_reason, one.stop_reason) for one in expected.completions
     ]

@@ -155,6 +155,11 @@ def test_chats_are_renamed_deleted_and_exported(tab: Page, tmp_path: Path) -> No
     click(tab, "Undo")
     assert stored(tab)["title"] == "Steps & more"
     assert len(texts(tab)) == 2
+    tab.evaluate("[...document.querySelectorAll('.user .icon')].find(x => x.ariaLabel === 'Edit').click()")
+    tab.type(" 4")
+    tab.press("Enter")
+    tab.wait_for(f"{DONE} && {TEXT} === 'It is 4.'")
+    assert stored(tab)["title"] == "Steps & more"  # a title that was given stays
 
 
 def wait_for_file(file: Path) -> None:

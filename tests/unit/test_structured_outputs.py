@@ -207,7 +207,7 @@ def test_tokens_beyond_the_tokenizer_are_never_allowed(llm: LLM) -> None:
 
 
 REFUSED = [
-    (StructuredOutputs(json={"not": {"type": "string"}}), "json of structured_outputs cannot be used: Unimplemented"),
+    (StructuredOutputs(json={"not": {"type": "string"}}), "structured_outputs.json cannot be used: Unimplemented"),
     (StructuredOutputs(json=False), "schema is false"),
     (StructuredOutputs(json={"$ref": "#"}), "no text matches it"),
     (StructuredOutputs(json={"$ref": "http://127.0.0.1:1/schema.json"}), "does not fetch resources"),
@@ -216,10 +216,10 @@ REFUSED = [
     (StructuredOutputs(json={"items": {"multipleOf": 1_000_003}}), "cannot honour multipleOf 1000003; give one"),
     (StructuredOutputs(json={"const": "a\0b"}), "cannot honour the control character in 'a\\x00b'; remove it"),
     (StructuredOutputs(json={"multipleOf": 0.12345678}), "cannot honour multipleOf 0.12345678"),
-    (StructuredOutputs(regex="(a"), "regex of structured_outputs cannot be used: at 1(8): invalid regex"),
+    (StructuredOutputs(regex="(a"), "structured_outputs.regex cannot be used: at 1(8): invalid regex"),
     (StructuredOutputs(grammar="start: unknown"), 'unknown name: "unknown"'),
-    (StructuredOutputs(grammar='root ::= ("a"'), "grammar of structured_outputs cannot be used: Expected ')'"),
-    (StructuredOutputs(tags=[OutputTag("<", {"not": {}})]), "tags of structured_outputs cannot be used"),
+    (StructuredOutputs(grammar='root ::= ("a"'), "structured_outputs.grammar cannot be used: Expected ')'"),
+    (StructuredOutputs(tags=[OutputTag("<", {"not": {}})]), "structured_outputs.tags cannot be used"),
 ]  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def test_a_compiled_grammar_waits_for_no_compilation(llm: LLM, monkeypatch: pyte
     llm.grammars.start(KINDS["regex"])
     with llm.grammars._compiling:  # as while another thread compiles
         assert is_valid("regex", answer(llm, KINDS["regex"]).text)
-        with pytest.raises(YalisError, match=r"other schemas have compiled for 0\.05 s"):
+        with pytest.raises(YalisError, match=r"waited 0\.05 s for other schemas to compile"):
             llm.grammars.start(StructuredOutputs(regex="another"))
 
 

@@ -36,7 +36,7 @@ def find_supported(llm: LLM, cases: list[SuiteCase]) -> list[SuiteCase]:
         except YalisError as error:
             refused[case.name] = str(error)
     for name, message in refused.items():
-        assert message.startswith(("json of structured_outputs", "structured_outputs cannot honour")), name
+        assert message.startswith(("structured_outputs.json cannot", "structured_outputs cannot honour")), name
         assert "\n" not in message, name
     return supported
 

@@ -74,7 +74,8 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        stats, scheduler = self._stats, self.scheduler
+        stats, scheduler, executor = self._stats, self.scheduler, self.runner.executor
+        stats.replayed_steps, stats.padding_tokens = executor.replays, executor.padding_tokens
         stats.preemptions = scheduler.counters.preemptions
         stats.prefix_query_tokens = scheduler.counters.prompt_query_tokens
         stats.prefix_hit_tokens = scheduler.counters.prompt_hit_tokens
@@ -149,8 +150,6 @@ class Engine:
             self._launched.append(self.ranks.launch(plan))
             self._stats.launch_seconds += time.perf_counter() - begin
             self._stats.steps += 1
-            executor = self.runner.executor
-            self._stats.replayed_steps, self._stats.padding_tokens = executor.replays, executor.padding_tokens
         if not self._launched:
             return []
         return self._commit_oldest()

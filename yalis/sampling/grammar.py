@@ -114,9 +114,7 @@ class GrammarCompiler:
         found = self._find(key)
         if found is None:
             if not self._compiling.acquire(timeout=_MAX_WAIT):
-                raise YalisError(
-                    f"structured_outputs: other schemas have compiled for {_MAX_WAIT:g} s; try again later"
-                )
+                raise YalisError(f"structured_outputs waited {_MAX_WAIT:g} s for other schemas to compile; try again")
             try:
                 found = self._find(key)  # another thread may have compiled it meanwhile
                 if found is None:
@@ -153,7 +151,7 @@ class GrammarCompiler:
                 reason = matcher.error if first is None else "NoExtension"
                 if "NoExtension" in reason:
                     reason = "no text matches it"
-                raise YalisError(f"{wanted.kind} of structured_outputs cannot be used: {_shorten(reason)}")
+                raise YalisError(f"structured_outputs.{wanted.kind} cannot be used: {_shorten(reason)}")
         except YalisError as error:
             return error
         return matcher
@@ -261,7 +259,7 @@ def _write_grammar(wanted: StructuredOutputs, token_ids: dict[str, int]) -> str:
         try:
             text = gbnf_to_lark(text)
         except Exception as error:  # its parser raises bare exceptions
-            raise YalisError(f"grammar of structured_outputs cannot be used: {_shorten(str(error))}") from None
+            raise YalisError(f"structured_outputs.grammar cannot be used: {_shorten(str(error))}") from None
     return str(matchers.grammar_from_lark(text))
 
 

@@ -24,6 +24,7 @@ from yalis.server.metrics import ServerMetrics
 from yalis.server.state import ServerState
 
 _CHECK_S = 0.5  # between two looks at whether a rank has died
+_SEND_BUFFER = 256 << 10  # bytes that the kernel keeps for a client that does not read; by default megabytes
 _LAST_WORDS_S = 5.0  # for clients to read the error events of their streams
 
 
@@ -36,6 +37,7 @@ def bind(config: ServeConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
             listener.bind(address)
         except BaseException:
             listener.close()

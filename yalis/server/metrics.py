@@ -58,6 +58,14 @@ class ServerMetrics(Collector):
         self._prompt = Histogram("request_prompt_tokens", "Prompt tokens", _TOKENS)
         self._output = Histogram("request_generation_tokens", "Generated tokens", _TOKENS)
         self._max_tokens = Histogram("request_params_max_tokens", "max_tokens of the request, if it has one", _TOKENS)
+        self._computed = Histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens not found in the prefix cache", _TOKENS
+        )
+        self._decode = Histogram("request_decode_time_seconds", "From first to last token", _REQUEST_S)
+        self._most = Histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest completion of a request", _TOKENS
+        )
+        self._cached_tokens = 0  # of the prompts of finished completions
         self._n = Histogram("request_params_n", "Completions of a request", _COMPLETIONS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -68,17 +76,22 @@ class ServerMetrics(Collector):
         times = done.token_times
         if times:
             self._first_token.observe(times[0] - done.submit_time)
+        self._between.observe_all([after - before for before, after in pairwise(times)])
         if done.finish_reason == "cancelled":
             return
-        self._between.observe_all([after - before for before, after in pairwise(times)])
         if len(times) > 1:
             self._per_token.observe((times[-1] - times[0]) / (len(times) - 1))
         self._prompt.observe(done.prompt_tokens)
         self._output.observe(len(times))
-        self._n.observe(done.num_completions)
+        self._computed.observe(done.prompt_tokens - done.cached_tokens)
+        self._cached_tokens += done.cached_tokens
+        if done.request_tokens is not None:
+            self._n.observe(len(done.request_tokens))
+            self._most.observe(max(done.request_tokens))
         if done.max_tokens != UNLIMITED_TOKENS:
             self._max_tokens.observe(done.max_tokens)
         if times:
+            self._decode.observe(times[-1] - times[0])
             seconds = times[-1] - done.submit_time
             self._total.observe(seconds)
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
@@ -98,6 +111,7 @@ class ServerMetrics(Collector):
         usage = stats.used_blocks / stats.blocks if stats.blocks else 0.0
         yield self._gauge("kv_cache_usage_perc", "KV cache in use; 1 is all of it", usage)
         yield self._counter("prompt_tokens", "Prompt tokens", stats.prompt_tokens)
+        yield self._counter("prompt_tokens_cached", "Prompt tokens that were not computed", self._cached_tokens)
         yield self._counter("generation_tokens", "Generated tokens", stats.output_tokens)
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_query_tokens

@@ -12,7 +12,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from yalis.engine.async_llm import RequestStream
-from yalis.openai_api import ChoiceFormat, sampling_fields
+from yalis.errors import YalisError
+from yalis.openai_api import ChoiceFormat, parse_format, sampling_fields
 from yalis.server.answers import encode, run
 from yalis.server.errors import ApiError, as_api_error, shown
 from yalis.server.protocol import ApiRequest
@@ -189,20 +190,10 @@ def _text_format(body: ResponsesRequest) -> StructuredOutputs | None:
     for name, value in text.items():
         if name not in ("format", "verbosity") or (name == "verbosity" and value not in (None, "medium")):
             raise _unsupported(f"text.{name}", f"text.{name} is {shown(value)}, which is not supported; leave it out")
-    form = text.get("format") or {"type": "text"}
-    kind = form.get("type") if isinstance(form, dict) else form
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputs(json_object=True)
-    if kind != "json_schema" or "schema" not in form:
-        raise ApiError(
-            f'text.format is {shown(form)}; give {{"type": "json_schema", "name": ..., "schema": ...}}, '
-            '{"type": "json_object"} or {"type": "text"}',
-            param="text.format",
-            code="invalid_value",
-        )
-    return StructuredOutputs(json=form["schema"])
+    try:
+        return parse_format("text.format", text.get("format") or {"type": "text"})
+    except YalisError as error:
+        raise ApiError(str(error), param="text.format", code="invalid_value") from error
 
 
 def _unsupported(param: str, message: str) -> ApiError:

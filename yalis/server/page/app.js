@@ -32,7 +32,11 @@ function open(conversation) {
   scrollToEnd(true);
   drawList();
   showSidebar(false);
-  byId("input").focus();
+  focusInput();
+}
+
+function focusInput() {
+  (isTouch() ? byId("log") : byId("input")).focus({ preventScroll: true });
 }
 
 function drawList() {
@@ -54,7 +58,10 @@ function drawMessages() {
 }
 
 function makeWelcome() {
-  const ideas = SUGGESTIONS.map((text) => textButton(text, "idea", () => send(text)));
+  const ideas = SUGGESTIONS.map((text) => textButton(text, "idea", () => {
+    focusInput(); // before the button is removed
+    send(text);
+  }));
   const who = model ? `Ask ${model.split("/").at(-1)}` : "Ask";
   const title = make("h2", {}, `${who} anything`);
   return make("section", { class: "welcome" }, title, make("div", { class: "ideas" }, ...ideas));
@@ -82,7 +89,7 @@ function scrollToEnd(always = false) {
 
 function send(text) {
   if (running.has(current.id)) return;
-  if (!current.messages.length) current.title = titleOf(text);
+  if (!current.messages.length && !current.renamed) current.title = titleOf(text);
   current.messages.push({ role: "user", text, created: Date.now() });
   answer(current);
 }
@@ -203,6 +210,7 @@ function settle(id, controller) {
 
 /** Answer again. What followed is removed, and can be brought back for a while. */
 function regenerate(message) {
+  focusInput();
   removeFrom(message, "The earlier answer was replaced.");
   answer(current);
 }
@@ -214,6 +222,7 @@ function edit(message, text) {
     drawMessages();
     return;
   }
+  focusInput();
   removeFrom(message, "The earlier version was replaced.");
   send(text);
 }
@@ -241,7 +250,7 @@ function startNew() {
 
 function rename(id, title) {
   const conversation = store.all.get(id);
-  conversation.title = title;
+  if (title !== conversation.title) Object.assign(conversation, { title, renamed: true });
   store.save(conversation);
   drawList();
 }
@@ -378,10 +387,14 @@ function listen() {
   byId("input").addEventListener("keydown", onInputKey);
   byId("input").addEventListener("input", onInput);
   byId("log").addEventListener("scroll", onScroll, { passive: true });
+  new ResizeObserver(() => scrollToEnd()).observe(byId("log")); // a keyboard opens, or the field grows
   document.addEventListener("keydown", onKey);
   window.addEventListener("storage", onStorage);
   window.addEventListener("pagehide", () => {
-    for (const id of running.keys()) if (store.all.has(id)) store.save(store.all.get(id));
+    for (const id of [...running.keys()]) {
+      if (store.all.has(id)) store.save(store.all.get(id));
+      stop(id); // else the request would fail, and be reported as a lost connection
+    }
   });
 }
 

@@ -20,7 +20,7 @@ function apiHeaders() {
 async function callApi(path, options) {
   let response;
   try {
-    response = await fetch(path, { ...options, headers: apiHeaders(), credentials: "omit", cache: "no-store" });
+    response = await fetch(path, { ...options, headers: apiHeaders(), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiFailure(NOT_REACHED);
@@ -32,7 +32,7 @@ async function callApi(path, options) {
 async function readFailure(response) {
   let message = "";
   try {
-    message = (await response.json()).error.message;
+    message = String((await response.json()).error.message ?? "");
   } catch {
     // not the API's error format: an error of a proxy, perhaps
   }
@@ -65,7 +65,7 @@ function requestBody(model, conversation, messages) {
   const system = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
   const history = messages.filter((message) => message.text).map(({ role, text }) => ({ role, content: text }));
   return {
-    model, messages: [...system, ...history], ...conversation.sampling,
+    ...conversation.sampling, model, messages: [...system, ...history],
     stream: true, stream_options: { include_usage: true },
   };
 }

@@ -30,6 +30,9 @@ function textButton(label, kind, act) {
 
 const byId = (id) => document.getElementById(id);
 
+/** Whether a keyboard would cover half of the screen. */
+const isTouch = () => matchMedia("(hover: none) and (pointer: coarse)").matches;
+
 /** Copy text. Pages served without TLS to another host have no clipboard API, so a selection is copied there. */
 async function copyText(text) {
   if (navigator.clipboard) {

@@ -57,7 +57,7 @@ class MessageView {
       const copy = iconButton("copy", "Copy", () => copyFrom(copy, message.text));
       actions.append(copy);
     }
-    if (message.role === "assistant") {
+    if (message.role === "assistant" && !message.error) {
       actions.append(iconButton("again", "Regenerate", () => this.#handlers.regenerate(message)));
     }
     if (message.text) actions.append(iconButton("edit", "Edit", () => this.edit()));
@@ -109,7 +109,7 @@ function splitThought(text) {
   return { thought: found[1].trim(), answer: text.slice(found[0].length).trimStart(), open: !found[2] };
 }
 
-function describeAnswer({ stats, state, finish }) {
+function describeAnswer({ stats, state, finish, error }) {
   const parts = [];
   if (stats) {
     const about = stats.counted ? "" : "about ";
@@ -118,15 +118,15 @@ function describeAnswer({ stats, state, finish }) {
     parts.push(`first token after ${stats.first_token_ms < 1000 ? `${stats.first_token_ms} ms`
       : `${(stats.first_token_ms / 1000).toFixed(1)} s`}`);
   }
-  if (state === "stopped") parts.push("stopped");
+  if (state === "stopped" && !error) parts.push("stopped");
   if (finish === "length") parts.push("ended at the limit of tokens");
   return parts.join(" · ");
 }
 
 /** Enter sends, unless it ends a composition of an input method or a touch keyboard shows it as a new line. */
 function isSendKey(event) {
-  const touch = matchMedia("(hover: none) and (pointer: coarse)").matches;
-  return event.key === "Enter" && !event.shiftKey && !event.isComposing && (!touch || event.ctrlKey || event.metaKey);
+  const sends = !isTouch() || event.ctrlKey || event.metaKey;
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing && sends;
 }
 
 function fitHeight(field) {
