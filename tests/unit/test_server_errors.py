@@ -85,6 +85,12 @@ def error(server: RunningServer, path: str, body: Any, status: int = 400, **head
         (TEXT, {"prompt": {"a": 1}}, "prompt"),
         (TEXT, {"prompt": "x" * 300}, "prompt"),
         (TEXT, {"prompt": "half a character \ud800"}, "prompt"),
+        (TEXT, {"\ud800": 1}, "\ud800"),
+        (TEXT, {"stop": [1] * 30_000}, "stop"),
+        (TEXT, {"x" * 500: 1}, "x" * 60),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [1, "a"]}, "tokens"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
     ],
 )  # fmt: skip
 def test_the_field_is_named(server: RunningServer, path: str, changes: dict[str, Any], param: str | None) -> None:
@@ -112,13 +118,15 @@ def test_a_prompt_that_is_too_long_names_the_context(server: RunningServer) -> N
         (b'{"prompt": "\xff"}', "invalid_json"),
         (b"[" * 200_000, "invalid_json"),
         (b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", "invalid_json"),
+        (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "invalid_value or invalid_json"),
+        (b'{"prompt": "a", "store": ' + b"[" * 900 + b"]" * 900 + b"}", "unsupported or invalid_json"),
         (b"[]", "invalid_value"),
         (b"null", "invalid_value"),
         (b'{"max_tokens": 3}', "missing_required_parameter"),
     ],
 )
 def test_a_body_that_is_no_request(server: RunningServer, body: bytes, code: str) -> None:
-    assert error(server, TEXT, body)["code"] == code
+    assert error(server, TEXT, body)["code"] in code.split(" or ")
 
 
 def test_neutral_values_of_refused_fields_are_accepted(server: RunningServer) -> None:

@@ -120,6 +120,7 @@ def test_a_reload_in_mid_answer_keeps_what_had_arrived(tab: Page, server: Runnin
     wait_until_idle(server)
     assert tab.evaluate(f"{TEXT}.length") >= length
     assert "stopped" in tab.evaluate(f"{ANSWER}.querySelector('.stats').textContent")
+    assert "error" not in stored(tab)["messages"][1]
 
 
 def test_what_a_model_writes_cannot_become_html(tab: Page, server: RunningServer) -> None:

@@ -391,7 +391,10 @@ function listen() {
   document.addEventListener("keydown", onKey);
   window.addEventListener("storage", onStorage);
   window.addEventListener("pagehide", () => {
-    for (const id of running.keys()) if (store.all.has(id)) store.save(store.all.get(id));
+    for (const id of [...running.keys()]) {
+      if (store.all.has(id)) store.save(store.all.get(id));
+      stop(id); // else the request would fail, and be reported as a lost connection
+    }
   });
 }
 
