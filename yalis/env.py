@@ -165,7 +165,8 @@ def hpc_sdk() -> Path | None:
 
 
 def nvshmem_variables() -> dict[str, str]:
-    """Return the variables of NVSHMEM and of libfabric's cxi provider that the user, not `prepare_nvshmem`, has set."""
+    """Return the variables of NVSHMEM and of libfabric's cxi provider, without those of a transport that
+    `prepare_nvshmem` has set."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -177,15 +178,13 @@ def prepare_nvshmem(heap: int, transport: Mapping[str, str]) -> None:
     """Set what NVSHMEM reads when it starts, except what the user has set. Call before its first use.
 
     `heap`: bytes of symmetric memory. `transport`: the variables of the transport between the ranks."""
-    values = {
-        "NVSHMEM_SYMMETRIC_SIZE": str(heap),
-        "NVSHMEM_DISABLE_NCCL": "1",
-        # Ranks that share a GPU under MPS have no thread percentage assigned, which NVSHMEM otherwise rejects.
-        "NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "1",
-        **transport,
-    }
     users = nvshmem_variables()
-    for name, value in values.items():
+    # Ranks that this process starts inherit what is set here, so all ranks keep the heap of the first session.
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(heap))
+    os.environ.setdefault("NVSHMEM_DISABLE_NCCL", "1")
+    # Ranks that share a GPU under MPS have no thread percentage assigned, which NVSHMEM otherwise rejects.
+    os.environ.setdefault("NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "1")
+    for name, value in transport.items():
         if name not in users:
             os.environ[name] = _set_for_nvshmem[name] = value
 
