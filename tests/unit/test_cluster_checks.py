@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
+import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ from yalis.comm.nvrar.transport import HostFacts, Transport
 from yalis.launch.world import World
 from yalis.study.cluster import gpu_checks, rank_checks
 from yalis.study.cluster.finding import Finding, merge_ranks
+from yalis.study.cluster.rank_checks import Loaded, load_library
 
 SLINGSHOT, IBRC, IBGDA = (Transport(name, "") for name in ("libfabric-cxi", "ibrc", "ibgda"))
 NO_NETWORK = Transport("none", "")
@@ -83,18 +83,20 @@ def test_kernel_modules_count_for_the_transport_that_needs_them(tmp_path: Path) 
 
 
 def test_libfabric(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> ctypes.CDLL:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    def present(name: str) -> Any:
-        return SimpleNamespace(fi_version=lambda: 1 << 16 | 22)
-
+    absent, present = Loaded("libfabric.so.1: cannot open shared object file"), Loaded(number=1 << 16 | 22)
     assert rank_checks.check_libfabric(SLINGSHOT, absent).status == "warning"
     assert rank_checks.check_libfabric(IBRC, absent).status == "ok"
     monkeypatch.setattr(rank_checks, "_run", lambda argv: "cxi:\n    version: 2.0\ntcp:\n")
     assert rank_checks.check_libfabric(SLINGSHOT, present).detail == "1.22"
     monkeypatch.setattr(rank_checks, "_run", lambda argv: "tcp:\n    version: 2.0\n")
     assert "1.22 without a cxi provider" in rank_checks.check_libfabric(SLINGSHOT, present).detail
+
+
+def test_libraries_are_loaded_in_another_process() -> None:
+    """A library may end its process, or replace signal handlers, as the providers of libfabric do."""
+    assert load_library(["libc.so.6"], "getpid").number not in (None, os.getpid())
+    assert load_library(["libc.so.6"], "abort").reason == f"the process ended with status {-signal.SIGABRT}"
+    assert "no-such-library.so" in load_library(["no-such-library.so"]).reason
 
 
 def test_nvshmem_needs_the_cuda_version_of_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

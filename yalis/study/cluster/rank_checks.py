@@ -5,11 +5,11 @@ Everything here is found without a GPU; `gpu_checks.py` has what needs one.
 
 from __future__ import annotations
 
-import ctypes
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from yalis import env
@@ -94,7 +94,6 @@ def check_transport(transport: Transport, facts: HostFacts, hosts: int) -> Findi
 
 
 def check_plugin(folder: Path | None, transport: Transport) -> Finding:
-    """Load the plugin of the transport in a new process, because a broken library may end the process."""
     if folder is None or transport.name == NONE:
         return impossible("plugin", "no transport whose plugin could be loaded")
     names = [IBRC, IBGDA] if transport.name == IBGDA else [transport.name.partition("-")[0]]
@@ -102,39 +101,53 @@ def check_plugin(folder: Path | None, transport: Transport) -> Finding:
         path = plugin_file(folder, name)
         if path is None:
             return impossible("plugin", f"{folder / 'lib'} has no nvshmem_transport_{name}; install another NVSHMEM")
-        if reason := why_not_loaded(path, folder / "lib/libnvshmem_host.so.3"):
+        host = folder / "lib/libnvshmem_host.so.3"
+        reason = load_library([*([str(host)] if host.exists() else []), str(path)]).reason
+        if reason:
             return warning("plugin", f"{path.name} does not load: {reason}; install that library or load its module")
-    return found("plugin", f"{' and '.join(names)} loads")
+    return found("plugin", f"{' and '.join(names)}: loaded")
 
 
-def why_not_loaded(library: Path, *first: Path) -> str | None:
-    """Return why a shared library cannot be loaded, after loading those in `first`; None if it can."""
+@dataclass(frozen=True)
+class Loaded:
+    """What came of loading a shared library: the number that a function of it returned, or why it did not load."""
+
+    reason: str = ""
+    number: int | None = None
+
+
+def load_library(libraries: Sequence[str], function: str = "") -> Loaded:
+    """Load shared libraries, one after the other, and call a function of the last one.
+
+    That happens in a new process: a broken library may end it, and libfabric's providers replace signal handlers."""
     script = (
         "import ctypes, sys\n"
-        "for path in sys.argv[1:-1]:\n"
-        "    ctypes.CDLL(path, ctypes.RTLD_GLOBAL)\n"
-        "ctypes.CDLL(sys.argv[-1])\n"
+        "*libraries, function = sys.argv[1:]\n"
+        "for path in libraries:\n"
+        "    library = ctypes.CDLL(path, ctypes.RTLD_GLOBAL)\n"
+        "print(getattr(library, function)() if function else 0)\n"
     )
-    argv = [sys.executable, "-c", script, *(str(path) for path in first if path.exists()), str(library)]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", script, *libraries, function], capture_output=True, text=True, timeout=60
+        )
     except subprocess.TimeoutExpired:
-        return "it took more than 60 s"
-    if done.returncode == 0:
-        return None
+        return Loaded("it took more than 60 s")
+    if done.returncode == 0 and done.stdout.strip().isdigit():
+        return Loaded(number=int(done.stdout))
     lines = done.stderr.strip().splitlines()
-    return lines[-1].removeprefix("OSError: ") if lines else f"the process ended with status {done.returncode}"
+    return Loaded(lines[-1].removeprefix("OSError: ") if lines else f"the process ended with status {done.returncode}")
 
 
-def check_libfabric(transport: Transport, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> Finding:
+def check_libfabric(transport: Transport, loaded: Loaded | None = None) -> Finding:
+    """`loaded`: libfabric and the result of its fi_version(); by default, it is loaded."""
+    loaded = loaded or load_library(["libfabric.so.1"], "fi_version")
     needed = transport.name.startswith("libfabric")
-    try:
-        packed = int(load("libfabric.so.1").fi_version())
-    except (OSError, AttributeError) as error:
+    if loaded.number is None:
         if not needed:
             return found("libfabric", f"not installed, and not needed {_purpose(transport)}")
-        return warning("libfabric", f"{error}; load the module of libfabric, or add its folder to LD_LIBRARY_PATH")
-    version = f"{packed >> 16}.{packed & 0xFFFF}"
+        return warning("libfabric", f"{loaded.reason}; load its module, or add its folder to LD_LIBRARY_PATH")
+    version = f"{loaded.number >> 16}.{loaded.number & 0xFFFF}"
     if transport.name == SLINGSHOT and "cxi" not in (providers := _run(["fi_info", "-l"])) and providers:
         return warning("libfabric", f"{version} without a cxi provider; use the libfabric of the system")
     return found("libfabric", version if needed else f"{version}, not needed {_purpose(transport)}")
@@ -219,11 +232,7 @@ def _purpose(transport: Transport) -> str:
 
 
 def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+    return not load_library([library]).reason
 
 
 def _run(argv: list[str]) -> str:
