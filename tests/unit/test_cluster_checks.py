@@ -86,9 +86,9 @@ def test_libfabric(monkeypatch: pytest.MonkeyPatch) -> None:
     absent, present = Loaded("libfabric.so.1: cannot open shared object file"), Loaded(number=1 << 16 | 22)
     assert rank_checks.check_libfabric(SLINGSHOT, absent).status == "warning"
     assert rank_checks.check_libfabric(IBRC, absent).status == "ok"
-    monkeypatch.setattr(rank_checks, "_run", lambda argv: "cxi:\n    version: 2.0\ntcp:\n")
+    monkeypatch.setattr(rank_checks, "run_command", lambda argv: "cxi:\n    version: 2.0\ntcp:\n")
     assert rank_checks.check_libfabric(SLINGSHOT, present).detail == "1.22"
-    monkeypatch.setattr(rank_checks, "_run", lambda argv: "tcp:\n    version: 2.0\n")
+    monkeypatch.setattr(rank_checks, "run_command", lambda argv: "tcp:\n    version: 2.0\n")
     assert "1.22 without a cxi provider" in rank_checks.check_libfabric(SLINGSHOT, present).detail
 
 

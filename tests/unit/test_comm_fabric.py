@@ -9,7 +9,6 @@ import pytest
 
 from tests import fabric_trees
 from yalis.comm import fabric
-from yalis.comm.fabric import Nic
 from yalis.comm.nvrar.nvshmem import find_nvshmem, nvshmem_version, plugin_file, transport_plugins
 
 
@@ -84,7 +83,3 @@ def test_nvshmem_is_found_with_version_and_plugins(tmp_path: Path, monkeypatch: 
     assert found == sdk / "comm_libs/nvshmem"
     assert (nvshmem_version(found), transport_plugins(found)) == ((3, 2, 5), ("ibrc",))
     assert nvshmem_version(tmp_path) is None
-
-
-def test_nics_compare_by_value() -> None:
-    assert Nic("cxi0", "cxi") == Nic("cxi0", "cxi", "", True, ())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from yalis.study.cluster.finding import Finding
-from yalis.study.cluster.rank_checks import found, impossible, warning
+from yalis.study.cluster.rank_checks import found, impossible, run_command, warning
 
 _NO_GPU = "torch sees no GPU, so this cannot be found out"
 #: Fields of nvidia-smi, in the order of `read_clocks`.
@@ -25,7 +24,7 @@ def check_gpus() -> Iterator[Finding]:
     yield check_peer_access(
         [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
     )
-    yield read_clocks(_ask_nvidia_smi())
+    yield read_clocks(run_command(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]))
 
 
 def check_peer_access(matrix: Sequence[Sequence[bool]]) -> Finding:
@@ -50,11 +49,3 @@ def read_clocks(text: str) -> Finding:
     if slow:
         return warning("clocks", f"GPU {', '.join(slow)} is slowed down by heat or power ({limits}); report the node")
     return found("clocks", limits)
-
-
-def _ask_nvidia_smi() -> str:
-    argv = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

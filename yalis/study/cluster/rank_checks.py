@@ -68,7 +68,7 @@ def check_nvshmem(folder: Path | None, nvcc: Path | None) -> Finding:
     version = ".".join(map(str, nvshmem_version(folder) or ("unknown",)))
     if nvcc is None:
         return warning("nvshmem", f"{version} in {folder}, but no nvcc to build nvrar; set CUDA_HOME")
-    nvcc_version = read_nvcc_version(_run([str(nvcc), "--version"]))
+    nvcc_version = read_nvcc_version(run_command([str(nvcc), "--version"]))
     majors = {major for major in ("12", "13") if package_version(f"nvidia-nvshmem-cu{major}")}
     if env.nvshmem_home() is None and majors and nvcc_version.split(".")[0] not in majors:
         wanted = f"nvidia-nvshmem-cu{nvcc_version.split('.')[0]}"
@@ -148,7 +148,7 @@ def check_libfabric(transport: Transport, loaded: Loaded | None = None) -> Findi
             return found("libfabric", f"not installed, and not needed {_purpose(transport)}")
         return warning("libfabric", f"{loaded.reason}; load its module, or add its folder to LD_LIBRARY_PATH")
     version = f"{loaded.number >> 16}.{loaded.number & 0xFFFF}"
-    if transport.name == SLINGSHOT and "cxi" not in (providers := _run(["fi_info", "-l"])) and providers:
+    if transport.name == SLINGSHOT and "cxi" not in (providers := run_command(["fi_info", "-l"])) and providers:
         return warning("libfabric", f"{version} without a cxi provider; use the libfabric of the system")
     return found("libfabric", version if needed else f"{version}, not needed {_purpose(transport)}")
 
@@ -235,9 +235,9 @@ def _loads(library: str) -> bool:
     return not load_library([library]).reason
 
 
-def _run(argv: list[str]) -> str:
+def run_command(argv: list[str]) -> str:
     """Return the output of a command, empty if it cannot be run."""
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False).stdout
+        return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
