@@ -48,7 +48,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if detect_launcher().size > 1:
+    try:
+        ranks = detect_launcher().size
+    except YalisError:  # a finding about the launcher explains it
+        ranks = 1
+    if ranks > 1:
         return _run_on_ranks(args)
     return _print((RankFinding(finding, (0,), False) for finding in examine()), args.json)
 
