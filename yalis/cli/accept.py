@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     from yalis.engine.interrupts import if_stopped
     from yalis.progress_line import ProgressLine
     from yalis.study.accept.line import FAILED, Line, summarize
-    from yalis.study.accept.plan import BACKENDS, AcceptPlan
-    from yalis.study.accept.run import PAGE, accept, archive_of
+    from yalis.study.accept.plan import BACKENDS, PAGE, AcceptPlan
+    from yalis.study.accept.run import accept, archive_of
 
     backends = tuple(args.backends.split(",")) if args.backends else BACKENDS
     plan = AcceptPlan(

@@ -15,6 +15,8 @@ from yalis.study.results.result import Result
 #: Communication backends in the order in which they are tried: NVSHMEM comes last, because a failure of its start may
 #: end the job.
 BACKENDS = ("torch", "hierarchical", "mpi", "nvrar")
+#: Names of files in the output folder.
+MACHINE, PAGE = "machine.json", "acceptance.html"
 
 
 @dataclass(frozen=True)

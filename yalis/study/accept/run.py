@@ -25,14 +25,13 @@ from yalis.launch.serving import report_error
 from yalis.launch.world import World
 from yalis.study import bandwidth, results
 from yalis.study.accept.line import FAILED, IMPOSSIBLE, Line
-from yalis.study.accept.plan import AcceptPlan, Job
+from yalis.study.accept.plan import MACHINE, PAGE, AcceptPlan, Job
 from yalis.study.accept.stages import STAGES
 from yalis.study.report.build import write_report
 from yalis.study.results import StoredResult
 from yalis.study.results.result import Result
 from yalis.study.topology import topology_of
 
-PAGE = "acceptance.html"
 _LEAVE_S = 20.0  # for the other ranks to exit after rank 0
 
 Show = Callable[[Line], None]
@@ -75,6 +74,8 @@ def _lead(world: World, plan: AcceptPlan, out: Path, command: str, report: Calla
     job: Job | None = None
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for old in (MACHINE, "acceptance.json", "allreduce.json"):
+            (out / old).unlink(missing_ok=True)
         job = _prepare(world, plan, out, command, report)
         for name, stage in STAGES.items():
             report(name)

@@ -22,7 +22,7 @@ from yalis.planner.machine import load_machine
 from yalis.study import calibration
 from yalis.study.accept import child_job
 from yalis.study.accept.line import FAILED, IMPOSSIBLE, PASSED, Line
-from yalis.study.accept.plan import Job
+from yalis.study.accept.plan import MACHINE, Job
 from yalis.study.accept.storms import Inputs, Storm, check_contract
 from yalis.study.allreduce import benchmark
 from yalis.study.cluster import finding as findings
@@ -114,6 +114,9 @@ def _storm(job: Job, name: str, backend: CommBackend, inputs: Inputs) -> Iterato
 
 def sweep(job: Job) -> Iterator[Line]:
     """Times by backend and size, tuned unless the run is quick, and what the planner expects."""
+    if not job.usable:
+        yield Line("all-reduce", "all", IMPOSSIBLE, "no backend can be used")
+        return
     peers = [PLAIN_GLOO] if job.device.type == "cpu" else list(NVRAR_PEERS) if "nvrar" in job.usable else []
     plan = benchmark.AllReducePlan(
         sizes=job.plan.sizes, backends=(*job.usable, *peers), repeats=job.plan.repeats, tune=not job.plan.quick,
@@ -148,8 +151,8 @@ def _predict(job: Job, result: Result) -> tuple[dict[tuple[str, int], float], st
     try:
         machine = calibrate(plan, result, "`yalis accept`", job.command, job.report)
         assert machine is not None  # it measures nothing with other ranks
-        (job.out / "machine.json").write_text(json.dumps(machine.to_json(), indent=1) + "\n")
-        source = "machine.json of this run"
+        (job.out / MACHINE).write_text(json.dumps(machine.to_json(), indent=1) + "\n")
+        source = f"{MACHINE} of this run"
         if job.plan.machine:
             machine, source = load_machine(job.plan.machine), f"machine {job.plan.machine}"
         comparisons = calibration.compare(machine, result)
@@ -160,8 +163,8 @@ def _predict(job: Job, result: Result) -> tuple[dict[tuple[str, int], float], st
 
 
 def _calibration_lines(job: Job, source: str) -> Iterator[Line]:
-    if (job.out / "machine.json").exists():
-        yield Line("planner", "link parameters", PASSED, "machine.json, for `yalis plan --machine`")
+    if (job.out / MACHINE).exists():
+        yield Line("planner", "link parameters", PASSED, f"{MACHINE}, for `yalis plan --machine`")
     else:
         yield Line("planner", "link parameters", IMPOSSIBLE, source)
 
