@@ -155,6 +155,8 @@ def _predict(job: Job, result: Result) -> tuple[dict[tuple[str, int], float], st
         source = f"{MACHINE} of this run"
         if job.plan.machine:
             machine, source = load_machine(job.plan.machine), f"machine {job.plan.machine}"
+        elif job.topology.nodes == 1:
+            return {}, "libraries are fitted between nodes only"
         comparisons = calibration.compare(machine, result)
     except YalisError as error:
         return {}, str(error)
