@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from yalis.errors import YalisError
@@ -12,6 +12,8 @@ from yalis.errors import YalisError
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Spin iterations of a waiting OpenMP thread, about 10 us: as long as the gap between two GEMMs of a step.
 _SPIN_COUNT = "3000"
+# What prepare_nvshmem has set in this process.
+_set_for_nvshmem: dict[str, str] = {}
 
 
 def cache_dir() -> Path:
@@ -156,16 +158,35 @@ def nvrar_flags() -> list[str]:
     return os.environ.get("YALIS_NVRAR_FLAGS", "").split()
 
 
-def prepare_nvshmem(heap: int, one_host: bool) -> None:
-    """Set defaults that NVSHMEM reads when it starts. Call before its first use."""
+def hpc_sdk() -> Path | None:
+    """$NVHPC_ROOT: NVIDIA's HPC SDK, which contains an NVSHMEM."""
+    path = os.environ.get("NVHPC_ROOT")
+    return Path(path) if path else None
+
+
+def nvshmem_variables() -> dict[str, str]:
+    """Return the variables of NVSHMEM and of libfabric's cxi provider, without those of a transport that
+    `prepare_nvshmem` has set."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("NVSHMEM_", "FI_CXI_")) and _set_for_nvshmem.get(name) != value
+    }
+
+
+def prepare_nvshmem(heap: int, transport: Mapping[str, str]) -> None:
+    """Set what NVSHMEM reads when it starts, except what the user has set. Call before its first use.
+
+    `heap`: bytes of symmetric memory. `transport`: the variables of the transport between the ranks."""
+    users = nvshmem_variables()
+    # Ranks that this process starts inherit what is set here, so all ranks keep the heap of the first session.
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(heap))
     os.environ.setdefault("NVSHMEM_DISABLE_NCCL", "1")
     # Ranks that share a GPU under MPS have no thread percentage assigned, which NVSHMEM otherwise rejects.
     os.environ.setdefault("NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "1")
-    if one_host:
-        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
-        # Without a network, NVSHMEM's proxy thread only polls for an exit that device code requests, on its own core.
-        os.environ.setdefault("NVSHMEM_DISABLE_LOCAL_ONLY_PROXY", "1")
+    for name, value in transport.items():
+        if name not in users:
+            os.environ[name] = _set_for_nvshmem[name] = value
 
 
 def _switch(name: str, default: bool) -> bool:

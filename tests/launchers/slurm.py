@@ -94,10 +94,18 @@ class Slurm:
             timeout=timeout,
         )
 
-    def batch(self, script: Path, *flags: str, timeout: float = 120) -> str:
-        """Submit a job script, wait for its end and return its output."""
+    def batch(
+        self,
+        script: Path,
+        *flags: str,
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120,
+    ) -> str:
+        """Submit a job script with these arguments, wait for its end and return its output."""
         output = self.folder / "job.out"
-        submitted = self.run(["sbatch", "--parsable", f"--output={output}", *flags, str(script)])
+        submit = ["sbatch", "--parsable", f"--output={output}", *flags, str(script), *arguments]
+        submitted = self.run(submit, env=env)
         assert submitted.returncode == 0, submitted.stderr
         # Faster than `sbatch --wait`, which polls every ten seconds.
         squeue = ["squeue", "--noheader", f"--jobs={submitted.stdout.strip()}"]

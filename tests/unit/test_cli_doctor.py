@@ -75,6 +75,15 @@ def test_doctor_checks_the_cache_folder(tmp_path: Path, monkeypatch: pytest.Monk
         assert "set YALIS_CACHE" in cache().detail
 
 
+def test_doctor_explains_the_variables_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["doctor"]) == 0
+    assert "--  launcher      the environment of torchrun has rank 5 of 2" in capsys.readouterr().out
+
+
 def test_models_lists_short_names_and_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     out = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +18,13 @@ from yalis.comm.hierarchical import HierarchicalBackend, HierarchicalGroup
 from yalis.comm.shared_memory import HALF_BYTES
 from yalis.comm.topology import Topology
 from yalis.comm.torch_dist import GlooGroup
-from yalis.comm.tuning import Choice, ShapeTimings, Timing, TuningTable
+from yalis.comm.tuning import Choice, ShapeTimings, TableKey, Timing, TuningTable
 from yalis.errors import YalisError
 from yalis.launch.auth import JobKey, Method
 from yalis.launch.world import RankInfo, World
 
 CPU = torch.device("cpu")
+HERE = TableKey("cpu", tuning.ONE_HOST)
 NODES = ((0, 1), (2, 3))
 HALVING = Choice("hierarchical", {"inter": "halving", "chunk": 4096})
 TUNED = ShapeTimings(
@@ -87,20 +89,71 @@ def test_shape_names() -> None:
 
 
 def test_save_and_load(cache: Path) -> None:
-    assert tuning.load(CPU) == TuningTable()
-    path = tuning.save(CPU, NODES, TUNED.timings, "yalis bench allreduce --tune")
-    tuning.save(CPU, [[0], [1]], TUNED.timings[:1], "yalis bench allreduce --tune")
+    assert tuning.load(HERE) == TuningTable()
+    path = tuning.save(HERE, NODES, TUNED.timings, "yalis bench allreduce --tune")
+    tuning.save(HERE, [[0], [1]], TUNED.timings[:1], "yalis bench allreduce --tune")
     assert path == cache / "cpu-2x2.json"
-    assert tuning.load(CPU) == TuningTable({"2x2": TUNED, "2x1": ShapeTimings(TUNED.timings[:1])})
-    tuning.save(CPU, NODES, TUNED.timings[1:], "again")
-    assert tuning.load(CPU).for_nodes(NODES) == ShapeTimings(TUNED.timings[1:])
+    assert tuning.load(HERE) == TuningTable({"2x2": TUNED, "2x1": ShapeTimings(TUNED.timings[:1])})
+    tuning.save(HERE, NODES, TUNED.timings[1:], "again")
+    assert tuning.load(HERE).for_nodes(NODES) == ShapeTimings(TUNED.timings[1:])
     assert [file.name for file in sorted(cache.iterdir())] == ["cpu-2x1.json", "cpu-2x2.json"]
 
 
 def test_tables_of_other_versions_are_ignored(cache: Path) -> None:
-    path = tuning.save(CPU, NODES, TUNED.timings, "")
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
-    assert tuning.load(CPU) == TuningTable()
+    path = tuning.save(HERE, NODES, TUNED.timings, "")
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))
+    assert tuning.load(HERE) == TuningTable()
+
+
+def test_a_table_of_ranks_that_share_a_gpu_is_refused_on_a_cluster(caplog: pytest.LogCaptureFixture) -> None:
+    shared = TableKey("nvidia-h200", "shared-gpu", "", "3.4.5", "2.27.7", 8)
+    cluster = TableKey("nvidia-h200", "ibgda", "8 infiniband", "3.4.5", "2.27.7", 1)
+    path = tuning.save(shared, NODES, TUNED.timings, "")
+    assert tuning.load(shared) == TuningTable({"2x2": TUNED})
+    table = tuning.load(cluster)
+    assert table.shapes == {}
+    for _ in range(2):
+        assert table.for_nodes(NODES) == ShapeTimings()
+    (notice,) = (record.getMessage() for record in caplog.records)  # once
+    assert notice == (
+        f"{path} is not used: it was measured over shared-gpu, not ibgda; run `yalis bench allreduce --tune` here for "
+        "fast all-reduces"
+    )
+    tuning.save(cluster, NODES, TUNED.timings[:1], "")
+    assert tuning.load(cluster) == TuningTable({"2x2": ShapeTimings(TUNED.timings[:1])})  # and no notice
+    assert tuning.load(shared) == TuningTable({"2x2": TUNED})
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"ranks_per_gpu": 2}, "with ranks per GPU: 1, not 2"),
+        ({"nic": "1 infiniband"}, "with the NICs 8 infiniband, not 1 infiniband"),
+        ({"nvshmem": "3.5.19"}, "with NVSHMEM 3.4.5, not 3.5.19"),
+        ({"nccl": "2.30.1"}, "with NCCL 2.27.7, not 2.30.1"),
+        ({"transport": "ibrc", "nic": ""}, "over ibgda, not ibrc"),
+        ({"nvshmem": ""}, "with NVSHMEM 3.4.5, not none"),
+    ],
+)
+def test_every_part_of_the_key_counts(part: dict[str, Any], reason: str) -> None:
+    measured = TableKey("nvidia-h200", "ibgda", "8 infiniband", "3.4.5", "2.27.7", 1)
+    tuning.save(measured, NODES, TUNED.timings, "")
+    table = tuning.load(replace(measured, **part))
+    assert table.shapes == {}
+    assert table.refused["2x2"].endswith(f"it was measured {reason}")
+
+
+def test_old_tables_are_used_only_on_cpus_of_one_host(cache: Path) -> None:
+    cache.mkdir()
+    old = {"schema": tuning.SCHEMA, "schema_version": 1, "shape": "2x2", "command": ""}
+    timings = [asdict(timing) for timing in TUNED.timings]
+    for device in ("cpu", "nvidia-h200"):
+        (cache / f"{device}-2x2.json").write_text(json.dumps({**old, "device": device, "timings": timings}))
+    assert tuning.load(HERE) == TuningTable({"2x2": TUNED})
+    for key in (TableKey("cpu", tuning.TCP), TableKey("nvidia-h200", "shared-gpu", ranks_per_gpu=8)):
+        table = tuning.load(key)
+        assert table.shapes == {}
+        assert "by an older version, which did not record the transport" in table.refused["2x2"]
 
 
 @pytest.mark.parametrize(
@@ -110,29 +163,29 @@ def test_invalid_table_is_an_error(cache: Path, contents: str) -> None:
     cache.mkdir()
     (cache / "cpu-2x2.json").write_text(contents)
     with pytest.raises(YalisError, match=r"cpu-2x2.json is not a table .*; remove it, or tune again"):
-        tuning.load(CPU)
+        tuning.load(HERE)
 
 
 def test_invalid_timing_is_an_error() -> None:
-    tuning.save(CPU, NODES, [Timing(1 << 10, Choice("torch"), 0.0)], "")
+    tuning.save(HERE, NODES, [Timing(1 << 10, Choice("torch"), 0.0)], "")
     with pytest.raises(YalisError, match="a timing without bytes or time"):
-        tuning.load(CPU)
+        tuning.load(HERE)
 
 
 def test_old_name_of_the_inter_node_option_is_accepted() -> None:
     """Tables written before the option was renamed have `between`."""
-    path = tuning.save(CPU, NODES, TUNED.timings, "")
+    path = tuning.save(HERE, NODES, TUNED.timings, "")
     path.write_text(path.read_text().replace('"inter"', '"between"'))
-    assert tuning.load(CPU) == TuningTable({"2x2": TUNED})
+    assert tuning.load(HERE) == TuningTable({"2x2": TUNED})
 
 
 def test_every_rank_has_the_table_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning.save(CPU, NODES, TUNED.timings, "")
-    loads: list[torch.device] = []
+    tuning.save(HERE, NODES, TUNED.timings, "")
+    loads: list[TableKey] = []
     load = tuning.load
-    monkeypatch.setattr(tuning, "load", lambda device: loads.append(device) or load(device))
+    monkeypatch.setattr(tuning, "load", lambda key: loads.append(key) or load(key))
     assert in_worlds(3, lambda world: tuning.load_on_all_ranks(world, CPU)) == [TuningTable({"2x2": TUNED})] * 3
-    assert loads == [CPU]
+    assert loads == [HERE]
 
 
 def test_auto_defaults_to_hierarchical_on_cpus() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from yalis.comm.nvrar import build
-from yalis.comm.nvrar.group import NvrarBackend, Session, candidate_launches, choose_launch
+from yalis.comm.nvrar.group import NvrarBackend, Session
+from yalis.comm.nvrar.launch_config import candidate_launches, choose_launch
 from yalis.comm.nvrar.library import _SIGNATURES, PHASES, Library, Status, int32s
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure

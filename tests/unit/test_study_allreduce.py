@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,9 @@ def row(backend: str, size: int, median: float, delay: float | None = None, **op
     return {**made, "delay_us": delay}
 
 
+HERE = tuning.TableKey("cpu", tuning.ONE_HOST)
+
+
 def make_result(rows: list[Row], **parameters: Any) -> results.Result:
     nodes = [[0, 1], [2, 3]]
     facts = {
@@ -38,6 +42,7 @@ def make_result(rows: list[Row], **parameters: Any) -> results.Result:
         "baseline": "",
         "dtypes": ["float32"],
         "links": [],
+        "table_key": asdict(HERE),
         **parameters,
     }
     rows = allreduce.add_speedups(rows, "")
@@ -230,6 +235,6 @@ def test_tuning_is_saved_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, best = save_table(make_result(rows, sizes=[8192, 1 << 20]))
     assert path.parent.parent == tmp_path
     assert best == [(8192, Choice("torch")), (1 << 20, Choice("hierarchical", fast))]
-    tuned = tuning.load(torch.device("cpu")).for_nodes([[0, 1], [2, 3]])
+    tuned = tuning.load(HERE).for_nodes([[0, 1], [2, 3]])
     assert tuned.best(2 << 20, ["torch", "hierarchical"]) == Choice("hierarchical", fast)
     assert tuned.best(2 << 20, "torch") == Choice("torch")

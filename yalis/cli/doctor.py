@@ -1,4 +1,5 @@
-"""Check which packages, devices and backends are usable here, and give the reason for those that are not."""
+"""Check which packages, devices, backends and networks are usable here, and give the reason for those that are not.
+Under srun, torchrun or mpirun it checks every rank and shows where they differ."""
 
 from __future__ import annotations
 
@@ -6,17 +7,21 @@ import argparse
 import json
 import platform
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from yalis import __version__, env
 from yalis.cache_folders import SET_CACHE, why_not_used
-from yalis.cli.flags import add_common_flags
-from yalis.errors import count_of
+from yalis.cli.flags import HELP, add_common_flags, parse_float
+from yalis.errors import YalisError, count_of
+from yalis.launch.launchers import detect_launcher, process_rank
+from yalis.study.cluster.finding import IMPOSSIBLE, OK, WARNING, Finding, RankFinding, merge_ranks
 
 if TYPE_CHECKING:
     import torch
+
+    from yalis.launch.world import World
 
 _DTYPES = ("float32", "bfloat16", "float16")
 REQUIRED = ("torch", "numpy", "transformers")
@@ -31,38 +36,71 @@ _OPTIONAL = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    area: str
-    name: str
-    usable: bool
-    detail: str
-    needed: bool = False  # required: nothing runs without it
+_MARKS = {OK: "ok", WARNING: "!!", IMPOSSIBLE: "--"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--join-timeout", type=parse_float, metavar="SECONDS", default=60.0,
+        help="time limit for all ranks of a launcher to join (default: 60)",
+    )  # fmt: skip
+    parser.add_argument("--insecure-rendezvous", action="store_true", help=HELP["insecure_rendezvous"])
     add_common_flags(parser, json="print one object per line")
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        ranks = detect_launcher().size
+    except YalisError:  # a finding about the launcher explains it
+        ranks = 1
+    if ranks > 1:
+        return _run_on_ranks(args)
+    return _print((RankFinding(finding, (0,), False) for finding in examine()), args.json)
+
+
+def _run_on_ranks(args: argparse.Namespace) -> int:
+    """Examine all ranks of a launcher, and print one table on rank 0."""
+    from yalis.launch.join import join
+    from yalis.launch.serving import serving
+
+    try:
+        world = join(detect_launcher().size, (), args.join_timeout, args.insecure_rendezvous)
+    except YalisError as error:
+        if process_rank():
+            raise
+        not_joined = Finding("ranks", "join", False, str(error), needed=True)
+        return _print((RankFinding(finding, (0,), False) for finding in (*examine(), not_joined)), args.json)
+    findings: list[Finding] = []
+    with serving(world) if world.rank else nullcontext():
+        findings = list(examine(world))
+        gathered = world.all_gather_object([finding.to_json() for finding in findings])
+    if world.rank:
+        return 0
+    table = merge_ranks([[Finding.from_json(one) for one in rank] for rank in gathered])
+    status = _print(table, args.json, with_ranks=True)
+    world.close()
+    return status
+
+
+def _print(findings: Iterable[RankFinding], as_json: bool, with_ranks: bool = False) -> int:
+    """Print findings as they come. Returns 1 if something is missing that everything needs, else 0."""
     missing_required = False
     area = ""
-    for finding in examine():
+    for one in findings:
+        finding = one.finding
         missing_required |= finding.needed and not finding.usable
-        if args.json:
-            print(json.dumps(asdict(finding)), flush=True)
+        if as_json:
+            print(json.dumps(one.to_json() if with_ranks else finding.to_json()), flush=True)
             continue
         if finding.area != area:
             area = finding.area
             print(area)
-        print(f"  {'ok' if finding.usable else '--'}  {finding.name:<18}{finding.detail}", flush=True)
+        print(f"  {_MARKS[finding.status]}  {finding.name:<18}{one.detail}", flush=True)
     return 1 if missing_required else 0
 
 
-def examine() -> Iterator[Finding]:
-    """Yield the findings area by area, as soon as each check is done."""
+def examine(world: World | None = None) -> Iterator[Finding]:
+    """Yield the findings area by area, as soon as each check is done. `world`: the ranks of a launcher."""
     yield Finding("software", "yalis", True, __version__, needed=True)
     yield Finding("software", "python", True, platform.python_version(), needed=True)
     yield from _packages()
@@ -79,10 +117,16 @@ def examine() -> Iterator[Finding]:
         yield Finding("devices", "cuda", False, "torch sees no GPU")
     for device in devices[:2]:  # the GPUs of one machine are assumed to be equal
         yield from _attention(device)
-    yield _launcher()
+    yield _launcher(world)
     yield _lab()
     for device in devices[:2]:
-        yield from _communication(device)
+        yield from _communication(device, world)
+    from yalis.launch.world import World
+    from yalis.study.cluster.gpu_checks import check_gpus
+    from yalis.study.cluster.rank_checks import check_rank
+
+    yield from check_rank(world or World.single_process())
+    yield from check_gpus()
 
 
 def _packages() -> Iterator[Finding]:
@@ -163,10 +207,11 @@ def _device(device: torch.device) -> Finding:
     return Finding("devices", str(device), bool(dtypes), f"{detail}; supports {', '.join(dtypes) or 'no dtype'}")
 
 
-def _launcher() -> Finding:
-    from yalis.errors import YalisError
-    from yalis.launch.launchers import detect_launcher
-
+def _launcher(world: World | None) -> Finding:
+    if world is not None:
+        hosts = len({member.node for member in world.members})
+        placed = f"{count_of(world.size, 'rank')} on {count_of(hosts, 'host')}"
+        return Finding("ranks", "launcher", True, f"{detect_launcher().launcher}, {placed}")
     try:
         info = detect_launcher()
     except YalisError as error:
@@ -185,12 +230,12 @@ def _lab() -> Finding:
     )
 
 
-def _communication(device: torch.device) -> Iterator[Finding]:
+def _communication(device: torch.device, world: World | None) -> Iterator[Finding]:
     from yalis.comm.base import BACKENDS
     from yalis.launch.launchers import OPEN_MPI
     from yalis.launch.world import World
 
-    world = World.single_process()
+    world = world or World.single_process()
     for name in BACKENDS.names():
         reason = BACKENDS.load(name).unusable(world, device)
         usable = f"usable if {OPEN_MPI.name} starts the ranks" if name == "mpi" else "usable"

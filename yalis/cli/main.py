@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from yalis import __version__, env
-from yalis.cli import batch, bench, calibrate, chat, doctor, generate, lab, models, plan, profile, report, serve
+from yalis.cli import accept, batch, bench, calibrate, chat, doctor, generate, lab, models, plan, profile, report, serve
 from yalis.cli.flags import Parser, engine_config, name_flags
 from yalis.cli.log_handler import configure_logging
 from yalis.cli.signals import INTERRUPTED, TERMINATED, ignore_sigusr1, sigterm_as_ctrl_c
@@ -37,6 +37,7 @@ VERBS = {
     "calibrate": (calibrate, "measure this machine and write a machine file for `yalis plan`"),
     "plan": (plan, "show the layers, weights and KV cache of each rank without loading the model"),
     "models": (models, "list the short names of models and the supported model families"),
+    "accept": (accept, "check an installation on the machines where it will run, and write a page about it"),
     "doctor": (doctor, "check which packages, devices and backends are usable on this machine"),
 }
 

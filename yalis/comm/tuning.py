@@ -1,29 +1,67 @@
 """Measured all-reduce times by group shape, message size, backend and options.
 
-`yalis bench allreduce --tune` writes one file per device type and group shape into the cache. Rank 0 reads the files
-and broadcasts them, because ranks that choose different algorithms deadlock.
+`yalis bench allreduce --tune` writes one file per group shape and `TableKey` into the cache: times are only used where
+they were measured, not, for example, those of ranks that share a GPU on a cluster. Rank 0 reads the files and
+broadcasts them, because ranks that choose different algorithms deadlock.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from yalis.cache_folders import SET_CACHE, cache_folder, persistent_cache_folder
+from yalis.comm.nvrar.transport import gather_transports
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.world import World
+from yalis.log import get_logger
+
+log = get_logger(__name__)
 
 SCHEMA = "yalis-tuning"
-VERSION = 1
+#: Files of version 1 have only the device and the shape.
+VERSION = 2
+ONE_HOST, TCP = "one-host", "tcp"  # transports of CPU ranks
+
+
+@dataclass(frozen=True)
+class TableKey:
+    """Where times were measured, besides the shape of the group. They are used where everything is equal."""
+
+    device: str  # "cpu", or the GPU's name in a form usable in file names
+    transport: str  # name of a Transport; on CPUs "one-host" or "tcp"
+    nic: str = ""
+    nvshmem: str = ""
+    nccl: str = ""
+    ranks_per_gpu: int = 1
+
+    def difference(self, other: TableKey) -> str:
+        """Return the first difference as a phrase such as "over ibrc, not shared-gpu"; empty if there is none."""
+        for name, phrase in _DIFFERENCES.items():
+            one, two = getattr(self, name), getattr(other, name)
+            if one != two:
+                return f"{phrase.format(one or 'none')}, not {two or 'none'}"
+        return ""
+
+
+_DIFFERENCES = {
+    "device": "on {}",
+    "transport": "over {}",
+    "ranks_per_gpu": "with ranks per GPU: {}",
+    "nic": "with the NICs {}",
+    "nvshmem": "with NVSHMEM {}",
+    "nccl": "with NCCL {}",
+}
 
 
 @dataclass(frozen=True)
@@ -72,10 +110,17 @@ class TuningTable:
     """The measurements of every group shape, on one device type."""
 
     shapes: Mapping[str, ShapeTimings] = field(default_factory=dict)
+    #: by shape: why a file is not used although there is no other of that shape
+    refused: dict[str, str] = field(default_factory=dict)
 
     def for_nodes(self, nodes: Sequence[Sequence[int]]) -> ShapeTimings:
-        """Return the measurements for a group with these ranks per node (`Topology.by_node(ranks)`)."""
-        return self.shapes.get(shape_of(nodes), ShapeTimings())
+        """Return the measurements for a group with these ranks per node (`Topology.by_node(ranks)`).
+
+        If there are only some that were measured elsewhere, logs a notice, once."""
+        shape = shape_of(nodes)
+        if (reason := self.refused.pop(shape, None)) is not None:
+            log.warning("%s; run `yalis bench allreduce --tune` here for fast all-reduces", reason)
+        return self.shapes.get(shape, ShapeTimings())
 
 
 def shape_of(nodes: Sequence[Sequence[int]]) -> str:
@@ -91,13 +136,28 @@ def device_slug(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
-def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence[Timing], command: str) -> Path:
-    """Write the measurements of a device type and shape to the cache, replacing older ones. Returns the file's path."""
-    name = f"{device_slug(device)}-{shape_of(nodes)}.json"
+def find_key(world: World, device: torch.device) -> TableKey:
+    """Return the key of tables for this job. Every rank calls this, and gets the same."""
+    hosts = len({member.node for member in world.members})
+    if device.type != "cuda":
+        return TableKey(device.type, ONE_HOST if hosts == 1 else TCP)
+    transports = gather_transports(world, str(torch.cuda.get_device_properties(device).uuid))
+    first = transports[0]
+    names = "+".join(sorted({transport.name for transport in transports}))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    own = TableKey(device_slug(device), names, first.nic, first.nvshmem, nccl, first.ranks_per_gpu)
+    return TableKey(**world.broadcast_object(asdict(own)))
+
+
+def save(key: TableKey, nodes: Sequence[Sequence[int]], timings: Sequence[Timing], command: str) -> Path:
+    """Write the measurements of a key and shape to the cache, replacing older ones. Returns the file's path."""
+    digest = hashlib.blake2b(json.dumps(asdict(key)).encode(), digest_size=4).hexdigest()
+    where = "" if (key.device, key.transport) == ("cpu", ONE_HOST) else f"-{key.transport}-{digest}"
+    name = f"{key.device}-{shape_of(nodes)}{where}.json"
     contents = {
         "schema": SCHEMA,
         "schema_version": VERSION,
-        "device": device_slug(device),
+        **asdict(key),
         "shape": shape_of(nodes),
         "command": command,
         "timings": [asdict(timing) for timing in timings],
@@ -118,30 +178,46 @@ def save(device: torch.device, nodes: Sequence[Sequence[int]], timings: Sequence
     return path
 
 
-def load(device: torch.device) -> TuningTable:
-    """Load the measurements of all shapes for this device type."""
-    shapes = {}
-    slug = device_slug(device)
-    for path in sorted(cache_folder("tuning").glob(f"{slug}-*.json")):
+def load(key: TableKey) -> TuningTable:
+    """Load the measurements of all shapes that were made under this key."""
+    shapes: dict[str, ShapeTimings] = {}
+    refused: dict[str, str] = {}
+    for path in sorted(cache_folder("tuning").glob(f"{key.device}-*.json")):
         try:
             contents = json.loads(path.read_text(encoding="utf-8"))
-            if (contents["schema"], contents["schema_version"], contents["device"]) != (SCHEMA, VERSION, slug):
+            version = contents["schema_version"]
+            if contents["schema"] != SCHEMA or version not in (1, VERSION) or contents["device"] != key.device:
                 continue
-            shapes[contents["shape"]] = _parse_timings(contents["timings"])
+            shape, timings = contents["shape"], _parse_timings(contents["timings"])
+            if reason := _why_refused(contents, key):
+                refused[shape] = f"{path} is not used: it was measured {reason}"
+            else:
+                shapes[shape] = timings
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise YalisError(
                 f"{path} is not a table of `yalis bench allreduce --tune` ({error}); remove it, or tune again"
             ) from error
-    return TuningTable(shapes)
+    return TuningTable(shapes, {shape: reason for shape, reason in refused.items() if shape not in shapes})
+
+
+def _why_refused(contents: Mapping[str, Any], key: TableKey) -> str:
+    """Return where a file was measured that is not here, as a phrase; empty if it can be used."""
+    if contents["schema_version"] == VERSION:
+        return TableKey(**{part.name: contents[part.name] for part in fields(TableKey)}).difference(key)
+    # The device and the shape are the whole key of CPU ranks on one host.
+    complete = (key.device, key.transport) == ("cpu", ONE_HOST)
+    return "" if complete else "by an older version, which did not record the transport"
 
 
 def load_on_all_ranks(world: World, device: torch.device) -> TuningTable:
-    """Load the table on rank 0 and return it on every rank. Every rank calls this."""
-    loaded: dict[str, Any] = {}
-    if world.rank == 0:
-        loaded = {shape: [asdict(timing) for timing in held.timings] for shape, held in load(device).shapes.items()}
-    received = world.broadcast_object(loaded)
-    return TuningTable({shape: _parse_timings(timings) for shape, timings in received.items()})
+    """Load the table on rank 0 and return it on every rank. Every rank calls this.
+
+    Only rank 0 has the notices about files that are not used."""
+    key = find_key(world, device)
+    loaded = load(key) if world.rank == 0 else TuningTable()
+    shapes = {shape: [asdict(timing) for timing in held.timings] for shape, held in loaded.shapes.items()}
+    received = world.broadcast_object(shapes)
+    return TuningTable({shape: _parse_timings(timings) for shape, timings in received.items()}, loaded.refused)
 
 
 def _parse_timings(entries: Sequence[Mapping[str, Any]]) -> ShapeTimings:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import torch
 
 from yalis import env
 from yalis.cache_folders import cache_folder
+from yalis.comm.nvrar.nvshmem import find_nvshmem
 from yalis.errors import YalisFailure
 from yalis.log import get_logger
 
@@ -43,20 +43,6 @@ def find_nvcc() -> Path | None:
     found = None if home else shutil.which("nvcc")
     nvcc = Path(found) if found else (home or Path("/usr/local/cuda")) / "bin" / "nvcc"
     return nvcc if nvcc.exists() else None
-
-
-def find_nvshmem() -> Path | None:
-    """Return $NVSHMEM_HOME, else the folder of the pip package, with include/ and lib/, or None."""
-    home = env.nvshmem_home()
-    if home is None:
-        try:
-            spec = importlib.util.find_spec("nvidia.nvshmem")
-        except ModuleNotFoundError:
-            spec = None
-        folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    else:
-        folders = [home]
-    return next((folder for folder in folders if (folder / "include" / "nvshmem.h").exists()), None)
 
 
 def missing() -> str | None:

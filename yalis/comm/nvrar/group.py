@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -15,7 +14,24 @@ from yalis import env
 from yalis.comm.base import Communicator, counted
 from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
 from yalis.comm.nvrar.build import build, missing
+from yalis.comm.nvrar.launch_config import (
+    LL_OP_BYTES,
+    PROTOCOLS,
+    SIGNAL_OP_BYTES,
+    LaunchConfig,
+    candidate_launches,
+    candidate_protocols,
+    choose_launch,
+    defaults_for,
+)
 from yalis.comm.nvrar.library import PHASES, Library, Status, int32s, uint64s
+from yalis.comm.nvrar.transport import (
+    NONE,
+    agree_on_transport,
+    explain_start_failure,
+    local_transport,
+    transport_variables,
+)
 from yalis.comm.torch_dist import TorchGroup
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
@@ -27,59 +43,12 @@ log = get_logger(__name__)
 
 # The dtype codes of the C interface.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-# In the order of the C interface: low-latency (data and flag in one 8-byte store), and put-with-signal.
-PROTOCOLS = ("ll", "signal")
 BASELINES = {"ring": 1, "oneshot": 2}
-# The most bytes of one operation. Longer messages are split into several operations.
-LL_OP_BYTES, SIGNAL_OP_BYTES = 1 << 20, 4 << 20
 # Longer messages are left to NCCL, unless ranks share a GPU, where NCCL cannot be captured in a CUDA graph.
 MAX_MESSAGE_BYTES = 64 << 20
-# Defaults without a tuning table: the LL protocol up to LL_MAX_BYTES, and one block per BYTES_PER_BLOCK of a shard.
-LL_MAX_BYTES, BYTES_PER_BLOCK, MAX_BLOCKS, MAX_CHUNK_BYTES, THREADS = 512 << 10, 8 << 10, 32, 64 << 10, 512
 MIN_COMPUTE_CAPABILITY = (7, 0)
 # Added to the arena for NVSHMEM's own use of the symmetric heap.
 HEAP_SLACK = 64 << 20
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """Launch parameters of one operation. Protocol and chunk must be the same on all ranks; blocks may differ."""
-
-    protocol: str
-    blocks: int
-    chunk: int  # bytes
-    threads: int = THREADS
-
-
-def choose_launch(choice: Choice | None, size: int, num_shards: int, max_blocks: int) -> LaunchConfig:
-    """Return the launch parameters for a message of `size` bytes that is reduced in `num_shards` shards."""
-    options = choice.options if choice is not None else {}
-    protocol = options.get("protocol", "ll" if size <= LL_MAX_BYTES else "signal")
-    shard = -(-size // num_shards)
-    blocks = options.get("blocks", min(MAX_BLOCKS, -(-shard // BYTES_PER_BLOCK)))
-    chunk = options.get("chunk", min(max(-(-shard // max(int(blocks), 1)), 1), MAX_CHUNK_BYTES))
-    threads = options.get("threads", THREADS)
-    valid = all(isinstance(number, int) and number > 0 for number in (blocks, chunk, threads))
-    if protocol not in PROTOCOLS or not valid or int(threads) % 32 or int(threads) > THREADS:
-        raise YalisError(
-            f"the tuning table has nvrar with protocol={protocol!r}, blocks={blocks!r}, chunk={chunk!r}, "
-            f"threads={threads!r}; accepted: protocol {' or '.join(PROTOCOLS)}, numbers above 0, and threads in "
-            f"multiples of 32 up to {THREADS}; run yalis bench allreduce --tune again"
-        )
-    return LaunchConfig(str(protocol), min(int(blocks), max_blocks), int(chunk), int(threads))
-
-
-def candidate_launches(size: int, num_shards: int, max_blocks: int) -> list[dict[str, int | str]]:
-    """Return block counts and chunk sizes worth measuring, for a message of `size` bytes in `num_shards` shards."""
-    shard = -(-size // num_shards)
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max_blocks]
-    # Skip counts that leave a block with very little or far too much data.
-    fitting = [count for count in counts if 1 << 10 <= shard // count <= 128 << 10]
-    candidates: list[dict[str, int | str]] = []
-    for count in fitting or [counts[0] if shard < 1 << 10 else counts[-1]]:
-        candidates.append({"blocks": count})  # one chunk per block
-        candidates += [{"blocks": count, "chunk": chunk} for chunk in (4 << 10, 16 << 10) if chunk < shard // count]
-    return candidates
 
 
 class Session:
@@ -105,8 +74,15 @@ class Session:
                 f"{ranks_on_gpu} ranks share a GPU of {properties.multi_processor_count} SMs, and nvrar may use half "
                 f"of the SMs; accepted: up to {properties.multi_processor_count // 2} ranks per GPU"
             )
+        self.transport = agree_on_transport(world, str(properties.uuid))
+        if self.transport.name == NONE:
+            raise YalisError(f"nvrar has no transport between the hosts of this job: {self.transport.reason}")
+        if world.rank == 0:
+            log.info("nvrar uses the transport %s", self.transport)
+        self.defaults = defaults_for(self.transport)
         self.arena = env.nvrar_arena()
-        env.prepare_nvshmem(self.arena + HEAP_SLACK, all(member.node == 0 for member in world.members))
+        variables = transport_variables(self.transport, world.members[world.rank].address)
+        env.prepare_nvshmem(self.arena + HEAP_SLACK, variables)
         architecture = f"{properties.major}{properties.minor}"
         nodes = [member.node for member in world.members]
         if nodes.index(nodes[world.rank]) == world.rank:  # the first rank of each machine builds the library
@@ -114,7 +90,10 @@ class Session:
         world.all_gather_object(None)
         self.library = Library(build(architecture))
         unique_id = world.all_gather_object(self.library.get_unique_id() if world.rank == 0 else None)[0]
-        self.library.init(torch.cuda.current_device(), world.rank, world.size, unique_id, self.arena)
+        try:
+            self.library.init(torch.cuda.current_device(), world.rank, world.size, unique_id, self.arena)
+        except YalisFailure as error:
+            raise YalisFailure(explain_start_failure(str(error), self.transport)) from error
         self.status: Status = self.library.status()
         self.group_names: dict[int, str] = {}
         self._closing = threading.Event()
@@ -197,7 +176,7 @@ class NvrarGroup(CustomAllReduceGroup):
         session.group_names[self.handle] = name
         self._flat_handles: dict[str, int] = {}
         self._launch = lru_cache(1024)(
-            lambda size: choose_launch(best(size), size, self._num_shards, session.max_blocks)
+            lambda size: choose_launch(best(size), size, self._num_shards, session.max_blocks, session.defaults)
         )
         self.barrier()  # every rank's memory is set up before the first message arrives
 
@@ -257,10 +236,11 @@ class NvrarGroup(CustomAllReduceGroup):
 
     def candidate_options(self, size: int, algorithm: str = "nvrar") -> list[dict[str, int | str]]:
         """Return the options that `yalis bench allreduce --tune` measures. The baselines use the LL protocol only."""
-        launches = candidate_launches(size, self._num_shards_of(algorithm), self._session.max_blocks)
+        session, num_shards = self._session, self._num_shards_of(algorithm)
+        launches = candidate_launches(size, num_shards, session.max_blocks, session.defaults)
         if algorithm != "nvrar":
             return launches
-        protocols = ["ll"] if size < 64 << 10 else ["ll", "signal"] if size <= 4 << 20 else ["signal"]
+        protocols = candidate_protocols(size, session.defaults)
         return [{"protocol": protocol, **launch} for protocol in protocols for launch in launches]
 
     def _num_shards_of(self, algorithm: str) -> int:
@@ -279,8 +259,8 @@ class NvrarGroup(CustomAllReduceGroup):
             return out
         if algorithm not in ("nvrar", *BASELINES):
             raise YalisError(f"unknown algorithm {algorithm!r}; accepted: nvrar, ring, oneshot, nvshmem")
-        num_shards, max_blocks = self._num_shards_of(algorithm), self._session.max_blocks
-        config = choose_launch(Choice("nvrar", options), x.nbytes, num_shards, max_blocks)
+        session, num_shards = self._session, self._num_shards_of(algorithm)
+        config = choose_launch(Choice("nvrar", options), x.nbytes, num_shards, session.max_blocks, session.defaults)
         if algorithm == "nvrar":
             self.launch(x, out, config)
             return out
@@ -322,7 +302,10 @@ class NvrarBackend(CustomAllReduceBackend):
             return "nvrar needs NVIDIA GPUs, and torch finds none" + (f"; also, {also}" if also else "")
         if torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
             return "nvrar needs a GPU of compute capability 7.0 or newer"
-        return missing() or super().unusable(world, device)
+        if (absent := missing()) is not None:
+            return absent
+        transport = local_transport(world)
+        return transport.reason if transport.name == NONE else super().unusable(world, device)
 
     def check(self) -> None:
         if self._session is not None and self._session.status.reported:

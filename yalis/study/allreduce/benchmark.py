@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from yalis.comm import tuning
 from yalis.comm.base import BACKENDS
 from yalis.comm.tuning import Choice, ShapeTimings, Timing
@@ -172,11 +170,10 @@ def save_table(result: Result) -> tuple[Path, list[tuple[int, Choice]]]:
         for row in fully_measured(rows)
         if row["dtype"] == facts["dtypes"][0] and row["mode"] == mode and row["backend"] not in PEERS
     ]
-    device = torch.device(result.devices[0]["type"])
     tuned = ShapeTimings(tuple(kept))
     names = {timing.choice.backend for timing in kept}
     best = [(size, choice) for size in facts["sizes"] if (choice := tuned.best(size, names))]
-    return tuning.save(device, facts["nodes"], kept, result.command), best
+    return tuning.save(tuning.TableKey(**facts["table_key"]), facts["nodes"], kept, result.command), best
 
 
 def check_sums(rows: Sequence[Row]) -> None:

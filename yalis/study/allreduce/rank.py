@@ -21,6 +21,7 @@ from torch import Tensor
 from yalis.comm import tuning
 from yalis.comm.base import BACKENDS, CommBackend, Communicator
 from yalis.comm.custom_allreduce import CustomAllReduceBackend, CustomAllReduceGroup
+from yalis.comm.nvrar.transport import gather_transports
 from yalis.comm.selection import unusable_on_any_rank
 from yalis.comm.topology import Topology
 from yalis.comm.torch_dist import TorchBackend, TorchGroup
@@ -70,9 +71,18 @@ def run_rank(world: World, plan: AllReducePlan | None, report: Report) -> dict[s
         "shape": tuning.shape_of(nodes),
         "start": "clock" if runner.timer.shared_clock else "barrier",
         "links": [{"delay_us": None, **links}] if links else [],
+        "transport": runner.transport,
+        "table_key": asdict(runner.key),
     }
     notes = [f"The sums of {name} do not have the same bits on every rank." for name in sorted(runner.unequal)]
     return {"rows": rows, "facts": facts, "device": bandwidth.describe_device(device), "notes": notes}
+
+
+def _describe_transport(world: World, device: torch.device) -> str | None:
+    """Return rank 0's transport between GPUs and why it was chosen; None on CPUs. Every rank calls this."""
+    if device.type == "cpu":
+        return None
+    return str(gather_transports(world, str(torch.cuda.get_device_properties(device).uuid))[0])
 
 
 class PlainGlooGroup(CustomAllReduceGroup):
@@ -120,6 +130,8 @@ class TrialRunner:
     def __init__(self, world: World, device: torch.device, topology: Topology) -> None:
         self.world, self.device, self.topology = world, device, topology
         self._table = tuning.load_on_all_ranks(world, device)
+        self.key = tuning.find_key(world, device)
+        self.transport = _describe_transport(world, device)
         self._torch = TorchBackend(world, device, topology, self._table)
         self._backends: list[CommBackend] = [self._torch]
         torch_group = self._torch.group("allreduce", range(world.size))

@@ -161,10 +161,26 @@ class AllReduce(ResultKind):
         "baseline": str,
         "ranks_per_gpu?": Count,
         "lab?": dict,
+        "transport?": (str,),
+        "table_key?": dict,
     }
     identity = ("backend", "options", "dtype", "bytes", "mode", "delay_us")
     metrics = (Metric("median_us"),)
-    may_differ = frozenset({"ranks", "links", "backends", "sizes", "baseline", "tune", "join_timeout", "start", "mpi"})
+    may_differ = frozenset(
+        {
+            "ranks",
+            "links",
+            "backends",
+            "sizes",
+            "baseline",
+            "tune",
+            "join_timeout",
+            "start",
+            "mpi",
+            "transport",
+            "table_key",
+        }
+    )
     section = Section(
         "All-reduce",
         "Time until every rank has the sum, by message size. Bands are the 10th to the 90th percentile.",
@@ -209,6 +225,8 @@ class AllReduce(ResultKind):
 
     def notes(self, result: Result) -> list[str]:
         facts, notes = result.parameters, list(result.notes)
+        if facts.get("transport"):
+            notes.append(f"Transport between GPUs: {facts['transport']}.")
         if facts.get("lab"):
             notes.append(
                 f"The {len(facts['nodes'])} hosts are network namespaces of one machine with {result.host['cores']} "
@@ -278,6 +296,8 @@ class AllReduce(ResultKind):
                     yield f"{label(row):<{wide}}{_text_cells(row)}"
         for title, cells in _summaries(result).items():
             yield f"\n{title}\n  {' · '.join(cells)}"
+        if facts.get("transport"):
+            yield f"\ntransport between GPUs: {facts['transport']}"
         for note in result.notes:
             yield f"\n{note}"
 
