@@ -23,7 +23,7 @@ from yalis.models.decoder import Decoder
 from yalis.parallel.embedding import LMHead, VocabEmbedding
 from yalis.parallel.linear import GridLinear
 from yalis.parallel.memory import rank_memory
-from yalis.parallel.norm import HeadNorm, RMSNorm
+from yalis.parallel.norm import HeadNorm, JointHeadNorm, RMSNorm
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
 from yalis.parallel.weights import DenseWeight, ParallelLayer, Weight
@@ -82,6 +82,12 @@ def slices_of(model: Decoder) -> Iterator[Slice]:
                 yield f"{shard.name}.weight", shape, held, dense(module.weight)
         elif isinstance(module, RMSNorm):
             yield f"{module.name}.weight", (module.size,), (module.shard,), module.weight
+        elif isinstance(module, JointHeadNorm):
+            start = 0
+            for name, total, heads in zip(module.names, module.totals, module.held, strict=True):
+                held = range(heads.start * module.head_dim, heads.stop * module.head_dim)
+                yield f"{name}.weight", (total * module.head_dim,), (held,), module.weight[start : start + len(held)]
+                start += len(held)
         else:
             assert isinstance(module, HeadNorm)
             yield f"{module.name}.weight", (module.head_dim,), (range(module.head_dim),), module.weight
