@@ -294,7 +294,12 @@ _RECORDS = (
         name="mixtral",
         architecture="MixtralForCausalLM",
         models="Mixtral",
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
         sliding_layers=_every_layer,
         spec_fields=_mixtral_spec_fields,
     ),
