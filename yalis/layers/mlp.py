@@ -101,12 +101,13 @@ class MoE(MLP):
 
         every = range(moe.num_experts)
         self.gate_up = ExpertLinear(
-            [shard(expert, matrix) for expert in every for matrix in (0, 1)],
-            hidden, grid.hidden(hidden), False, grid.col_group, dtype, device,
+            moe.num_experts, [shard(expert, matrix) for expert in every for matrix in (0, 1)],
+            hidden, grid.hidden(hidden), grid.col_group, dtype, device,
         )  # fmt: skip
         self.down = ExpertLinear(
-            [shard(expert, 2) for expert in every], moe.width, width, False, grid.row_group, dtype, device
-        )
+            moe.num_experts, [shard(expert, 2) for expert in every],
+            moe.width, width, grid.row_group, dtype, device,
+        )  # fmt: skip
         self.shared = (
             GatedMLP(spec, grid, f"{prefix}.shared_expert", dtype, device, moe.shared_width)
             if moe.shared_width

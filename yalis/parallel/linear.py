@@ -69,9 +69,22 @@ class GridLinear(ParallelLayer):
 class ExpertLinear(GridLinear):
     """The matrices of all experts, stacked: `shards` has equally many rows for each expert, in order."""
 
+    def __init__(
+        self,
+        num_experts: int,
+        shards: Sequence[RowShard],
+        total_cols: int,
+        cols: range,
+        reduce: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(shards, total_cols, cols, False, reduce, dtype, device)
+        self.num_experts = num_experts
+
     def routed(self, x: Tensor, experts: Tensor) -> Tensor:
         """Return the product of each pair [P, out], not yet summed over `reduce`; see ops.expert_linear."""
-        return self.weight.routed(x, experts)
+        return self.weight.routed(x, experts, self.num_experts)
 
 
 class ReplicatedLinear(GridLinear):

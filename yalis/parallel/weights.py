@@ -113,8 +113,8 @@ class Weight(nn.Module, ABC):
         """Return activation(gate) * up, where the first half of the rows is gate: [T, in] to [T, out / 2]."""
 
     @abstractmethod
-    def routed(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Multiply rows of x by the matrix of an expert each (ops.expert_linear), of ExpertShards in order."""
+    def routed(self, x: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+        """Multiply each row by the matrix of an expert (ops.expert_linear); the rows are those of all experts."""
 
     @abstractmethod
     def gather_rows(self, rows: Tensor) -> Tensor:
@@ -145,9 +145,8 @@ class DenseWeight(Weight):
     def gated(self, x: Tensor, activation: str, bias: Tensor | None) -> Tensor:
         return ops.gated_linear(x, self.data, activation, bias)
 
-    def routed(self, x: Tensor, experts: Tensor) -> Tensor:
-        count = len({shard.expert for shard in self.shards if isinstance(shard, ExpertShard)})
-        return ops.expert_linear(x, self.data.unflatten(0, (count, -1)), experts)
+    def routed(self, x: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+        return ops.expert_linear(x, self.data.view(num_experts, -1, self.data.shape[1]), experts)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         return ops.gather_rows(self.data, rows)
