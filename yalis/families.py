@@ -65,6 +65,12 @@ class Family:
     #: Returns ModelSpec fields computed from config.json keys that only this family has.
     spec_fields: Callable[[ConfigReader], dict[str, Any]] = lambda config: {}
 
+    @property
+    def gguf_format(self) -> GgufFormat:
+        """The GGUF format of a family that find_gguf_family() returns."""
+        assert self.gguf is not None
+        return self.gguf
+
 
 def _every_layer(config: ConfigReader, num_layers: int) -> list[bool]:
     return [True] * num_layers
@@ -373,6 +379,11 @@ def find_family(config: Mapping[str, Any], label: str) -> Family:
 
 def find_gguf_family(metadata: GgufReader) -> Family:
     """Return the family of a GGUF file by its general.architecture."""
+    if metadata.integer("expert_count", 0):  # llama.cpp's name for Mixtral is "llama", too
+        raise YalisError(
+            f"{metadata.label} is a mixture of experts, which is not read from GGUF files yet; give its safetensors "
+            "checkpoint"
+        )
     formats = [(family, family.gguf) for family in _RECORDS if family.gguf is not None]
     candidates = [(family, stored) for family, stored in formats if stored.architecture == metadata.architecture]
     if not candidates:

@@ -15,7 +15,7 @@ from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
 from yalis.layers.attention import SelfAttention
-from yalis.layers.mlp import MLPS
+from yalis.layers.mlp import MLP, MLPS
 from yalis.layers.rotary import Rotary
 from yalis.parallel.embedding import LMHead, VocabEmbedding
 from yalis.parallel.norm import RMSNorm
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
     @property
     def recordable_on_cpu(self) -> bool:
         """Whether a decode step may be recorded as native calls; false if the calls depend on the tokens."""
-        return all(block.mlp.recordable_on_cpu for block in self.layers)
+        return all(module.recordable_on_cpu for module in self.modules() if isinstance(module, MLP))
 
     def load(self, source: TensorSource) -> None:
         """Load the weights. Every layer reads its own slices of the checkpoint."""
