@@ -42,8 +42,7 @@ class Case:
     def build(self, seed: int) -> transformers.PreTrainedModel:
         """Return a model with random weights, large enough that logits differ clearly."""
         config = getattr(transformers, self.config)(**deepcopy({**_COMMON, **self.options}))
-        config._attn_implementation = "eager"  # sdpa ignores Gemma's softcap
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(choose_eager(config)).eval()
         generator = torch.Generator().manual_seed(seed)
         offset = 0.0 if "Gemma" in self.config else 1.0
         with torch.no_grad():
@@ -53,6 +52,12 @@ class Case:
         model.generation_config.eos_token_id = None
         model.generation_config.bos_token_id = None
         return model
+
+
+def choose_eager(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """Choose transformers' reference code: sdpa ignores Gemma's softcap, and grouped matmuls need even widths."""
+    config._attn_implementation = config._experts_implementation = "eager"
+    return config
 
 
 CASES = [
@@ -291,18 +296,20 @@ class Reference:
 
     def prompt_logprobs(self) -> list[torch.Tensor]:
         """Return transformers' log-probabilities after each token of every prompt: [prompt tokens, vocabulary]."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager").eval()
+        model = self._open(torch.float32)
         with torch.no_grad():
             return [
                 model(torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(1)
                 for prompt in self.prompts
             ]
 
+    def _open(self, dtype: torch.dtype) -> transformers.PreTrainedModel:
+        config = choose_eager(transformers.AutoConfig.from_pretrained(self.path))
+        return transformers.AutoModelForCausalLM.from_pretrained(self.path, config=config, dtype=dtype).eval()
+
     def bf16_noise(self) -> float:
         """Return the largest difference of transformers' bf16 and fp32 logits over the teacher-forced prompts."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            self.path, dtype=torch.bfloat16, attn_implementation="eager"
-        ).eval()
+        model = self._open(torch.bfloat16)
         with torch.no_grad():
             rows = [model(torch.tensor([ids]), use_cache=False).logits[0, -1].float() for ids in self.forced()]
         return (torch.stack(rows) - torch.cat(self.logits)).abs().max().item()
