@@ -42,8 +42,7 @@ class Case:
     def build(self, seed: int) -> transformers.PreTrainedModel:
         """Return a model with random weights, large enough that logits differ clearly."""
         config = getattr(transformers, self.config)(**deepcopy({**_COMMON, **self.options}))
-        config._attn_implementation = "eager"  # sdpa ignores Gemma's softcap
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(choose_eager(config)).eval()
         generator = torch.Generator().manual_seed(seed)
         offset = 0.0 if "Gemma" in self.config else 1.0
         with torch.no_grad():
@@ -53,6 +52,12 @@ class Case:
         model.generation_config.eos_token_id = None
         model.generation_config.bos_token_id = None
         return model
+
+
+def choose_eager(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """Choose transformers' reference code: sdpa ignores Gemma's softcap, and grouped matmuls need even widths."""
+    config._attn_implementation = config._experts_implementation = "eager"
+    return config
 
 
 CASES = [
@@ -183,6 +188,95 @@ CASES = [
         },
         replayed_on_cpu=False,
     ),
+    # The experts that a step multiplies depend on its tokens, so no step of a mixture of experts is recorded on a CPU.
+    Case(
+        "mixtral-window",
+        "MixtralConfig",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 27, "sliding_window": 8},
+        replayed_on_cpu=False,
+    ),
+    Case(
+        "mixtral-tied",
+        "MixtralConfig",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        replayed_on_cpu=False,
+    ),
+    Case(
+        "olmoe",
+        "OlmoeConfig",
+        {"num_experts": 11, "num_experts_per_tok": 4, "intermediate_size": 21},
+        replayed_on_cpu=False,
+    ),
+    Case(
+        "olmoe-bias-tied",
+        "OlmoeConfig",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 7,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        replayed_on_cpu=False,
+    ),
+    Case(
+        "qwen2-moe",
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 19,
+            "shared_expert_intermediate_size": 45,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+        replayed_on_cpu=False,
+    ),
+    Case(
+        "qwen2-moe-dense-tied",
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 33,
+            "shared_expert_intermediate_size": 17,
+            "mlp_only_layers": [0],
+            "qkv_bias": False,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+        replayed_on_cpu=False,
+    ),
+    Case(
+        "qwen3-moe",
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 13,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 15,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+        },
+        replayed_on_cpu=False,
+    ),
+    Case(
+        "qwen3-moe-sparse-tied",
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 10,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 25,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "tie_word_embeddings": True,
+        },
+        replayed_on_cpu=False,
+    ),
 ]
 
 
@@ -202,18 +296,20 @@ class Reference:
 
     def prompt_logprobs(self) -> list[torch.Tensor]:
         """Return transformers' log-probabilities after each token of every prompt: [prompt tokens, vocabulary]."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager").eval()
+        model = self._open(torch.float32)
         with torch.no_grad():
             return [
                 model(torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(1)
                 for prompt in self.prompts
             ]
 
+    def _open(self, dtype: torch.dtype) -> transformers.PreTrainedModel:
+        config = choose_eager(transformers.AutoConfig.from_pretrained(self.path))
+        return transformers.AutoModelForCausalLM.from_pretrained(self.path, config=config, dtype=dtype).eval()
+
     def bf16_noise(self) -> float:
         """Return the largest difference of transformers' bf16 and fp32 logits over the teacher-forced prompts."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            self.path, dtype=torch.bfloat16, attn_implementation="eager"
-        ).eval()
+        model = self._open(torch.bfloat16)
         with torch.no_grad():
             rows = [model(torch.tensor([ids]), use_cache=False).logits[0, -1].float() for ids in self.forced()]
         return (torch.stack(rows) - torch.cat(self.logits)).abs().max().item()

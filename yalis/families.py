@@ -1,58 +1,19 @@
 """The supported model families: one record per family with all settings in which it differs.
 
-Every family runs on the same decoder with different settings. To add a dense family, add a record to FAMILIES. If it
-needs an operation no field describes, add a field to ModelSpec (spec.py) and use it in the layer that computes it.
+Every family runs on the same decoder with different settings. To add a family, add a record to FAMILIES. If it needs an
+operation no field describes, add a field to ModelSpec (spec.py) or MoESpec (moe.py) and use it in the layer that
+computes it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from yalis.config_reader import ConfigReader
 from yalis.errors import YalisError
-
-
-class ConfigReader:
-    """Typed access to the keys of a config.json. A missing key and null both mean the default."""
-
-    def __init__(self, config: Mapping[str, Any], label: str) -> None:
-        self.config, self.label = config, label
-
-    def integer(self, key: str, default: int | None = None, maximum: int = 2**32) -> int:
-        """Return a whole number from 1 to `maximum`. A value above it would only exhaust memory or time."""
-        value = self.config.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise YalisError(f"the config of {self.label} has no {key}; add it, as in the original model's config.json")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise YalisError(f"{key} in {self.label} is {value!r}; it must be a whole number of at least 1")
-        if value > maximum:
-            raise YalisError(f"{key} in {self.label} is {value}; it must be at most {maximum}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise YalisError(f"{key} in {self.label} is {value!r}; it must be a number")
-        return float(value)
-
-    def positive(self, key: str, default: float) -> float:
-        value = self.number(key, default)
-        if not 0 < value < math.inf:
-            raise YalisError(f"{key} in {self.label} is {value:g}; it must be above 0")
-        return value
-
-    def optional_number(self, key: str) -> float | None:
-        return None if self.config.get(key) is None else self.number(key, 0.0)
-
-    def flag(self, key: str) -> bool:
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise YalisError(f"{key} in {self.label} is {value!r}; it must be true or false")
-        return bool(value)
+from yalis.moe import MoESpec, list_unknown_fields, read_mixtral_moe, read_olmoe_moe, read_qwen2_moe, read_qwen3_moe
 
 
 class GgufReader(Protocol):
@@ -89,7 +50,7 @@ class Family:
     name: str  # config.json's model_type
     architecture: str  # config.json's "architectures" entry
     models: str  # released models, for messages
-    gguf: GgufFormat
+    gguf: GgufFormat | None = None  # None: GGUF files of this family cannot be read
     defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' value of keys a config.json leaves out
     #: Returns, per layer, whether it uses the sliding window. None: the family ignores sliding_window.
     sliding_layers: Callable[[ConfigReader, int], Sequence[bool]] | None = None
@@ -103,6 +64,12 @@ class Family:
     partial_rotary: bool = False  # honours partial_rotary_factor, which transformers ignores in the other families
     #: Returns ModelSpec fields computed from config.json keys that only this family has.
     spec_fields: Callable[[ConfigReader], dict[str, Any]] = lambda config: {}
+
+    @property
+    def gguf_format(self) -> GgufFormat:
+        """The GGUF format of a family that find_gguf_family() returns."""
+        assert self.gguf is not None
+        return self.gguf
 
 
 def _every_layer(config: ConfigReader, num_layers: int) -> list[bool]:
@@ -148,6 +115,37 @@ def _granite_spec_fields(config: ConfigReader) -> dict[str, Any]:
         "residual_multiplier": config.number("residual_multiplier", 1.0),
         "logits_scaling": config.number("logits_scaling", 1.0),
     }
+
+
+def _qwen2_moe_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+    if not config.flag("use_sliding_window"):
+        return [False] * num_layers
+    end = config.config.get("max_window_layers", 28)
+    return _listed_layers(config, num_layers) or [layer % 2 == 0 and layer < end for layer in range(num_layers)]
+
+
+def _qwen3_moe_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+    return [config.flag("use_sliding_window")] * num_layers
+
+
+def _mixtral_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_mixtral_moe(config)) | {"qkv_bias": False, "out_bias": False}
+
+
+def _olmoe_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_olmoe_moe(config)) | {"joint_qk_norm": True}
+
+
+def _qwen2_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_qwen2_moe(config)) | {"qkv_bias": config.flag("qkv_bias"), "out_bias": False}
+
+
+def _qwen3_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_qwen3_moe(config))
+
+
+def _moe_fields(moe: MoESpec) -> dict[str, Any]:
+    return {"mlp": "moe", "moe": moe, "mlp_bias": False}
 
 
 def _gguf_window(metadata: GgufReader) -> int | None:
@@ -298,6 +296,54 @@ _RECORDS = (
         defaults={"max_position_embeddings": 2048},
         spec_fields=_granite_spec_fields,
     ),
+    Family(
+        name="mixtral",
+        architecture="MixtralForCausalLM",
+        models="Mixtral",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        sliding_layers=_every_layer,
+        spec_fields=_mixtral_spec_fields,
+    ),
+    Family(
+        name="olmoe",
+        architecture="OlmoeForCausalLM",
+        models="OLMoE",
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        spec_fields=_olmoe_spec_fields,
+    ),
+    Family(
+        name="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        models="Qwen1.5-MoE, Qwen2-MoE",
+        defaults={
+            "num_key_value_heads": 16,
+            "sliding_window": 4096,
+            "max_position_embeddings": 32768,
+            "intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        sliding_layers=_qwen2_moe_sliding_layers,
+        spec_fields=_qwen2_moe_spec_fields,
+    ),
+    Family(
+        name="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        models="Qwen3-MoE",
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "max_position_embeddings": 32768,
+            "intermediate_size": 6144,
+        },
+        sliding_layers=_qwen3_moe_sliding_layers,
+        qk_norm=True,
+        spec_fields=_qwen3_moe_spec_fields,
+    ),
 )
 #: The families by config.json's "architectures" entry.
 FAMILIES = {family.architecture: family for family in _RECORDS}
@@ -326,14 +372,22 @@ def find_family(config: Mapping[str, Any], label: str) -> Family:
     unknown = names[0] if names else config.get("model_type")
     if unknown is None:
         raise YalisError(f"{label} has no architectures entry; use a model whose config.json has one of: {known}")
-    raise YalisError(f"{label} has architecture {unknown!r}, which is not supported; known: {known}")
+    needs = list_unknown_fields(config)
+    why = f" (its config has {'; '.join(needs)})" if needs else ""
+    raise YalisError(f"{label} has architecture {unknown!r}, which is not supported{why}; known: {known}")
 
 
 def find_gguf_family(metadata: GgufReader) -> Family:
     """Return the family of a GGUF file by its general.architecture."""
-    candidates = [family for family in _RECORDS if family.gguf.architecture == metadata.architecture]
+    if metadata.integer("expert_count", 0):  # llama.cpp's name for Mixtral is "llama", too
+        raise YalisError(
+            f"{metadata.label} is a mixture of experts, which is not read from GGUF files yet; give its safetensors "
+            "checkpoint"
+        )
+    formats = [(family, family.gguf) for family in _RECORDS if family.gguf is not None]
+    candidates = [(family, stored) for family, stored in formats if stored.architecture == metadata.architecture]
     if not candidates:
-        known = ", ".join(dict.fromkeys(family.gguf.architecture for family in _RECORDS))
+        known = ", ".join(dict.fromkeys(stored.architecture for _, stored in formats))
         raise YalisError(f"{metadata.label} is a GGUF file of architecture {metadata.architecture!r}; known: {known}")
-    matching = [family for family in candidates if family.gguf.matches is not None and family.gguf.matches(metadata)]
-    return matching[0] if matching else next(family for family in candidates if family.gguf.matches is None)
+    matching = [family for family, stored in candidates if stored.matches is not None and stored.matches(metadata)]
+    return matching[0] if matching else next(family for family, stored in candidates if stored.matches is None)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from yalis.config_reader import ConfigReader
 from yalis.errors import YalisError
-from yalis.families import ConfigReader, Family, find_family
+from yalis.families import Family, find_family
+from yalis.moe import MoESpec
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,12 @@ class ModelSpec:
     tie_embeddings: bool
     dtype: str  # the checkpoint's: float32 | bfloat16 | float16
     mlp: str = "gated"  # the class that computes the MLP, a key of layers.mlp.MLPS
+    moe: MoESpec | None = None  # given if `mlp` is "moe"; it lists the layers, and the others have a dense MLP
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each query and key head
+    joint_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads (OLMoE)
     norm_offset: float = 0.0  # RMSNorm multiplies by offset + weight (Gemma: 1)
     sandwich_norms: bool = False  # RMSNorm on the output of attention and MLP as well (Gemma 2)
     embed_scale: float | None = None  # multiplies the token embeddings; rounded to the compute dtype, as in Gemma 2
@@ -66,6 +70,18 @@ class ModelSpec:
     logit_softcap: float | None = None
     logits_scaling: float = 1.0  # divides the logits
     fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
+
+    def mlp_of(self, layer: int) -> str:
+        """Return the class that computes the MLP of a layer, a key of layers.mlp.MLPS."""
+        return "gated" if self.moe is not None and not self.moe.layers[layer] else self.mlp
+
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Return the width of every kind of MLP in the model: dense, of an expert, of the shared expert."""
+        if self.moe is None:
+            return (self.intermediate_size,)
+        dense = () if all(self.moe.layers) else (self.intermediate_size,)
+        shared = (self.moe.shared_width,) if self.moe.shared_width else ()
+        return (*dense, self.moe.width, *shared)
 
 
 _ACTIVATIONS = {

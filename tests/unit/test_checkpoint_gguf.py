@@ -319,3 +319,10 @@ def test_a_wrong_shape_and_a_missing_tensor(tmp_path: Path) -> None:
         checkpoint.tensor("model.embed_tokens.weight", (251, 49))
     with pytest.raises(YalisError, match=r"has no tensor 'lm_head.weight'"):
         checkpoint.tensor("lm_head.weight", (251, 48))
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    """llama.cpp writes Mixtral as "llama" with a number of experts."""
+    path = write_gguf(tmp_path / "m.gguf", CASES[0].build(seed=3), extra={"llama.expert_count": 8})
+    with pytest.raises(YalisError, match="mixture of experts, which is not read from GGUF files yet"):
+        GgufCheckpoint(path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.families import Case
@@ -23,7 +25,7 @@ from yalis.models.decoder import Decoder
 from yalis.parallel.embedding import LMHead, VocabEmbedding
 from yalis.parallel.linear import GridLinear
 from yalis.parallel.memory import rank_memory
-from yalis.parallel.norm import HeadNorm, RMSNorm
+from yalis.parallel.norm import HeadNorm, JointHeadNorm, RMSNorm
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
 from yalis.parallel.weights import DenseWeight, ParallelLayer, Weight
@@ -82,6 +84,12 @@ def slices_of(model: Decoder) -> Iterator[Slice]:
                 yield f"{shard.name}.weight", shape, held, dense(module.weight)
         elif isinstance(module, RMSNorm):
             yield f"{module.name}.weight", (module.size,), (module.shard,), module.weight
+        elif isinstance(module, JointHeadNorm):
+            start = 0
+            for name, total, heads in zip(module.names, module.totals, module.held, strict=True):
+                held = range(heads.start * module.head_dim, heads.stop * module.head_dim)
+                yield f"{name}.weight", (total * module.head_dim,), (held,), module.weight[start : start + len(held)]
+                start += len(held)
         else:
             assert isinstance(module, HeadNorm)
             yield f"{module.name}.weight", (module.head_dim,), (range(module.head_dim),), module.weight
@@ -134,15 +142,15 @@ def check_joined(spec: ModelSpec, split: Split, models: list[Decoder], alone: di
     [pytest.param(case, [torch.float32, torch.bfloat16][number % 2], id=case.name) for number, case in enumerate(WIDE)],
 )
 def test_safetensors(case: Case, stored: torch.dtype, tmp_path: Path) -> None:
-    source = case.build(seed=1).to(stored)
-    source.save_pretrained(tmp_path, max_shard_size="100KB")
+    case.build(seed=1).to(stored).save_pretrained(tmp_path, max_shard_size="100KB")
     spec = read_spec(open_checkpoint(str(tmp_path)).config)
     [whole], [once] = load(spec, lambda: open_checkpoint(str(tmp_path)), Split(), torch.float32)
     alone = join([whole])
-    for name, tensor in source.state_dict().items():
-        if name in alone:  # unless it is a tied lm_head
-            offset = spec.norm_offset if "norm" in name else 0.0
-            assert torch.equal(alone[name], tensor.float() + offset)
+    saved = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert saved.keys() == alone.keys()
+    for name, tensor in saved.items():
+        offset = spec.norm_offset if "norm" in name else 0.0
+        assert torch.equal(alone[name], tensor.float() + offset)
     assert once == sum(tensor.numel() for tensor in alone.values()) * stored.itemsize
     for split in SPLITS:
         models, read = load(spec, lambda: open_checkpoint(str(tmp_path)), split, torch.float32)
@@ -153,6 +161,25 @@ def test_safetensors(case: Case, stored: torch.dtype, tmp_path: Path) -> None:
         ]
         assert read == [rank.weight_bytes for rank in memory]
         assert sum(read) == pytest.approx(once + sum(part.repeated for rank in memory for part in rank.weights))
+
+
+@pytest.mark.parametrize("name", ["mixtral-tied", "qwen2-moe"])
+def test_fused_experts(name: str, tmp_path: Path) -> None:
+    """A checkpoint with one tensor for all experts has the weights of one with a matrix for each."""
+    (case,) = (case for case in WIDE if case.name == name)
+    model = case.build(seed=1)
+    model.save_pretrained(tmp_path / "apart")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    fused = open_checkpoint(str(tmp_path / "fused"))
+    assert {"model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.gate.weight"} <= set(fused.names())
+    spec = read_spec(fused.config)
+    for split in (Split(), Split(3), Split(2, 2)):
+        (apart, read), (together, read_fused) = (
+            load(spec, partial(open_checkpoint, str(tmp_path / folder)), split, torch.float32)
+            for folder in ("apart", "fused")
+        )
+        assert read_fused == read
+        check_joined(spec, split, together, join(apart))
 
 
 # GGUF

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.families import CASES
 from yalis.cache.pool import KVPool
 from yalis.comm.base import CommBackend, Communicator, SingleRank
+from yalis.layers.mlp import MoE
 from yalis.models.decoder import Decoder
 from yalis.parallel.memory import RankMemory, rank_memory, whole_memory
 from yalis.parallel.pipeline import Stage
@@ -84,6 +85,13 @@ def parameter_bytes(model: Decoder) -> dict[str, int]:
         layer = model.layers[0].attention
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parts = {"head norms": parameter.nbytes}
+        elif ".joint_norm." in name:
+            head = parameter.nbytes // (layer.num_heads + layer.num_kv_heads)
+            parts = {"query norms": layer.num_heads * head, "key norms": layer.num_kv_heads * head}
+        elif ".mlp.router." in name:
+            parts = {"routers": parameter.nbytes}
+        elif ".mlp.shared." in name:
+            parts = {"shared expert matrices": parameter.nbytes}
         elif "norm" in name:
             parts = {"norms": parameter.nbytes}
         elif name.startswith(("embedding", "head")):
@@ -98,7 +106,8 @@ def parameter_bytes(model: Decoder) -> dict[str, int]:
         elif name.endswith("bias"):
             parts = {"down biases" if ".down." in name else "gate and up biases": parameter.nbytes}
         else:
-            parts = {"MLP matrices": parameter.nbytes}
+            experts = isinstance(model.layers[int(name.split(".")[1])].mlp, MoE)
+            parts = {"expert matrices" if experts else "MLP matrices": parameter.nbytes}
         for part, size in parts.items():
             found[part] = found.get(part, 0) + size
     return found

@@ -100,9 +100,13 @@ def test_parameter_counts_of_all_families_match_transformers() -> None:
         Gemma2Config,
         GraniteConfig,
         LlamaConfig,
+        MixtralConfig,
+        OlmoeConfig,
         Phi3Config,
         Qwen2Config,
+        Qwen2MoeConfig,
         Qwen3Config,
+        Qwen3MoeConfig,
     )
 
     from yalis.spec import read_spec
@@ -113,6 +117,9 @@ def test_parameter_counts_of_all_families_match_transformers() -> None:
     }  # fmt: skip
     kinds = (LlamaConfig, Gemma2Config, Phi3Config, Qwen2Config, Qwen3Config, GraniteConfig)
     configs = [kind(**sizes) for kind in kinds]
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+    experts["shared_expert_intermediate_size"] = 40
+    configs += [kind(**sizes, **experts) for kind in (MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig)]
     configs.append(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True, tie_word_embeddings=True))
     for config in configs:
         with torch.device("meta"):

@@ -91,12 +91,43 @@ def test_missing_keys_have_the_defaults_of_transformers(architecture):
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": "x"}, "sliding_window"),
         ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "one for each"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 4},
+            "num_experts_per_tok in .* is 4, but the model has 3 experts",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_local_experts": 3, "num_experts": 4},
+            "num_experts and num_local_experts, and they differ",
+        ),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": [0.5]}, "must be a list of layer numbers"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "scoring_func": "sigmoid"},
+            "scoring_func 'sigmoid' .another router than softmax.",
+        ),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0 .clamped queries"),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_group": 8, "topk_group": 4},
+            "'DeepseekV3ForCausalLM', which is not supported .its config has n_group 8 .a choice of experts by "
+            "groups.; topk_group 4 .*; kv_lora_rank 512 .multi-head latent attention.*; known: Llama",
+        ),
     ],
 )
 def test_invalid_values_raise_one_sentence(change, message):
     with pytest.raises(YalisError, match=message) as error:
         read_spec({**GOOD, **change}, "the folder")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if "Moe" in name or name.startswith("Mixtral")])
+def test_experts_have_the_defaults_of_transformers(architecture):
+    sizes = {key: value for key, value in GOOD.items() if key != "architectures"}
+    expected = transformers.AutoConfig.for_model(FAMILIES[architecture].name, **sizes)
+    moe = read_spec({**sizes, "architectures": [architecture]}).moe
+    assert (moe.num_experts, moe.top_k) == (expected.num_experts, expected.num_experts_per_tok)
+    assert moe.width == getattr(expected, "moe_intermediate_size", expected.intermediate_size)
+    assert moe.shared_width == getattr(expected, "shared_expert_intermediate_size", 0)
+    assert moe.renormalize == getattr(expected, "norm_topk_prob", True)
+    assert moe.layers == (True, True)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

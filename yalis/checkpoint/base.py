@@ -61,6 +61,10 @@ class Checkpoint(ABC):
             )
         return found
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint lists a tensor of this name."""
+        return self.find(name) is not None
+
     def fingerprint(self) -> str:
         """Return a hash of the config and of the names, shapes and types of all tensors, but not of their values."""
         tensors = sorted((name, *map(str, found.shape), str(found.dtype)) for name, found in self._found())

@@ -129,7 +129,7 @@ class GgufCheckpoint(Checkpoint):
         entry = self._entries.get(name)
         if entry is None:
             return None
-        interleaved = self.family.gguf.interleaved_heads and (".q_proj." in name or ".k_proj." in name)
+        interleaved = self.family.gguf_format.interleaved_heads and (".q_proj." in name or ".k_proj." in name)
         if interleaved and entry.shape[0] % self.config["head_dim"]:
             raise YalisError(f"tensor {entry.name!r} in {entry.file.path} is not made of whole heads; fetch it again")
         offset = self.family.norm_offset if name.endswith("norm.weight") else 0.0  # llama.cpp stores offset + weight

@@ -66,7 +66,7 @@ def hugging_face_name(name: str, family: Family) -> str | None:
     layer, part, kind = match.groups()
     if layer is None:
         return f"{_MODEL_TENSORS[part]}.{kind}" if part in _MODEL_TENSORS else None
-    known = {**LAYER_TENSORS, **family.gguf.tensor_names}
+    known = {**LAYER_TENSORS, **family.gguf_format.tensor_names}
     return f"model.layers.{layer}.{known[part]}.{kind}" if part in known else None
 
 
@@ -78,7 +78,7 @@ def build_config(
         raise YalisError(f"{metadata.label} has no token_embd.weight; it is not a complete model")
     hidden, heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
     rotated = metadata.integer("rope.dimension_count", hidden // heads)
-    default_head_dim = rotated if family.gguf.rope_dim_is_head_dim else hidden // heads
+    default_head_dim = rotated if family.gguf_format.rope_dim_is_head_dim else hidden // heads
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.name,
@@ -102,7 +102,7 @@ def build_config(
         "dtype": dtype,
         **_token_ids(metadata.metadata),
     }
-    return config | family.gguf.extra_config(metadata, config)
+    return config | family.gguf_format.extra_config(metadata, config)
 
 
 def _token_ids(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -99,8 +99,9 @@ def make_executor(
     `last_tokens` [max_num_seqs + 1]: the token last sampled for each request slot, and a row for padding.
     """
     on_cpu = last_tokens.device.type == "cpu"
-    # A replay buffer holds native calls, and compiled blocks make others.
-    recordable = backend.capturable and grid.capturable and not config.eager and not (on_cpu and config.compile)
+    recordable = backend.capturable and grid.capturable and not config.eager
+    if on_cpu:  # a replay buffer holds native calls; compiled blocks make others, and routed experts vary by token
+        recordable = recordable and model.recordable_on_cpu and not config.compile
     if on_cpu or not recordable:
         forward = ModelForward(model, backend, last_tokens)
         recorder = CpuRecorder(forward, limits.max_blocks) if recordable else StepRecorder(forward)

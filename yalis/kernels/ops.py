@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from yalis.kernels import native
+from yalis.kernels import native, routed
 from yalis.kernels.opaque import opaque
 from yalis.kernels.pdl import pdl_enabled
 
@@ -70,6 +70,24 @@ def gated_linear(
         if gated_product.supports(x, weight):
             return gated_product.gated_product(x, weight, activation, bias)
     return gated(linear(x, weight, bias), activation)
+
+
+@opaque(
+    "(Tensor x, Tensor weight, Tensor experts) -> Tensor",
+    lambda x, weight, experts: (experts.shape[0], weight.shape[1]),
+)
+def expert_linear(
+    x: Tensor,  # [N, in]
+    weight: Tensor,  # [experts, out, in]
+    experts: Tensor,  # [P] int64, P a multiple of N
+) -> Tensor:
+    """Return [P, out]: pair p is row p // (P / N) of x times the matrix of expert experts[p].
+
+    On a CPU the host groups the pairs, and only the matrices of chosen experts are read.
+    """
+    if x.is_cpu:
+        return routed.grouped_linear(x, weight, experts, _dense_linear)
+    return routed.blocked_linear(x, weight, experts)
 
 
 # The op does not declare that it mutates the caches: torch.compile would copy them, as keys and values share storage.

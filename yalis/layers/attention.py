@@ -10,7 +10,7 @@ from yalis.attention.base import AttentionParams, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
 from yalis.parallel.linear import column_parallel, row_parallel
-from yalis.parallel.norm import HeadNorm
+from yalis.parallel.norm import HeadNorm, JointHeadNorm
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import RowShard
 from yalis.spec import ModelSpec
@@ -36,6 +36,7 @@ class SelfAttention(nn.Module):
             HeadNorm(f"{prefix}.{name}", spec.head_dim, dtype, device) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
+        self.joint_norm = JointHeadNorm(grid, prefix, spec, dtype, device) if spec.joint_qk_norm else None
         self.eps = spec.norm_eps
 
     def forward(
@@ -52,6 +53,8 @@ class SelfAttention(nn.Module):
         """
         H, K = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], H + 2 * K, self.head_dim)
+        if self.joint_norm is not None:
+            qkv = self.joint_norm(qkv)
         q_norm, k_norm = (None if head is None else head.weight for head in (self.q_norm, self.k_norm))
         q = ops.rope_write(qkv, *rope, *cache, step.batch.kv_slots, q_norm, k_norm, self.eps)
         if self.pad_before or self.pad_after:

@@ -10,7 +10,7 @@ from yalis.spec import ModelSpec
 
 
 def rank_dims(spec: ModelSpec, split: Split, rank: int, weight_bytes: float, kv_bytes: float) -> ModelDims:
-    """Return the dimensions of the shards that `rank` holds. Biases count for every rank."""
+    """Return the dimensions of the shards that `rank` holds. Biases and routers count for every rank."""
     coords = split.coords(rank)
     grid = Grid(split.rows, split.cols, coords.row, coords.col)
     heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
@@ -22,6 +22,9 @@ def rank_dims(spec: ModelSpec, split: Split, rank: int, weight_bytes: float, kv_
         heads=len(heads),
         kv_heads=len(kv_heads),
         intermediate=len(grid.width(spec.intermediate_size)),
+        expert_layers=sum(spec.mlp_of(layer) == "moe" for layer in layers),
+        expert_width=0 if spec.moe is None else len(grid.width(spec.moe.width)),
+        shared_width=0 if spec.moe is None else len(grid.width(spec.moe.shared_width)),
         vocab=len(grid.vocabulary(spec.vocab_size)),
         embedding=coords.stage == 0,
         head=coords.stage == split.stages - 1,

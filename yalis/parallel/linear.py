@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from yalis.comm.allreduce_op import AllReduceOp
-from yalis.comm.base import Communicator
+from yalis.comm.base import Communicator, SingleRank
 from yalis.kernels import ops
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import ParallelLayer, RowShard, TensorSource, make_weight
@@ -53,7 +53,10 @@ class GridLinear(ParallelLayer):
             start += len(shard.rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.weight(x, self.bias)
+        return self.sum_partials(self.weight(x, self.bias))
+
+    def sum_partials(self, y: Tensor) -> Tensor:
+        """All-reduce this rank's product over the group."""
         return y if self.reduce.size == 1 else self.all_reduce(y)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
@@ -61,6 +64,47 @@ class GridLinear(ParallelLayer):
         if self.reduce.size > 1:
             return ops.gated(self(x), activation)
         return self.weight.gated(x, activation, self.bias)
+
+
+class ExpertLinear(GridLinear):
+    """The matrices of all experts, stacked: `shards` has equally many rows for each expert, in order."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        shards: Sequence[RowShard],
+        total_cols: int,
+        cols: range,
+        reduce: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(shards, total_cols, cols, False, reduce, dtype, device)
+        self.num_experts = num_experts
+
+    def routed(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Return the product of each pair [P, out], not yet summed over `reduce`; see ops.expert_linear."""
+        return self.weight.routed(x, experts, self.num_experts)
+
+
+class ReplicatedLinear(GridLinear):
+    """A small layer whose output [T, out] has the same bits on every rank of the grid, such as a router.
+
+    With one column every rank has the whole matrix and the same input. With more, the grid's ranks split its columns,
+    and partial sums are reduced over all of them: a reduction in each grid row could round differently.
+    """
+
+    def __init__(
+        self, grid: Grid, shards: Sequence[RowShard], hidden: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        held = grid.hidden(hidden)
+        part = grid.router_columns(hidden)
+        reduce = grid.tp_group if grid.cols > 1 else SingleRank()
+        super().__init__(shards, hidden, part, False, reduce, dtype, device)
+        self.part = slice(part.start - held.start, part.stop - held.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, self.part])
 
 
 def column_parallel(

@@ -38,7 +38,7 @@ class RankMemory:
     layers: range
     heads: range
     kv_heads: range
-    width: range  # shard of the MLP width
+    width: range  # shard of the MLP width, of an expert if the model has experts
     vocabulary: range
     block_size: int
     weights: tuple[Part, ...]
@@ -69,7 +69,7 @@ def rank_memory(
     grid = Grid(split.rows, split.cols, coords.row, coords.col)
     heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
     layers = shard(spec.num_layers, split.stages, coords.stage)
-    parts = _RankParts(spec, split, coords, grid, itemsize, len(layers))
+    parts = _RankParts(spec, split, coords, grid, itemsize, layers)
     tables = 2 if spec.rope.switch_at else 1
     rows = tables * (max_len or spec.max_position)
     # A row of the RoPE table has a cosine and a sine for each rotated dimension.
@@ -79,7 +79,7 @@ def rank_memory(
     )  # fmt: skip
     return RankMemory(
         coords, layers, heads, kv_heads,
-        width=grid.width(spec.intermediate_size),
+        width=grid.width(spec.intermediate_size if spec.moe is None else spec.moe.width),
         vocabulary=grid.vocabulary(spec.vocab_size),
         block_size=block_size,
         weights=tuple(part for part in parts.weights() if part.bytes),
@@ -97,10 +97,11 @@ class _RankParts:
     """Computes the parts of one rank, for the layers of its stage."""
 
     def __init__(
-        self, spec: ModelSpec, split: Split, coords: RankCoords, grid: Grid, itemsize: int, layers: int
+        self, spec: ModelSpec, split: Split, coords: RankCoords, grid: Grid, itemsize: int, layers: range
     ) -> None:
         self.spec, self.split, self.coords, self.grid = spec, split, coords, grid
-        self.itemsize, self.layers = itemsize, layers
+        self.itemsize, self.layers = itemsize, len(layers)
+        self.dense_layers = sum(spec.mlp_of(layer) == "gated" for layer in layers)
         self.hidden = len(grid.hidden(spec.hidden_size))
         self.width = len(grid.width(spec.intermediate_size))
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
@@ -116,9 +117,25 @@ class _RankParts:
         for rows, count in self.kv_heads:
             elements = 2 * count * self.spec.head_dim * self.hidden
             yield self._layered(_shared("key/value matrices", rows), elements, _read_by(over_grid, rows), rows)
-        yield self._layered("MLP matrices", 3 * self.width * self.hidden, over_grid)
+        dense = 3 * self.width * self.hidden
+        yield Part("MLP matrices", self.dense_layers * dense * self.itemsize, over_grid)
+        yield from self._experts(over_grid)
         yield from self._biases()
         yield from self._norms()
+
+    def _experts(self, over_grid: str) -> Iterator[Part]:
+        """Yield the matrices of a mixture of experts. Every rank has a slice of every expert."""
+        moe, split = self.spec.moe, self.split
+        if moe is None:
+            return
+        matrix = 3 * self.hidden * self.itemsize * (self.layers - self.dense_layers)
+        yield Part("expert matrices", moe.num_experts * len(self.grid.width(moe.width)) * matrix, over_grid)
+        yield Part("shared expert matrices", len(self.grid.width(moe.shared_width)) * matrix, over_grid)
+        copies = split.rows if split.cols == 1 else 1  # with columns, all ranks of the grid split the router
+        held = _repeated("whole", copies, "rows") if split.cols == 1 else over_grid
+        columns = len(self.grid.router_columns(self.spec.hidden_size))
+        size = moe.router_rows * columns * self.itemsize * (self.layers - self.dense_layers)
+        yield Part("routers", size, held, copies)
 
     def kv_block(self, block_size: int) -> Iterator[Part]:
         """Yield the parts of a KV block. All columns of a grid row compute the same attention, each with a KV cache."""
@@ -168,6 +185,12 @@ class _RankParts:
         if spec.qk_norm:
             held = _repeated("whole", split.per_stage, "ranks of a stage")
             yield self._layered("head norms", 2 * spec.head_dim, held, split.per_stage)
+        if spec.joint_qk_norm:
+            held = _split(split, "rows")
+            yield self._layered("query norms", self.queries, _repeated(held, split.cols, "columns"), split.cols)
+            for rows, heads in self.kv_heads:
+                shared = _repeated(_read_by(held, rows), split.cols, "columns")
+                yield self._layered(_shared("key norms", rows), heads * spec.head_dim, shared, rows * split.cols)
 
     def _layered(self, name: str, elements: int, held: str, copies: int = 1) -> Part:
         return Part(name, self.layers * elements * self.itemsize, held, copies)

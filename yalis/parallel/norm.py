@@ -1,4 +1,4 @@
-"""RMSNorm over a hidden size that may be split over the grid's columns, and the norm of query and key heads."""
+"""RMSNorm over a hidden size that may be split over the grid's columns, and the norms of query and key heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from yalis.comm.allreduce_op import AllReduceOp
 from yalis.kernels import ops
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import ParallelLayer, TensorSource
+from yalis.spec import ModelSpec
 
 
 class RMSNorm(ParallelLayer):
@@ -56,3 +57,47 @@ class HeadNorm(ParallelLayer):
 
     def load(self, source: TensorSource) -> None:
         source.tensor(f"{self.name}.weight", (self.head_dim,)).read_into(self.weight, slice(0, self.head_dim))
+
+
+class JointHeadNorm(ParallelLayer):
+    """RMSNorm over all query heads together, and one over all key heads (OLMoE). Mean squares are summed over the rows.
+
+    A key head that several rows hold counts on the row with its first query head.
+    """
+
+    def __init__(self, grid: Grid, prefix: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.names, self.head_dim, self.eps = (f"{prefix}.q_norm", f"{prefix}.k_norm"), spec.head_dim, spec.norm_eps
+        self.totals = (spec.num_heads, spec.num_kv_heads)
+        self.held = grid.heads(spec.num_heads, spec.num_kv_heads)
+        heads, kv_heads = self.held
+        group = spec.num_heads // spec.num_kv_heads
+        self.first_key = sum(head * group < heads.start for head in kv_heads)
+        self.rows, self.all_reduce = grid.rows, AllReduceOp(grid.row_group)
+        size = (len(heads) + len(kv_heads)) * spec.head_dim
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+
+    def load(self, source: TensorSource) -> None:
+        start = 0
+        for name, total, held in zip(self.names, self.totals, self.held, strict=True):
+            stop = start + len(held) * self.head_dim
+            part = slice(held.start * self.head_dim, held.stop * self.head_dim)
+            source.tensor(f"{name}.weight", (total * self.head_dim,)).read_into(self.weight[start:stop], part)
+            start = stop
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """Return qkv [T, H + 2K, D] with normed queries and keys."""
+        H, K = map(len, self.held)
+        q, k, v = qkv.split((H, K, K), dim=1)
+        squares = qkv[:, : H + K].float().pow(2).sum(-1)  # [T, H + K]
+        sums = torch.stack((squares[:, :H].sum(1), squares[:, H + self.first_key :].sum(1)), dim=1)  # [T, 2]
+        if self.rows > 1:
+            sums = self.all_reduce(sums)
+        queries, keys = (
+            torch.rsqrt(sums[:, part] / (total * self.head_dim) + self.eps)[:, None, None]
+            for part, total in enumerate(self.totals)
+        )
+        weight = self.weight.view(1, H + K, self.head_dim)
+        q = (q.float() * queries).to(qkv.dtype) * weight[:, :H]
+        k = (k.float() * keys).to(qkv.dtype) * weight[:, H:]
+        return torch.cat((q, k, v), dim=1)

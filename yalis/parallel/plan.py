@@ -76,14 +76,15 @@ class Split:
 
     def check(self, spec: ModelSpec, label: str) -> None:
         """Raise an error if a rank would get an empty shard. Called before any weight is read."""
-        max_rows = min(spec.num_heads, spec.intermediate_size)
+        width = min(spec.mlp_widths())
+        max_rows = min(spec.num_heads, width)
         if self.rows > max_rows:
             grid, fitting = f"tp {self.rows}", f"tp 1 to {max_rows}"
             if self.cols > 1:
                 grid, fitting = f"tp {self.rows}x{self.cols}", f"a grid of 1 to {max_rows} rows"
             raise YalisError(
                 f"{grid} leaves ranks without a shard: {label} has {spec.num_heads} heads and an MLP width of "
-                f"{spec.intermediate_size}; give {fitting}"
+                f"{width}; give {fitting}"
             )
         if spec.hidden_size % self.cols:
             divisors = [cols for cols in range(1, spec.hidden_size + 1) if spec.hidden_size % cols == 0]
@@ -153,6 +154,14 @@ class Grid:
     def width(self, size: int) -> range:
         """Return this rank's shard of the MLP width (intermediate size)."""
         return shard(size, self.rows, self.row)
+
+    def router_columns(self, hidden: int) -> range:
+        """Return this rank's columns of a router: all if the grid has one column, else a shard over all ranks."""
+        held = self.hidden(hidden)
+        if self.cols == 1:
+            return held
+        part = shard(len(held), self.rows, self.row)
+        return held[part.start : part.stop]
 
     def vocabulary(self, size: int) -> range:
         """Return this rank's shard of the vocabulary, which is split over all ranks of the grid."""

@@ -24,6 +24,10 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> ReadableTensor: ...
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint lists this tensor. Random weights list none."""
+        ...
+
 
 class ParallelLayer(nn.Module, ABC):
     """A layer that holds weights and reads only this rank's slices of them."""
@@ -47,6 +51,48 @@ class RowShard:
         return source.tensor(f"{self.name}.bias", (self.total_rows,))
 
 
+@dataclass(frozen=True)
+class AliasedShard(RowShard):
+    """Rows of a matrix that some checkpoints have under another name."""
+
+    alias: str  # without ".weight"
+
+    def weight(self, source: TensorSource, total_cols: int) -> ReadableTensor:
+        name = self.alias if source.has(f"{self.alias}.weight") else self.name
+        return source.tensor(f"{name}.weight", (self.total_rows, total_cols))
+
+
+@dataclass(frozen=True)
+class ExpertShard(RowShard):
+    """Rows of one matrix of one expert. The checkpoint has it alone as `name`, or in a tensor of all experts."""
+
+    fused: str  # the tensor of all experts [experts, matrices * total_rows, columns]
+    expert: int
+    num_experts: int
+    matrices: int = 1  # stacked in the rows of the fused tensor
+    matrix: int = 0  # which of them this is
+
+    def weight(self, source: TensorSource, total_cols: int) -> ReadableTensor:
+        if not source.has(self.fused):
+            return super().weight(source, total_cols)
+        shape = (self.num_experts, self.matrices * self.total_rows, total_cols)
+        return _MatrixOfExpert(source.tensor(self.fused, shape), self.expert, self.matrix * self.total_rows)
+
+
+@dataclass(frozen=True)
+class _MatrixOfExpert:
+    """One matrix in a tensor of all experts."""
+
+    tensor: ReadableTensor
+    expert: int
+    first_row: int
+
+    def read_into(self, out: Tensor, *index: slice) -> None:
+        rows, columns = index
+        shifted = slice(self.first_row + rows.start, self.first_row + rows.stop)
+        self.tensor.read_into(out.unsqueeze(0), slice(self.expert, self.expert + 1), shifted, columns)
+
+
 class Weight(nn.Module, ABC):
     """A matrix [out, in] in one stored format: stacked row shards, of which this rank has the columns `cols`."""
 
@@ -65,6 +111,10 @@ class Weight(nn.Module, ABC):
     @abstractmethod
     def gated(self, x: Tensor, activation: str, bias: Tensor | None) -> Tensor:
         """Return activation(gate) * up, where the first half of the rows is gate: [T, in] to [T, out / 2]."""
+
+    @abstractmethod
+    def routed(self, x: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+        """Multiply each row by the matrix of an expert (ops.expert_linear); the rows are those of all experts."""
 
     @abstractmethod
     def gather_rows(self, rows: Tensor) -> Tensor:
@@ -94,6 +144,9 @@ class DenseWeight(Weight):
 
     def gated(self, x: Tensor, activation: str, bias: Tensor | None) -> Tensor:
         return ops.gated_linear(x, self.data, activation, bias)
+
+    def routed(self, x: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+        return ops.expert_linear(x, self.data.view(num_experts, -1, self.data.shape[1]), experts)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         return ops.gather_rows(self.data, rows)

@@ -1,21 +1,25 @@
 """Floors: roofline lower bounds of the time of a step, from the bytes it must read and the FLOPs it must do.
 
-A matrix of p parameters costs 2p FLOPs per token. Bytes are those read, each once per step.
+A matrix of p parameters costs 2p FLOPs per token. Bytes are those read, each once per step. Of a mixture of experts, a
+token multiplies its top_k experts, and a step reads as many as uniform routing reaches on average.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from yalis.spec import ModelSpec
+
+_Count = TypeVar("_Count", int, float)
 
 
 @dataclass(frozen=True)
 class ModelDims:
     """The dimensions that determine the cost of a model, or of one rank's slice of it (parallel/dims.py).
 
-    Every layer is attention and a gated MLP.
+    Every layer is attention and a gated MLP, or in `expert_layers` of them a mixture of experts.
     """
 
     hidden: int
@@ -32,8 +36,14 @@ class ModelDims:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     sandwich_norms: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: full attention in every layer
+    expert_layers: int = 0
+    experts: int = 0
+    top_k: int = 0  # experts of a token
+    expert_width: int = 0
+    shared_width: int = 0  # of the expert that serves every token; its gate is a row of the router
     #: columns of a tensor-parallel grid: the matrices of a layer have hidden / columns of the hidden size
     columns: int = 1
     embedding: bool = True  # false on pipeline stages after the first
@@ -41,6 +51,7 @@ class ModelDims:
 
     @classmethod
     def of(cls, spec: ModelSpec, weight_bytes: float, kv_bytes: float) -> ModelDims:
+        moe = spec.moe
         return cls(
             hidden=spec.hidden_size,
             layers=spec.num_layers,
@@ -56,8 +67,14 @@ class ModelDims:
             out_bias=spec.out_bias,
             mlp_bias=spec.mlp_bias,
             qk_norm=spec.qk_norm,
+            joint_qk_norm=spec.joint_qk_norm,
             sandwich_norms=spec.sandwich_norms,
             windows=spec.windows,
+            expert_layers=0 if moe is None else sum(moe.layers),
+            experts=0 if moe is None else moe.num_experts,
+            top_k=0 if moe is None else moe.top_k,
+            expert_width=0 if moe is None else moe.width,
+            shared_width=0 if moe is None else moe.shared_width,
         )
 
     @property
@@ -68,8 +85,27 @@ class ModelDims:
     @property
     def matrix_params(self) -> int:
         """Parameters of the matrices in all layers, without lm_head."""
+        return self._matrix_params(self.experts)
+
+    @property
+    def active_params(self) -> int:
+        """Parameters of those matrices that one token multiplies."""
+        return self._matrix_params(self.top_k)
+
+    def read_params(self, tokens: int) -> float:
+        """Return the parameters of those matrices that a step of `tokens` tokens reads, if all experts are equally
+        likely. Routing that prefers some experts reads fewer."""
+        if not self.experts:
+            return self.matrix_params
+        return self._matrix_params(self.experts * (1 - (1 - self.top_k / self.experts) ** tokens))
+
+    def _matrix_params(self, experts: _Count) -> _Count:
+        """Return the parameters of the matrices, with this many experts in each layer that has experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.layers * self.hidden_shard * (2 * q + 2 * kv + 3 * self.intermediate)
+        dense = self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * 3 * self.intermediate
+        router = self.experts + (self.shared_width > 0)
+        sparse = 3 * (experts * self.expert_width + self.shared_width) + router
+        return self.hidden_shard * (dense + self.expert_layers * sparse)
 
     @property
     def small_params(self) -> int:
@@ -77,6 +113,7 @@ class ModelDims:
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         layer = (4 if self.sandwich_norms else 2) * self.hidden_shard
         layer += 2 * self.head_dim if self.qk_norm else 0
+        layer += (self.heads + self.kv_heads) * self.head_dim if self.joint_qk_norm else 0
         layer += qkv if self.qkv_bias else 0
         layer += self.hidden_shard if self.out_bias else 0
         layer += 2 * self.intermediate + self.hidden_shard if self.mlp_bias else 0
@@ -125,7 +162,7 @@ def decode_work(dims: ModelDims, contexts: Sequence[float]) -> Work:
     return Work(
         weight_bytes=_weight_bytes(dims, batch),
         kv_bytes=attended * dims.kv_bytes_per_token / dims.layers,
-        flops=2 * (dims.matrix_params + dims.head_params) * batch + 4 * dims.heads * dims.head_dim * attended,
+        flops=2 * (dims.active_params + dims.head_params) * batch + 4 * dims.heads * dims.head_dim * attended,
     )
 
 
@@ -136,7 +173,7 @@ def prefill_work(dims: ModelDims, lengths: Sequence[int], sampled_rows: int | No
     gets closer to this floor."""
     rows = len(lengths) if sampled_rows is None else sampled_rows
     pairs = sum(_causal_pairs(n, window) for n in lengths for window in dims.layer_windows())
-    matrices = dims.matrix_params * sum(lengths) + dims.head_params * rows
+    matrices = dims.active_params * sum(lengths) + dims.head_params * rows
     return Work(
         weight_bytes=_weight_bytes(dims, sum(lengths)),
         kv_bytes=0,  # keys and values of the same step need not be read from memory
@@ -152,7 +189,7 @@ def floor_s(bytes_read: float, flops: float, bandwidth: float, flop_rate: float)
 def _weight_bytes(dims: ModelDims, tokens: int) -> float:
     """Return the bytes of all weights, plus the looked-up rows of the embedding table unless lm_head is the same."""
     looked_up = tokens * dims.hidden if dims.embedding and not (dims.tied and dims.head) else 0
-    return (dims.matrix_params + dims.small_params + dims.head_params + looked_up) * dims.weight_bytes
+    return (dims.read_params(tokens) + dims.small_params + dims.head_params + looked_up) * dims.weight_bytes
 
 
 def _causal_pairs(length: int, window: int | None) -> int:

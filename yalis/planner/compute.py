@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from yalis.engine.step_layouts import MAX_GRAPH_SEQUENCES, PROMPT_SIZES, DecodeLayout, StepLimits
+from yalis.errors import YalisError
 from yalis.kernels.gpu_limits import GpuLimits
 from yalis.kernels.skinny_config import MAX_ROWS, TMA_ROWS
 from yalis.parallel.dims import rank_dims
@@ -77,6 +78,11 @@ class ComputeModel:
     ) -> None:
         """`itemsize`: bytes of a weight and of a KV element. `max_num_seqs`: the engine's, which sets the size of the
         largest recorded decode step."""
+        if spec.moe is not None:
+            raise YalisError(
+                "step times of a mixture of experts cannot be predicted yet; `yalis plan` without --machine prints its "
+                "memory"
+            )
         gpu = machine.gpu
         self.table = efficiencies or load_efficiencies(gpu.efficiencies)
         self.spec, self.split, self.itemsize = spec, split, itemsize
