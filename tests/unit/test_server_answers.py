@@ -123,7 +123,7 @@ def test_streamed_echo_begins_with_the_prompt(server: RunningServer) -> None:
 
 
 def test_prompt_logprobs_have_the_form_of_vllm(server: RunningServer) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": 1, "return_token_ids": True}
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": 1, "return_token_ids": True}
     answer = server.post("/v1/chat/completions", body).json()
     first, second, *_ = answer["prompt_logprobs"]
     assert first is None
@@ -134,7 +134,7 @@ def test_prompt_logprobs_have_the_form_of_vllm(server: RunningServer) -> None:
 def test_without_max_tokens(server: RunningServer) -> None:
     """A chat answer may fill the context, a completion has 16 tokens."""
     body = {"temperature": 0, "ignore_eos": True}
-    chat = server.post("/v1/chat/completions", {**body, "messages": MESSAGES}).json()
+    chat = server.post("/v1/chat/completions", {**body, "model": "tiny", "messages": MESSAGES}).json()
     assert chat["usage"]["total_tokens"] == server.llm.max_model_len
     assert chat["choices"][0]["finish_reason"] == "length"
     text = server.post("/v1/completions", {**body, "prompt": PROMPT}).json()
@@ -148,8 +148,9 @@ def test_generation_config_overrides_the_defaults(folder: Path, tmp_path: Path) 
     config.unlink(missing_ok=True)
     config.write_text(json.dumps({"do_sample": True, "temperature": 0.3, "top_k": 5, "max_new_tokens": 7}))
     with LLM(str(tmp_path), threads=1, kv_memory=0.05) as llm, running_server(llm) as server:
-        found = server.post("/v1/chat/completions", {"messages": MESSAGES, "seed": 2}).json()["choices"][0]
+        body = {"model": server.model, "messages": MESSAGES, "seed": 2}
+        found = server.post("/v1/chat/completions", body).json()["choices"][0]
         params = SamplingParams(temperature=0.3, top_k=5, max_tokens=7, seed=2)
         assert found["message"]["content"] == llm.chat(MESSAGES, params, progress=False)[0].text
-        explicit = server.post("/v1/chat/completions", {"messages": MESSAGES, "seed": 2, "max_tokens": 3}).json()
+        explicit = server.post("/v1/chat/completions", {**body, "max_tokens": 3}).json()
         assert explicit["usage"]["completion_tokens"] <= 3

@@ -94,7 +94,8 @@ def error(server: RunningServer, path: str, body: Any, status: int = 400, **head
     ],
 )  # fmt: skip
 def test_the_field_is_named(server: RunningServer, path: str, changes: dict[str, Any], param: str | None) -> None:
-    body = {"model": server.model, "messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
+    bodies = {CHAT: {"model": server.model, "messages": MESSAGES}, TEXT: {"prompt": "hello"}}
+    body = bodies.get(path, {})
     found = error(server, path, {**body, **changes})
     assert found["param"] == param, found
     assert found["type"] == "invalid_request_error"
