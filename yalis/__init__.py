@@ -45,14 +45,15 @@ _HOME = {
 }
 __all__ = [*_HOME, "__version__"]
 
-_NO_SERVER = "YALIS has no server yet; use LLM, whose submit() and events() control single requests"
+_SINGLE_REQUESTS = "use LLM, whose submit() and events() control single requests"
+_SERVER = f"start a server with `yalis serve`, or {_SINGLE_REQUESTS}"
 #: Names of vLLM that do not exist here, and what to do instead.
 _VLLM_NAMES = {
-    "AsyncEngineArgs": _NO_SERVER,
-    "AsyncLLMEngine": _NO_SERVER,
+    "AsyncEngineArgs": _SERVER,
+    "AsyncLLMEngine": _SERVER,
     "CompletionOutput": "import Completion",
     "EngineArgs": "give LLM the arguments",
-    "LLMEngine": "use LLM, whose submit() and events() control single requests",
+    "LLMEngine": _SINGLE_REQUESTS,
     "TextPrompt": 'give {"prompt": text}',
     "TokensPrompt": 'give {"prompt_token_ids": ids}',
     "inputs": 'give {"prompt": text} or {"prompt_token_ids": ids}',

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tests.multiprocess.serve_job import ServeJob, serve
 from tests.soak.memory import NOISE_MIB, WARM_UP, MemorySampler, find_growth, format_rows
+from tests.soak.sampler import read_process
 from tests.soak.serve_load import ServeLoad, start_stopped_client
 from tests.soak.serve_requests import make_specs
 from tests.tiny_chat import save_tiny_chat
@@ -30,6 +31,7 @@ from yalis import LLM
 
 FLAGS = ["--threads", "1", "--kv-blocks", "100", "--max-num-seqs", "8", "--max-queue", "8", "--timeout", "2"]
 WORKERS = 20  # more than run and wait, so that some requests are refused
+FIRST_REQUESTS = 500  # after which the server has all its threads
 ROUNDS = 20  # each with another stopped client
 #: A request whose answer is larger than the buffers of the connection of a stopped client.
 LARGE = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "temperature": 0}
@@ -52,9 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with serve(Path(folder), str(model), *FLAGS, "--tp", str(given.tp)) as server:
             port = int(server.url.rpartition(":")[2])
             load = ServeLoad(port, specs, given.seed, WORKERS)
+            pids = [server.process.pid, *server.worker_pids()]
+            asyncio.run(load.run(FIRST_REQUESTS))
+            before = _wait_for_idle(server, pids)
             start = time.monotonic()
-            with MemorySampler([server.process.pid, *server.worker_pids()]) as sampler:
-                for requests in _split(given.requests):
+            with MemorySampler(pids) as sampler:
+                for requests in _split(given.requests - FIRST_REQUESTS):
                     stopped = start_stopped_client(port, LARGE, 2)
                     try:
                         asyncio.run(load.run(requests))
@@ -62,11 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         stopped.kill()
                         stopped.wait()
             seconds = time.monotonic() - start
-            left = _wait_for_idle(server)
+            after = _wait_for_idle(server, pids)
             log = server.log
     rows = sampler.rows()
-    problems = [*load.problems, *(problem for row in rows for problem in find_growth(row))]
-    problems += [f"{name} is {value:g} after the last request" for name, value in left.items() if value]
+    problems = [*load.problems, *(problem for row in rows for problem in find_growth(row, counts=()))]
+    problems += [
+        f"{name} is {value:g} after the last request, and was {before[name]:g}"
+        for name, value in after.items()
+        if value > before[name]
+    ]
     problems += [line for line in log.splitlines() if "error" in line.lower()]
     result = {
         "requests": given.requests,
@@ -79,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "evaluated_from_s": round(WARM_UP * sampler.samples[-1]["s"]),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
         "versions": {name: metadata.version(name) for name in ("torch", "fastapi", "uvicorn")},
-        "after_the_last_request": left,
+        "idle_before": before,
+        "idle_after": after,
         "ranks": rows,
         "problems": problems,
         **sampler.series(),
@@ -98,14 +108,16 @@ def _split(requests: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def _wait_for_idle(server: ServeJob, seconds: float = 30) -> dict[str, float]:
-    """Wait until nothing runs, and return the metrics."""
+def _wait_for_idle(server: ServeJob, pids: Sequence[int], seconds: float = 30) -> dict[str, float]:
+    """Wait until nothing runs, and return the metrics, and descriptors and threads of each rank."""
     end = time.monotonic() + seconds
-    while True:
-        found = {name: server.metric(name) for name in METRICS}
-        if not any(found.values()) or time.monotonic() > end:
-            return found
+    while any((found := {name: server.metric(name) for name in METRICS}).values()) and time.monotonic() < end:
         time.sleep(0.1)
+    time.sleep(1)  # connections are closed after their last request
+    for rank, pid in enumerate(pids):
+        sample = read_process(pid)
+        found |= {f"{name} of rank {rank}": sample[name] for name in ("descriptors", "threads")}
+    return found
 
 
 if __name__ == "__main__":

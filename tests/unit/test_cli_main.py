@@ -37,7 +37,8 @@ def test_starts_without_torch_in_half_a_second() -> None:
     [
         ([], "no verb given; type `yalis --help`"),
         (["sing"], "invalid choice: 'sing'"),
-        (["serve", "x"], "YALIS has no server yet; `yalis batch` processes a file of requests"),
+        (["serve", "x"], "unknown argument 'x'; type `yalis serve --help` for the accepted arguments"),
+        (["serve", "--port", "99999"], "port is 99999"),
         (["generate"], "no prompt given"),
         (["generate", "x", "--bogus"], "unknown argument '--bogus'; type `yalis generate --help`"),
         (["generate", "x", "--max-tok", "3"], "unknown argument '--max-tok' (did you mean --max-tokens?); type"),

@@ -57,7 +57,9 @@ LAB = "needs root and takes minutes; tests/multihost runs it with small sizes"
 
 #: Commands that are not run here, and why. Each must be in a page.
 NOT_RUN = {
+    "make serve": SERVES,
     "yalis serve": SERVES,
+    "yalis serve --help": "exits Python; test_docs.py runs `--help` of every verb",
     "yalis serve --api-key-file key": SERVES,
     "yalis serve --max-model-len 1024": SERVES,
     "srun -n 2 yalis serve --tp 2 --host 0.0.0.0 --api-key-file key --announce url": "tests/launchers runs one",

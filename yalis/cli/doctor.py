@@ -27,6 +27,7 @@ _OPTIONAL = {
     "triton": "only needed for the triton attention backend",
     "mpi4py": "only needed for --allreduce mpi",
     "matplotlib": "only needed for plots",
+    **dict.fromkeys(("fastapi", "uvicorn", "httptools", "prometheus_client"), "only needed for `yalis serve`"),
 }
 
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if finding.area != area:
             area = finding.area
             print(area)
-        print(f"  {'ok' if finding.usable else '--'}  {finding.name:<14}{finding.detail}", flush=True)
+        print(f"  {'ok' if finding.usable else '--'}  {finding.name:<18}{finding.detail}", flush=True)
     return 1 if missing_required else 0
 
 

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from yalis.engine.async_llm import RequestStream
 from yalis.openai_api import ChoiceFormat
 from yalis.server.answers import ChunkEncoder, Header, encode, output_usage, prompt_fields, run
 from yalis.server.chat_tools import AnswerParser, chat_tools
-from yalis.server.errors import ApiError, shown
+from yalis.server.errors import ApiError, JsonResponse, shown
 from yalis.server.protocol import ChatRequest
 from yalis.server.route import StrictRoute
 from yalis.server.sampling import CHAT_DEFAULTS, sampling_params
@@ -39,7 +39,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     answer = ChatAnswer(state, body, tools)
     prompts, variables = [tools.messages(body.messages)], tools.variables(body.chat_template_kwargs)
     if not body.stream:
-        return JSONResponse(answer.response(await run(request, state, prompts, sampling, variables, "messages")))
+        return JsonResponse(answer.response(await run(request, state, prompts, sampling, variables, "messages")))
     stream = await state.submit(prompts, sampling, variables, field="messages")
     return EventStream(answer.chunks(stream), stream.close)
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from yalis.engine.async_llm import RequestStream
 from yalis.openai_api import ChoiceFormat
 from yalis.server.answers import ChunkEncoder, Header, encode, output_usage, prompt_fields, run
-from yalis.server.errors import ApiError, shown
+from yalis.server.errors import ApiError, JsonResponse, shown
 from yalis.server.protocol import CompletionRequest
 from yalis.server.route import StrictRoute
 from yalis.server.sampling import TEXT_DEFAULTS, sampling_params
@@ -34,7 +34,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     answer = TextAnswer(state, body, prompts)
     if not body.stream:
         outputs = await run(request, state, prompts, sampling)
-        return JSONResponse(answer.response(outputs))
+        return JsonResponse(answer.response(outputs))
     stream = await state.submit(prompts, sampling)
     return EventStream(answer.chunks(stream), stream.close)
 

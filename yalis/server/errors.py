@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -54,14 +55,24 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.param, self.code, self.headers = message, status, param, code, headers
+        self.message, self.status, self.code, self.headers = message, status, code, headers
+        self.param = None if param is None else param[:_SHOWN]
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+    def response(self) -> JsonResponse:
+        return JsonResponse(self.body(), self.status, headers=self.headers)
+
+
+class JsonResponse(Response):
+    """A response in ASCII: what a client sent may contain half a character, which UTF-8 cannot encode."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 class ClientDisconnected(Exception):
@@ -85,6 +96,8 @@ def as_api_error(error: Exception, target: str = "") -> ApiError:
         return ApiError(f"the model failed: {error}", 503, code="model_failed")
     if isinstance(error, YalisError):
         return request_error(error)
+    if isinstance(error, RecursionError):  # values that the parser of JSON could still follow
+        return ApiError("the body is nested too deeply", code="invalid_json")
     log.error("internal error: %s: %s", type(error).__name__, error, exc_info=error)
     return ApiError("internal error; the log of the server has the reason", 500, code="internal_error")
 

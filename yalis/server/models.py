@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from yalis import __version__
-from yalis.server.errors import ApiError
+from yalis.server.errors import ApiError, JsonResponse
 from yalis.server.state import ServerState, server_state
 
 router = APIRouter()
@@ -34,7 +34,7 @@ async def get_health(request: Request) -> Response:
         raise failure
     if state.draining:
         raise ApiError("the server is shutting down", 503, code="draining")
-    return JSONResponse({"status": "ok"})
+    return JsonResponse({"status": "ok"})
 
 
 @router.get("/version")

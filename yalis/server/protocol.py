@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, WithJsonSchema, model_validator
 
 from yalis.keywords import suggest
 from yalis.server.errors import ApiError, shown
@@ -69,6 +69,10 @@ _PROMPT_SCHEMA = {
 PromptField = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 
 
+_MAX_ENTRIES = 20_000
+_UNLIMITED = ("prompt", "tokens")  # checked by hand, as token ids
+
+
 class ApiRequest(BaseModel):
     """A request whose unknown fields are errors, and in which null means that a field is not set."""
 
@@ -88,6 +92,9 @@ class ApiRequest(BaseModel):
         if not isinstance(content, dict):
             return content
         known = cls.model_fields
+        for name, value in content.items():  # pydantic would report an error for each entry
+            if isinstance(value, (list, dict)) and len(value) > _MAX_ENTRIES and name not in _UNLIMITED:
+                raise ApiError(f"{shown(name)} has more than {_MAX_ENTRIES} entries; give fewer", param=name)
         others = [name for name in content if name not in known]
         for name in others:
             neutral, instead = cls.refused.get(name, ((), ""))
@@ -149,6 +156,11 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     echo: bool | None = None
 
+    def check_stream(self) -> None:
+        super().check_stream()
+        if self.stream and self.echo and self.logprobs is not None:
+            raise ApiError("logprobs of an echoed prompt are not streamed; leave out stream", param="logprobs")
+
 
 class ChatRequest(GenerationRequest):
     refused = _CHAT_REFUSED | _SAMPLING_REFUSED
@@ -180,4 +192,4 @@ class TokenizeRequest(ApiRequest):
 
 
 class DetokenizeRequest(ApiRequest):
-    tokens: Annotated[list[int], Field(max_length=1_000_000)]
+    tokens: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,7 +11,7 @@ from yalis.engine.prompts import check_token_ids
 from yalis.errors import YalisError
 from yalis.server.chat import check_messages
 from yalis.server.chat_tools import chat_tools
-from yalis.server.errors import ApiError, request_error
+from yalis.server.errors import ApiError, request_error, shown
 from yalis.server.protocol import DetokenizeRequest, TokenizeRequest
 from yalis.server.route import StrictRoute
 from yalis.server.state import server_state
@@ -48,8 +49,10 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
     tokenizer = state.llm.tokenizer
     if tokenizer is None:
         raise ApiError("this model has no tokenizer", code="no_tokenizer")
+    if not isinstance(body.tokens, list):
+        raise ApiError(f"tokens is {shown(body.tokens)}; give a list of token ids", param="tokens")
     try:
         ids = check_token_ids(body.tokens, state.llm.spec.vocab_size)
     except YalisError as error:
         raise request_error(error, "tokens") from error
-    return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}
+    return {"prompt": await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)}
