@@ -17,19 +17,24 @@ from yalis.trusted_files import make_private_folder, untrusted_entry
 
 log = get_logger(__name__)
 
+SET_CACHE = "set YALIS_CACHE to a folder that you can write"
 
-def cache_folder(name: str) -> Path:
+
+def cache_folder(name: str, to_write: bool = False) -> Path:
     """Return a folder of the cache directory, created with mode 0700 if possible.
 
     If another user could change it or an entry of it, this logs a warning and returns a temporary folder of this
-    process, in which the contents of the cache are built again.
+    process, in which the contents of the cache are built again. So it does if the caller is going to write to the
+    folder (`to_write`) and cannot.
     """
     folder = env.cache_dir() / name
-    with suppress(OSError):  # a reader then finds no entries, and a writer gets the same error
+    with suppress(OSError):  # a reader then finds no entries
         make_private_folder(folder)
     refusal = why_not_used(folder)
     if refusal is None:
-        return folder
+        if not to_write or _is_writable(folder):
+            return folder
+        refusal = f"the cache {env.cache_dir()} cannot be written, so code is compiled again in every run; {SET_CACHE}"
     _warn(refusal)
     temporary = _temporary_folder() / name
     temporary.mkdir(exist_ok=True)
@@ -43,6 +48,10 @@ def persistent_cache_folder(name: str) -> Path:
     if (refusal := why_not_used(folder)) is not None:
         raise YalisError(refusal)
     return folder
+
+
+def _is_writable(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def why_not_used(folder: Path) -> str | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a number close to 2**63
 
 
-@dataclass(frozen=True)
-class HostMemory:
+class HostMemory(NamedTuple):
     """Host memory that this process can allocate without swapping or being killed."""
 
     available: int | None  # bytes; None if the system does not report it

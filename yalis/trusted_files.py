@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -85,7 +86,10 @@ def make_private_folder(path: Path) -> None:
     """Create a folder and its missing parents, accessible only to this user. Raises OSError if that is impossible."""
     for folder in reversed([path, *path.parents]):
         if not folder.is_dir():
-            folder.mkdir(mode=0o700, exist_ok=True)
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+            except FileExistsError as error:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
 
 
 def _components(path: Path, follow: bool) -> Iterator[tuple[Path, os.stat_result | None, bool]]:

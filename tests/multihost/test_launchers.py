@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launchers.launch import YALIS
 from tests.launchers.slurm import Slurm
 from tests.multihost.hosts import Hosts
 from tests.system import needs
@@ -25,6 +26,7 @@ from yalis.launch import endpoint
 from yalis.launch.auth import HandshakeError, Method, authenticate
 from yalis.launch.endpoint import derive_ports, open_endpoint
 from yalis.launch.launchers import LaunchInfo
+from yalis.planner.machine import load_machine
 from yalis.version import __version__
 
 JOIN = [sys.executable, str(ROOT / "tests/launchers/join_job.py")]
@@ -42,6 +44,21 @@ def test_srun_over_two_nodes(hosts: Hosts) -> None:
     assert step.returncode == 0, step.stderr
     first, second = hosts.names
     assert json.loads(step.stdout) == ["MUNGE", [[first, 0, 0], [first, 0, 1], [second, 1, 0]]]
+
+
+def test_calibrate_under_srun_over_two_nodes(hosts: Hosts, tmp_path: Path) -> None:
+    flags = [YALIS, "calibrate", "--device", "cpu", "--out", str(tmp_path / "two.json")]
+    with Slurm(hosts) as slurm:
+        uneven = slurm.run(["srun", "--nodes=2", "--ntasks=3", *flags])
+        assert (uneven.returncode, (tmp_path / "two.json").exists()) == (2, False)
+        assert "there are nodes with 1 and 2 ranks; start the same number on every node" in uneven.stderr
+        step = slurm.run(["srun", "--nodes=2", "--ntasks=2", *flags])
+    assert step.returncode == 0, step.stderr
+    machine = load_machine(str(tmp_path / "two.json"))
+    assert (machine.gpus_per_node, machine.max_nodes) == (1, 128)
+    assert machine.nic_bytes_per_s.origin == "measured"
+    measured = {name for name, one in machine.libraries.items() if one["net_hop_s"].origin == "measured"}
+    assert measured >= {"gloo", "hierarchical"}
 
 
 def legacy_answer(value: object) -> bytes:

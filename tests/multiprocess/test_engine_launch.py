@@ -57,7 +57,7 @@ def test_a_plain_script_needs_no_main_guard_and_no_close(model: str, tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--tp", "64"), r"tp 64x1 leaves ranks without a shard: \S+ has 9 heads .*; give 1 to 9 rows"),
+        (("--tp", "64"), r"tp 64 leaves ranks without a shard: \S+ has 9 heads .*; give tp 1 to 9"),
         (("--tp", "1x7"), r"tp 1x7 cannot split the hidden size 72 of \S+ evenly over 7 columns; .*"),
         (("--pp", "99"), r"pp 99 leaves stages without a layer: \S+ has 3; give pp 1 to 3"),
     ],

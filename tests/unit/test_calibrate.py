@@ -19,7 +19,7 @@ from yalis.planner.machine import Machine, load_machine
 from yalis.study import bandwidth, results, this_machine
 from yalis.study.allreduce.benchmark import make_row
 from yalis.study.bandwidth import DeviceRates
-from yalis.study.calibration import compare, fit_libraries, shape_of
+from yalis.study.calibration import compare, fit_libraries
 
 LAB_RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "lab-prediction"
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -93,8 +93,8 @@ def test_unusable_results_get_a_sentence() -> None:
     with pytest.raises(YalisError, match="ranks share a GPU"):
         fit_libraries(shared, machine, "two.json")
     uneven = replace(shared, parameters={**shared.parameters, "nodes": [[0, 1], [2]]})
-    with pytest.raises(YalisError, match="nodes of 1 and 2 ranks; measure with the same number"):
-        shape_of(uneven)
+    with pytest.raises(YalisError, match="nodes with 1 and 2 ranks; start the same number on every node"):
+        compare(machine, uneven)
     with pytest.raises(YalisError, match="a result of `yalis bench latency`; give one of `yalis bench allreduce`"):
         fit_libraries(replace(shared, kind="latency"), machine, "two.json")
 

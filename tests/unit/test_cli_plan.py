@@ -114,6 +114,23 @@ def test_one_rank_replicates_nothing(folder: Path, capsys: pytest.CaptureFixture
     assert len(lines) == 5
 
 
+def test_a_kv_cache_that_is_smaller_than_the_context(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--model", folder, "--device", "cpu", "--kv-blocks", 2]
+    planned = plan(capsys, *small)
+    assert (planned["max_model_len"], planned["seq_len"], planned["sequences"]) == (32, 32, 1)
+    assert main(["plan", *map(str, small)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "the model supports 128 tokens in a sequence, but the KV cache holds 32, so prompt and completion end there; "
+        "give a larger --kv-blocks, or --max-model-len 32 to accept this"
+    )
+    for flags, last in (
+        (["--max-model-len", 32], "2 blocks of 16 tokens, 32 tokens in all: 1 sequence of 32 tokens"),
+        (["--max-model-len", 33], "the KV cache holds 32 tokens, fewer than one sequence of --max-model-len 33"),
+    ):
+        assert main(["plan", *map(str, [*small, *flags])]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].endswith(last)
+
+
 def test_the_assumed_device_is_reported(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +202,9 @@ def test_what_fits_gpus_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ("--tp 10", "has 9 heads and an MLP width of 101; give 1 to 9 rows"),
+        ("--tp 10", "has 9 heads and an MLP width of 101; give tp 1 to 9"),
+        ("--tp 10x2", "tp 10x2 leaves ranks without a shard: "),
+        ("--tp 10x2", "give a grid of 1 to 9 rows"),
         ("--tp 1x5", "columns that divide it: 1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72"),
         ("--pp 4", "give pp 1 to 3"),
         ("--tp 9x36", "give a grid of at most 251 ranks"),
@@ -264,8 +283,11 @@ def test_a_prediction_as_json_file_report_and_plot(tmp_path: Path, capsys: pytes
 
 
 def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = plan(capsys, *PREDICT[1:], "--nodes", 2, "--tp", 4, "--pp", 2)
-    assert {row["split"] for row in planned["rows"]} == {"tp 4, pp 2"}
+    fixed = ["--nodes", 2, "--tp", 4, "--pp", 2, "--allreduce", "torch", "--memory-fraction", 0.8]
+    planned = plan(capsys, *PREDICT[1:], *fixed)
+    assert {(row["split"], row["library"]) for row in planned["rows"]} == {("tp 4, pp 2", "nccl")}
+    assert "--allreduce torch" in planned["parameters"]["run"]
+    assert "--memory-fraction 0.8" in planned["parameters"]["run"]
     assert planned["parameters"]["run"].startswith("srun -N 2 -n 8 --gpus-per-node=4 yalis bench throughput ")
 
 
@@ -281,6 +303,10 @@ def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
         ("--slo ttft=1ms", "meets --slo: the best time to first token is", 1),
         ("--allreduce gloo", "perlmutter has no parameters for the all-reduce 'gloo'; give one of nccl, mpi, nvrar", 2),
         ("--objective speed", "invalid choice: 'speed'", 2),
+        ("--machine h200 --nodes 2", "--nodes is 2, but h200 has 1 node; give 1, or a machine with a network", 2),
+        ("--device cpu", "--device cpu has no effect on a prediction", 2),
+        ("--kv-memory 1", "--kv-memory 1.0 has no effect on a prediction", 2),
+        ("--eager", "--eager has no effect on a prediction", 2),
         ("--gpu-memory 80", "--gpu-memory and --machine exclude each other", 2),
         ("--trace t.jsonl", "--workload and --trace exclude each other", 2),
         ("--tp 3", "cannot be split as asked over 1 node of perlmutter", 1),

@@ -78,7 +78,7 @@ def test_generate_json_marks_cancelled_results(model: str, tmp_path: Path) -> No
     assert cancelled["finish_reason"] == "cancelled"
     tokens = 3 + len(cancelled["token_ids"])
     assert 4 <= tokens < 8192
-    assert _messages(output) == [f"yalis: stopped: {tokens} tokens of at most 60000, 1 of 2 answers finished".encode()]
+    assert _messages(output) == [f"yalis: stopped: {tokens} tokens of at most 8192, 1 of 2 answers finished".encode()]
 
 
 def test_bench_latency_keeps_finished_workloads(model: str, tmp_path: Path) -> None:

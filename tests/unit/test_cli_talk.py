@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from tests.terminal import Terminal
 from tests.tiny_chat import save_tiny_chat
 from yalis.cli.main import main
 from yalis.engine.llm import LLM
+from yalis.engine.progress import Progress
 from yalis.types import SamplingParams
 
 SMALL = ["--threads", "1", "--kv-memory", "0.1"]
@@ -57,8 +59,26 @@ def test_a_full_context_is_reported(model: str, capsys: pytest.CaptureFixture[st
     words = ["--model", model, "--ignore-eos", "--max-model-len", "8", *SMALL]
     assert main(["generate", "--prompt-ids", "5,6,7", "--prompt-ids", "7,6", "--max-tokens", "9", *words]) == 0
     assert "yalis: the context of 8 tokens ended 2 answers before --max-tokens 9\n" in capsys.readouterr().err
+    with LLM(model, threads=1, kv_memory=0.1, max_model_len=8) as llm:
+        seen: list[Progress] = []
+        llm.generate([[5, 6, 7], [7, 6]], SamplingParams(max_tokens=9, n=2, ignore_eos=True), progress=seen.append)
+        assert (seen[-1].output_tokens, {one.max_output_tokens for one in seen}) == (22, {22})
     assert main(["generate", "--prompt-ids", "5,6,7", "--max-tokens", "5", *words]) == 0  # exactly as many as fit
     assert "the context" not in capsys.readouterr().err
+
+
+def test_a_context_that_the_kv_cache_reduces_is_reported_once(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "--prompt-ids", "5,6,7", "--model", model, "--max-tokens", "2", "--threads", "1"]
+    assert main([*words, "--kv-memory", "0.001"]) == 0
+    notice, speed = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"yalis: the model supports 32768 tokens in a sequence, but the KV cache holds (\d+), so prompt and completion "
+        r"end there; give a larger --kv-memory, or --max-model-len \1 to accept this",
+        notice,
+    )
+    assert speed.startswith("yalis: 2 tokens in ")
+    assert main([*words, "--kv-memory", "0.001", "--max-model-len", "64"]) == 0
+    assert capsys.readouterr().err.startswith("yalis: 2 tokens in ")
 
 
 def test_generate_with_several_prompts(
@@ -112,6 +132,12 @@ def test_generate_scores_a_prompt(model: str, capsys: pytest.CaptureFixture[str]
     assert all(one["logprob"] < 0 for one in others)
     assert main(words) == 2
     assert "add --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_log_probabilities_need_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "abc", "--model", "/no/such/folder", "--logprobs", "2"]) == 2
+    assert capsys.readouterr().err == "yalis: error: --logprobs prints nothing without --json; add --json\n"
 
 
 @pytest.mark.parametrize(
@@ -183,11 +209,15 @@ def test_chat_commands_from_a_pipe(
     assert main(["chat", *flags]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{expected['answers'][0]}\n" * 2
-    assert "/reset clears the conversation, /exit exits" in printed.err
+    assert printed.err.count("yalis: /reset clears the conversation, Ctrl-C stops an answer, /exit or ") == 1
+    assert printed.err.count("yalis: the conversation is empty\n") == 1
+    assert main(["chat", "/help", *flags]) == 0  # not sent to the model as a message
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("/help prints this line")) == ("", 1)
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert main(["chat", *flags]) == 2
     assert "error: standard input ended without a message; give one" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/dance\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" /dance\n/dance now\n"))
     assert main(["chat", *flags]) == 2
     assert "unknown command '/dance'; accepted: /reset, /exit, /help" in capsys.readouterr().err
 
@@ -243,7 +273,7 @@ def test_chat_on_a_terminal(model: str) -> None:
         assert int(output.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000
         terminal.wait_for(b"> ")
         terminal.type(b"Again\n")  # the next message is answered normally
-        time.sleep(0.5)
+        time.sleep(1.0)
         terminal.type(b"\x03")
         output = terminal.wait_for(b"tokens/s")
         assert 0 < int(output.rsplit(b"yalis: ", 1)[1].split()[0]) < 29_000

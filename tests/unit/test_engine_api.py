@@ -261,8 +261,10 @@ def test_names_of_vllm_that_do_not_exist(llm):
     assert llm.get_default_sampling_params() == llm.default_sampling_params()
     output = llm.generate("abc", SHORT)[0]
     assert output.num_cached_tokens == output.metrics.cached_tokens
-    with pytest.raises(AttributeError, match="LLM has no method 'beam_search': beam search is not supported; give"):
+    with pytest.raises(AttributeError, match="LLM has no 'beam_search': beam search is not supported; give"):
         llm.beam_search(["abc"], None)
+    with pytest.raises(AttributeError, match=r"LLM has no 'llm_engine': .* the LLM itself has max_model_len"):
+        _ = llm.llm_engine.model_config
     assert not hasattr(llm, "encode")
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'foo'"):
         _ = llm.foo

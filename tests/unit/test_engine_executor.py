@@ -112,6 +112,10 @@ def test_replayed_steps_match_the_reference(ref, monkeypatch):
         for output, expected, length in zip(outputs, ref.tokens, lengths, strict=True):
             assert output.token_ids == expected[:length]
         assert executor.replays >= STEPS - 2
+        stats = llm.stats
+        assert (stats.replayed_steps, stats.replayed_share) == (executor.replays, executor.replays / stats.steps)
+        assert stats.padding_tokens == 1  # of the step of three sequences
+        assert stats.mean_padding == pytest.approx(1 / executor.replays)
         assert llm._engine.scheduler.counters.fed_tokens > 0
 
 

@@ -103,7 +103,9 @@ PRINT_STATE = "import torch; from yalis.kernels import native; print(native.load
 
 def start_process(cache: Path, **variables: str) -> subprocess.Popen[str]:
     environment = {"PATH": "/usr/bin:/bin:/usr/local/bin", "YALIS_CACHE": str(cache), **variables}
-    return subprocess.Popen([sys.executable, "-c", PRINT_STATE], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PRINT_STATE], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_ranks_may_compile_at_the_same_time(tmp_path: Path) -> None:
@@ -126,9 +128,14 @@ def test_the_reason_if_it_cannot_be_compiled(variables: dict[str, str], reason: 
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """The kernels are compiled into a temporary folder, and one sentence names the cache."""
     (tmp_path / "file").write_text("")
-    out, _ = start_process(tmp_path / "file").communicate(timeout=120)
-    assert out.startswith("False the native library cannot be loaded: ")
+    out, err = start_process(tmp_path / "file").communicate(timeout=120)
+    assert out == "True None\n"
+    assert err == (
+        f"the cache {tmp_path / 'file'} cannot be written, so code is compiled again in every run; set YALIS_CACHE to "
+        "a folder that you can write\n"
+    )
 
 
 def test_only_one_openmp_runtime_is_loaded() -> None:

@@ -239,6 +239,14 @@ def test_local_ranks_that_ignore_sigterm_are_killed() -> None:
             os.kill(process.pid, 0)
 
 
-def test_torch_is_not_imported() -> None:
-    code = "import sys, yalis.launch.join, yalis.launch.serving; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize(
+    ("modules", "slow"),
+    [
+        ("yalis.launch.join, yalis.launch.serving", {"torch"}),
+        ("yalis.launch.join", {"ctypes", "dataclasses", "inspect", "logging", "traceback"}),
+    ],
+)
+def test_slow_modules_are_not_imported(modules: str, slow: set[str]) -> None:
+    code = f"import sys, {modules}; print(*{slow} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert loaded.stdout.split() == []

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +214,16 @@ def test_a_death_long_after_rank_0_was_stopped_is_a_death(here: Monitored) -> No
     assert here._stopped_s == 0.0
     here._handle_death(1, lost)
     assert " died" in here.ended[0][0]
+
+
+def test_a_stop_while_rank_0_ends_is_a_stop(here: Monitored, caplog: pytest.LogCaptureFixture) -> None:
+    here.set_phase(CLOSING)
+    here._local = SimpleNamespace(exit_status=lambda *_: "exit status 1")  # type: ignore[assignment]
+    here.closing = True
+    here._note_stop(100.0, here._idle_state())
+    here._handle_death(1, LinkLost("closed", "rank 1 on host0"))
+    assert "was stopped for 100 s" in caplog.text
+    assert "died" not in caplog.text
 
 
 def test_a_death_while_the_user_held_the_gil_is_a_death(here: Monitored) -> None:

@@ -15,7 +15,8 @@ from tests.system import needs
 from tests.system.strangers import NOBODY, as_nobody
 from yalis.errors import YalisError
 from yalis.launch import endpoint, munge
-from yalis.launch.auth import JobKey, Method
+from yalis.launch.auth import MAX_CREDENTIAL, JobKey, Method
+from yalis.launch.join import join
 from yalis.launch.launchers import LaunchInfo
 from yalis.launch.secret import (
     SecretMissing,
@@ -153,6 +154,18 @@ def test_without_authentication_only_on_request(caplog: pytest.LogCaptureFixture
     assert "\n" not in record.getMessage()
 
 
+@pytest.mark.parametrize("name", [None, "YALIS_SECRET", "YALIS_SECRET_FILE"])
+def test_ranks_that_rank_0_starts_do_not_use_the_given_secret(
+    name: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name is not None:
+        monkeypatch.setenv(name, "the user's own secret")
+    with pytest.raises(YalisError, match="rank 1"):
+        join(2, ("yalis.no_such_module",), timeout=20)
+    warnings = [record.message.partition(":")[0] for record in caplog.records]
+    assert warnings == ([] if name is None else ["YALIS_SECRET and YALIS_SECRET_FILE are not used"])
+
+
 def test_a_key_does_not_show_its_secret() -> None:
     assert "hidden" not in repr(JobKey(Method.GIVEN, "job", b"hidden"))
 
@@ -208,7 +221,7 @@ def test_a_given_secret_is_not_broadcast(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_munge_credentials_of_this_user_only() -> None:
     assert choose_method(TWO_HOSTS, insecure=True) is Method.MUNGE
     credential = munge.encode(b"payload")
-    assert len(credential) < munge.MAX_CREDENTIAL
+    assert len(credential) < MAX_CREDENTIAL
     assert munge.decode(credential) == b"payload"
     with pytest.raises(munge.MungeError, match=r"[Rr]eplay"):
         munge.decode(credential)

@@ -16,6 +16,7 @@ import torch
 
 from tests.families import Case
 from tests.gguf_files import write_gguf
+from tests.page_cache import evict, resident_bytes
 from tests.unit.test_parallel_loading import load
 from yalis.checkpoint.base import Checkpoint
 from yalis.checkpoint.gguf import GgufCheckpoint
@@ -66,3 +67,33 @@ def test_repeated_parts_are_read_again(tmp_path: Path) -> None:
     assert staged == pytest.approx(1 + model.get_input_embeddings().weight.numel() / whole, rel=0.01)
     kv_heads = 4 * 2 * 4 * 32 * 256  # layers, keys and values, heads, rows of a head, columns
     assert read_by_all(tmp_path, reader(tmp_path), Split(8)) == pytest.approx(1 + kv_heads / whole, rel=0.02)
+
+
+@pytest.mark.parametrize("stored", ["safetensors", "bf16.gguf"])
+def test_a_host_does_not_read_the_columns_of_other_hosts(stored: str, tmp_path: Path) -> None:
+    """The pages that the kernel reads for a quarter of the columns, including what it reads ahead.
+
+    A row has 128 KiB. A quarter of it is 32 KiB, and up to two of its pages are shared with the neighbours.
+    """
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 65536, "num_hidden_layers": 1}
+    model = Case("llama", "LlamaConfig", {**sizes, "tie_word_embeddings": False}).build(seed=3).to(torch.bfloat16)
+    if stored == "safetensors":
+        model.save_pretrained(tmp_path)
+        path, reopen = tmp_path / "model.safetensors", reader(tmp_path)
+    else:
+        path = write_gguf(tmp_path / stored, model, gguf.GGMLQuantizationType.BF16)
+        reopen = reader(path)
+    weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    for start in range(0, 65536, 16384):
+        checkpoint = reopen()
+        evict(path)
+        before = resident_bytes(path)  # of the header, whose pages are in use
+        if before > 1 << 20:
+            pytest.skip("this file system keeps its pages in memory")
+        out = torch.empty(64, 16384, dtype=torch.bfloat16)
+        checkpoint.tensor("model.layers.0.mlp.down_proj.weight", (64, 65536)).read_into(
+            out, slice(0, 64), slice(start, start + 16384)
+        )
+        checkpoint.close()
+        assert torch.equal(out, weight[:, start : start + 16384])
+        assert 1 <= (resident_bytes(path) - before) / out.nbytes < 1.3

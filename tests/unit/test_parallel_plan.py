@@ -113,12 +113,12 @@ def test_the_error_lists_splits_that_work(spec: ModelSpec, split: Split, data: s
         if message is None:
             break
         rows, cols, stages = split.rows, split.cols, split.stages
-        if found := re.search(r"give 1 to (\d+) rows$", message):
+        if found := re.search(r"give (?:tp|a grid of) 1 to (\d+)(?: rows)?$", message):
             most = int(found[1])
             assert most < rows
             rows = data.draw(st.integers(1, most))
             # A larger value would not be possible.
-            assert "rows" in (error_of(Split(most + 1), spec) or "")
+            assert f"tp {most + 1} leaves" in (error_of(Split(most + 1), spec) or "")
         elif found := re.search(r"columns that divide it: ([\d, ]+?)(, \.\.\.)?$", message):
             listed = [int(one) for one in found[1].split(", ")]
             fitting = [one for one in range(1, spec.hidden_size + 1) if spec.hidden_size % one == 0]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from yalis.comm.base import SingleRank
-from yalis.sampling import filters
+from yalis.kernels import native
+from yalis.sampling import filters, random_sampling
 from yalis.sampling.batch import SamplingBatch, SamplingRow
 from yalis.sampling.noise import hash_tokens
 from yalis.sampling.random_sampling import RandomSampling
@@ -106,23 +107,62 @@ def test_filters_keep_the_same_tokens_as_transformers(given_params: dict, seed: 
         assert torch.equal(kept_tokens(logits, params), warp(logits.double(), params) > -math.inf)
 
 
-def test_top_p_by_partial_sort_equals_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, top_p first tries the best 1024 tokens. A flat distribution needs the full sort."""
-    sorts = []
-    sort = torch.Tensor.sort
-    monkeypatch.setattr(torch.Tensor, "sort", lambda self, **how: sorts.append(1) or sort(self, **how))
-    gen = torch.Generator().manual_seed(0)
-    peaked, flat = torch.randn(2, 6000, generator=gen) * 4, torch.randn(2, 6000, generator=gen) * 0.1
-    scores = torch.cat((peaked, flat))
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 4), vocab=st.integers(1, 3000), scale=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
+    top_p=st.floats(1e-6, 1 - 1e-9), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_native_top_p_threshold_equals_that_of_a_sort(
+    rows: int, vocab: int, scale: float, top_p: float, seed: int
+) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    scores = torch.randn(rows, vocab, generator=gen).mul_(scale)
+    if seed % 2:
+        scores = scores.round()  # with ties
+    if seed % 5 == 0:
+        scores[:, 1:][torch.rand(rows, vocab - 1, generator=gen) < 0.3] = -math.inf
     scores -= scores.amax(1, keepdim=True)
-    top_p = torch.full((4,), 0.9, dtype=torch.float64)
-    whole = VocabShards(range(6000), 6000, SingleRank())
-    alone = filters.top_p_threshold(scores[:2], top_p[:2], whole)
-    assert sorts == []
-    together = filters.top_p_threshold(scores, top_p, whole)
-    assert sorts == [1]
-    assert torch.equal(alone, together[:2])
-    assert (scores[2:] >= together[2:]).sum(1).min() > 1024
+    if seed % 7 == 0:
+        scores[-1] = math.nan
+    found, expected = both_top_p_thresholds(scores, torch.full((rows,), top_p, dtype=torch.float64))
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+
+
+def both_top_p_thresholds(scores: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the threshold by native code, and that by plain torch."""
+    whole = VocabShards(range(scores.shape[1]), scores.shape[1], SingleRank())
+    assert native.load() is not None
+    found = filters.top_p_threshold(scores, top_p, whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "load", lambda: None)
+        return found, filters.top_p_threshold(scores, top_p, whole)
+
+
+def test_noise_of_few_tokens_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU noise is computed only for the tokens that a filter keeps, if they are few."""
+    logits = torch.randn(9, 4099, generator=torch.Generator().manual_seed(0)) * 3
+    logits[3] = math.nan
+    params = [SamplingParams(temperature=0.5 + i / 10, top_p=0.5) for i in range(9)]
+    rows = [SamplingRow(one, seed, 7) for seed, one in enumerate(params)]
+    shards, hashes = VocabShards(range(4099), 4099, SingleRank()), hash_tokens(torch.arange(4099))
+
+    def scores() -> Tensor:
+        random = SamplingBatch.build(rows, range(4099), 4099, "cpu").random
+        assert random is not None
+        sampling = RandomSampling(logits, random, shards)
+        return sampling.perturbed_scores(hashes, sampling.first_message())
+
+    few = scores()
+    calls: list[int] = []
+    pairs = random_sampling.gumbel_of_pairs
+    monkeypatch.setattr(random_sampling, "gumbel_of_pairs", lambda k, h: calls.append(len(k)) or pairs(k, h))
+    scores()
+    assert calls
+    monkeypatch.setattr(random_sampling, "_FEW", 0.0)
+    monkeypatch.setattr(random_sampling, "_CACHED", 10_000)
+    assert torch.equal(scores().nan_to_num(7), few.nan_to_num(7))
+    assert len(calls) == 1
+    assert (few > -math.inf).sum() > 9
 
 
 def mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
@@ -304,11 +344,11 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
 
 
 def test_unused_parameters_cost_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    from yalis.sampling import random_sampling
-
     calls: list[str] = []
     noise = random_sampling.gumbel_from
     monkeypatch.setattr(random_sampling, "gumbel_from", lambda *a: calls.append("noise") or noise(*a))
+    few = random_sampling.gumbel_of_pairs
+    monkeypatch.setattr(random_sampling, "gumbel_of_pairs", lambda *a: calls.append("noise of few") or few(*a))
     for name in ("topk", "sort", "exp_"):
         plain = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda *a, f=plain, n=name, **k: calls.append(n) or f(*a, **k))
@@ -324,6 +364,7 @@ def test_unused_parameters_cost_no_work(monkeypatch: pytest.MonkeyPatch) -> None
     assert work(*[plain] * 4) == ["noise"]
     assert work(greedy, plain, greedy, SamplingParams(temperature=1.0, min_p=0.1)) == ["noise"]
     assert work(plain, plain, plain, SamplingParams(temperature=1.0, top_k=3)) == ["topk", "noise"]
+    assert work(*[SamplingParams(temperature=1.0, top_k=3)] * 4) == ["topk", "noise of few"]
     assert work(greedy, greedy, greedy, SamplingParams(logprobs=1)) == ["topk", "exp_", "sort", "sort"]
 
 

@@ -15,6 +15,7 @@ from yalis.cli.main import main
 from yalis.study import results
 from yalis.study.report.build import find_results, write_report
 from yalis.study.results import Result, StoredResult, drawing
+from yalis.study.results.card import short_number
 from yalis.study.results.kinds.profile import CATEGORIES, summarize_ranks
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
@@ -156,11 +157,13 @@ def test_tables_show_spreads_and_speeds(tmp_path: Path) -> None:
 
 def test_plot_files_name_machine_and_notes(tmp_path: Path, monkeypatch: Any) -> None:
     labels: dict[str, tuple[str, Any]] = {}
+    values: dict[str, list[str]] = {}
     save = drawing.save
 
     def record(figure: Any, file: Path, title: str, notes: list[str]) -> list[Path]:
         written = save(figure, file, title, notes)
         labels[file.name] = figure.get_supxlabel(), figure.axes[0].get_xlabel()
+        values[file.name] = [text.get_text() for text in figure.axes[0].texts]
         return written
 
     monkeypatch.setattr(drawing, "save", record)
@@ -178,6 +181,8 @@ def test_plot_files_name_machine_and_notes(tmp_path: Path, monkeypatch: Any) -> 
     assert "H200" in below
     assert "CUDA graphs" not in below
     assert "batch x prompt x output" in axis
+    shares = [row for row in latency.rows if row["share_of_floor"] is not None]
+    assert values["latency"] == [f"{row['share_of_floor']:.0%}, {short_number(row['decode_ms'])} ms" for row in shares]
     assert "H200" in labels["tp1"][0]
     assert "CPU, AVX512" in labels["sums"][0]
 

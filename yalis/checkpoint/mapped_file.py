@@ -56,6 +56,20 @@ class MappedFile:
         with suppress(BufferError):  # a view is still in use, and keeps the mapping open
             self.buffer.close()
 
+    def prefetch_columns(self, offset: int, rows: range, row_bytes: int, columns: range) -> None:
+        """Start to read these bytes (`columns`) of each of the rows of a matrix at `offset`, if others can be skipped.
+
+        A page fault makes the kernel read ahead as in a sequential file. Of a narrow slice of the columns it would read
+        whole rows, on every host that holds such a slice. Whole rows are left to it, because that costs least.
+        """
+        if not hasattr(mmap, "MADV_WILLNEED") or row_bytes - len(columns) <= mmap.PAGESIZE:
+            return
+        advise, page, length = self.buffer.madvise, mmap.PAGESIZE, len(columns)
+        first = offset + rows.start * row_bytes + columns.start
+        for start in range(first, first + len(rows) * row_bytes, row_bytes):
+            within = start % page
+            advise(mmap.MADV_WILLNEED, start - within, within + length)
+
     def release(self, start: int, stop: int) -> None:
         """Release the pages of these bytes from this process; they stay in the page cache."""
         start -= start % mmap.PAGESIZE

@@ -50,12 +50,16 @@ class SafetensorsTensor(LazyTensor):
     def read_into(self, out: Tensor, *index: slice) -> None:
         file, start = self._entry.file, self._entry.offset
         rows, *columns = self.ranges(out, index)
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        itemsize = self.dtype.itemsize
+        row_bytes = math.prod(self.shape[1:]) * itemsize
         within = (slice(None), *(slice(part.start, part.stop) for part in columns))
         for chunk in row_chunks(rows, row_bytes):
+            if len(columns) == 1:
+                held = range(columns[0].start * itemsize, columns[0].stop * itemsize)
+                file.prefetch_columns(start, chunk, row_bytes, held)
             part = file.view(start + chunk.start * row_bytes, (len(chunk), *self.shape[1:]), self.dtype)[within]
             out[chunk.start - rows.start : chunk.stop - rows.start].copy_(part)
-            file.bytes_read += part.numel() * self.dtype.itemsize
+            file.bytes_read += part.numel() * itemsize
             file.release(start + chunk.start * row_bytes, start + chunk.stop * row_bytes)
 
 

@@ -16,7 +16,12 @@ ABOUT = "measured times of `bench latency` and `bench slice` beside the times th
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="result files, or folders of them")
+    add_comparison_flags(parser, "result files, or folders of them")
+
+
+def add_comparison_flags(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add the flags of a benchmark that compares measured results, described by `about`, with predictions."""
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help=about)
     parser.add_argument(
         "--machine", metavar="NAME", default="h200",
         help="machine that was measured: a name, or a file of `yalis calibrate` (default: h200)",

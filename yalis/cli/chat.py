@@ -19,7 +19,7 @@ from yalis.cli.flags import (
     name_flags,
     sampling_fields,
 )
-from yalis.cli.generate import describe_output, report_full_contexts
+from yalis.cli.generate import check_logprobs, describe_output, report_full_contexts
 from yalis.cli.loading import load_llm
 from yalis.cli.terminal import format_speed, print_status, report_model_defaults
 from yalis.engine.interrupts import Stopped
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from yalis.engine.llm import LLM
 
 _MAX_TOKENS = 512  # an answer is longer than a completion
+_HELP = (
+    "/reset clears the conversation, Ctrl-C stops an answer, /exit or Ctrl-D exits, /help prints this line; everything "
+    "else is sent to the model"
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise YalisError(
             "a chat does not print log-probabilities of the prompt; use `yalis generate --prompt-logprobs`"
         )
+    check_logprobs(given, args.json)
     message = " ".join(args.message)
     if args.message and not message.strip():
         raise YalisError("the message is empty; give at least one character, or no message to chat in a terminal")
@@ -59,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         sampling = SamplingParams(**{"max_tokens": _MAX_TOKENS, **llm.sampling_defaults, **given})
         conversation = Conversation(llm, sampling, args.system, args.json)
         if args.message:
-            conversation.answer(message)
+            conversation.handle(message)
         elif sys.stdin.isatty():
             _interact(conversation)
         else:
@@ -85,10 +90,14 @@ class Conversation:
             return False
         if command == "/reset":
             self.reset()
+            print_status("the conversation is empty")
         elif command == "/help":
-            print_status("/reset clears the conversation, /exit exits; everything else is sent to the model")
-        elif command.startswith("/"):
-            raise YalisError(f"unknown command {command!r}; accepted: /reset, /exit, /help")
+            print_status(_HELP)
+        elif line.startswith("/"):
+            raise YalisError(
+                f"unknown command {command.split()[0]!r}; accepted: /reset, /exit, /help; a space before the / sends "
+                "the line to the model"
+            )
         elif command:
             self.answer(line, stoppable)
         return True
@@ -113,7 +122,8 @@ class Conversation:
             if not stoppable:
                 if answer:
                     print(json.dumps(_object(answer, completion)) if self._as_json else "", flush=True)
-                raise Stopped(describe_output(tokens, self._sampling.max_tokens)) from interrupt
+                limit = min(self._sampling.max_tokens, self._llm.max_model_len)
+                raise Stopped(describe_output(tokens, limit)) from interrupt
             chunks.close()  # cancels the request
         except YalisError as error:
             self._check_history(messages, error)
@@ -167,7 +177,7 @@ def _interact(conversation: Conversation) -> None:
     print_status("type a message; /reset clears the conversation, Ctrl-C stops an answer, /exit or Ctrl-D exits")
     while True:
         try:
-            text = input("> ").strip()
+            text = input("> ").rstrip()
         except KeyboardInterrupt:
             print()
             continue

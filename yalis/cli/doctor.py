@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from yalis import __version__, env
-from yalis.cache_folders import why_not_used
+from yalis.cache_folders import SET_CACHE, why_not_used
 from yalis.cli.flags import HELP, add_common_flags, parse_float
 from yalis.errors import YalisError, count_of
 from yalis.launch.launchers import detect_launcher, process_rank
@@ -173,7 +173,7 @@ def _cache() -> Finding:
         with tempfile.TemporaryFile(dir=existing):
             return Finding("software", "cache", True, f"{folder}{'' if existing == folder else ' (not created yet)'}")
     except OSError:
-        return Finding("software", "cache", False, f"{folder} is not writable; set YALIS_CACHE to a writable folder")
+        return Finding("software", "cache", False, f"{folder} cannot be written; {SET_CACHE}")
 
 
 def _native() -> Finding:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from yalis.types import Completion, Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from yalis.engine.llm import LLM
+    from yalis.engine.progress import Progress
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, given = engine_config(args), sampling_fields(args)
+    check_logprobs(given, args.json)
     if given.get("max_tokens") == 0 and not args.json:
         raise YalisError("--max-tokens 0 generates no text; add --json to print the log-probabilities of the prompt")
     with if_stopped("nothing was generated"):
@@ -54,6 +56,13 @@ def run(args: argparse.Namespace) -> int:
             tokens = _print_all(llm, prompts, sampling, args.json)
         print_status(format_speed(tokens, time.monotonic() - start))
     return 0
+
+
+def check_logprobs(given: Mapping[str, Any], as_json: bool) -> None:
+    """Refuse flags that only add to JSON output."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in given and not as_json and given.get("max_tokens") != 0:
+            raise YalisError(f"--{name.replace('_', '-')} prints nothing without --json; add --json")
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -86,7 +95,7 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
             tokens += len(chunk.token_ids)
     except KeyboardInterrupt as interrupt:
         print(flush=True)
-        raise Stopped(describe_output(tokens, sampling.max_tokens)) from interrupt
+        raise Stopped(describe_output(tokens, min(sampling.max_tokens, llm.max_model_len))) from interrupt
     except YalisFailure:
         print(flush=True)  # the text printed so far stays on its own line
         raise
@@ -98,18 +107,18 @@ def _stream(llm: LLM, prompt: Prompt, sampling: SamplingParams) -> int:
 def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_json: bool) -> int:
     outputs: list[RequestOutput] = []
     ended: Stopped | YalisFailure | None = None
-    max_tokens = len(prompts) * sampling.n * sampling.max_tokens
+    max_tokens = len(prompts) * sampling.n * min(sampling.max_tokens, llm.max_model_len)  # until the first progress
     with ProgressLine() as line:
+
+        def show(now: Progress) -> None:
+            nonlocal max_tokens
+            max_tokens = now.max_output_tokens
+            tokens = f"{count_of(now.output_tokens, 'token')} of at most {max_tokens}"
+            line.show(f"{now.finished}/{count_of(now.total, 'prompt')} · {tokens}")
+
         try:
             with if_stopped("nothing was generated"):
-                outputs = llm.generate(
-                    prompts,
-                    sampling,
-                    progress=lambda now: line.show(
-                        f"{now.finished}/{count_of(now.total, 'prompt')} · "
-                        f"{count_of(now.output_tokens, 'token')} of at most {max_tokens}"
-                    ),
-                )
+                outputs = llm.generate(prompts, sampling, progress=show)
         except (Stopped, YalisFailure) as early:
             outputs, ended = early.done or [], early
     completions = [completion for output in outputs for completion in output.completions]
@@ -125,7 +134,7 @@ def _print_all(llm: LLM, prompts: list[Prompt], sampling: SamplingParams, as_jso
         requested = len(prompts) * sampling.n
         finished = sum(not _is_cancelled(completion) for completion in completions)
         counts = f", {finished} of {requested} answers finished" if tokens and requested > 1 else ""
-        summary = describe_output(tokens, requested * sampling.max_tokens) + counts
+        summary = describe_output(tokens, max_tokens) + counts
         if isinstance(ended, Stopped):
             raise Stopped(summary) from ended
         raise YalisFailure(f"{ended}; {summary}") from ended

@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from yalis import __version__, env
 from yalis.cli import accept, batch, bench, calibrate, chat, doctor, generate, lab, models, plan, profile, report
 from yalis.cli.flags import Parser, engine_config, name_flags
+from yalis.cli.log_handler import configure_logging
 from yalis.cli.signals import INTERRUPTED, TERMINATED, sigterm_as_ctrl_c
 from yalis.cli.terminal import print_status
 from yalis.errors import NotJoined, YalisError, YalisFailure
 from yalis.launch import liveness
 from yalis.launch.launchers import detect_launcher, process_rank
-from yalis.log import configure_logging
 
 VERBS = {
     "generate": (generate, "generate text for one or more prompts"),
@@ -74,7 +74,7 @@ def _run_command(arguments: list[str]) -> int:
             raise YalisError(
                 'no verb given; type `yalis --help` for the verbs, or `yalis generate "The capital of France is"`'
             )
-        configure_logging(process_rank())
+        configure_logging(process_rank(), name_flags)
         env.limit_openmp_spinning()  # before torch is imported
         status = _run(args)
         sys.stdout.flush()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from yalis.cli.flags import name_flags
 from yalis.config import EngineConfig
 from yalis.errors import YalisError, count_of
 from yalis.log import get_logger
@@ -47,7 +48,8 @@ class SplitPlan:
     model: str
     device: str
     dtype: str
-    max_model_len: int
+    max_model_len: int  # that the KV cache holds, if the user gave none
+    notice: str | None  # the KV cache holds fewer tokens than the longest sequence
     split: Split
     whole: RankMemory  # the model on one rank
     ranks: list[RankGroup]  # one per rank
@@ -97,7 +99,14 @@ def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: in
 
     from yalis.checkpoint.resolve import open_checkpoint
     from yalis.checkpoint.unsupported import ignored_parts
-    from yalis.engine.device import count_blocks, resolve_block_size, resolve_device, resolve_dtype, resolve_max_len
+    from yalis.engine.device import (
+        count_blocks,
+        reduced_context,
+        resolve_block_size,
+        resolve_device,
+        resolve_dtype,
+        resolve_max_len,
+    )
     from yalis.parallel.memory import rank_memory, whole_memory
     from yalis.parallel.plan import Split
     from yalis.spec import read_spec
@@ -110,7 +119,7 @@ def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: in
     split = Split(*config.tp, config.pp, config.dp)
     split.check(spec, checkpoint.label)
     max_len = resolve_max_len(config, spec, checkpoint.label)
-    if not 1 <= (seq_len := max_len if seq_len is None else seq_len) <= max_len:
+    if not 1 <= (max_len if seq_len is None else seq_len) <= max_len:
         raise YalisError(f"--seq-len is {seq_len}; give 1 to {max_len}, the tokens of the longest sequence")
     gpu = None if gpu_memory is None else _gpu_memory(gpu_memory, config)
     # A split for GPUs can be planned on a machine without GPUs.
@@ -133,12 +142,19 @@ def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: in
         fitting = max(0, min(rest // memory.kv_block_bytes for rest, memory in zip(left, memories, strict=True)))
         blocks, kv_left = min(fitting, max_useful_blocks), [*left]
     whole = whole_memory(spec, dtype.itemsize, block_size, max_len)
+    capacity = max_len if blocks is None else blocks * block_size
+    notice = None
+    if config.max_model_len is None and capacity:
+        max_len = min(max_len, capacity)
+        notice = reduced_context(config, spec, device, max_len)
+    elif 0 < capacity < max_len:
+        notice = f"the KV cache holds {capacity} tokens, fewer than one sequence of --max-model-len {max_len}"
     groups = [RankGroup([rank], memories[rank], blocks, kv_left[rank]) for rank in ranks]
     name = str(dtype).removeprefix("torch.")
     assumed_cpu = config.device == "auto" and device.type == "cpu"
     return SplitPlan(
-        checkpoint.label, device.type, name, max_len, split, whole, groups, seq_len, config.max_num_seqs, gpu, fitting,
-        assumed_cpu,
+        checkpoint.label, device.type, name, max_len, notice, split, whole, groups, seq_len or max_len,
+        config.max_num_seqs, gpu, fitting, assumed_cpu,
     )  # fmt: skip
 
 
@@ -255,6 +271,8 @@ def print_table(plan: SplitPlan) -> None:
             f"KV cache of a replica: {plan.kv_blocks} blocks of {size} tokens, {plan.kv_blocks * size} tokens in all: "
             f"{count_of(sequences, 'sequence')} of {plan.seq_len} tokens{limit}"
         )
+    if plan.notice is not None:
+        print(name_flags(plan.notice))
 
 
 def describe_fit(plan: SplitPlan, gpu: GpuMemory) -> str:

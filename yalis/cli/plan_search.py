@@ -16,7 +16,7 @@ from yalis.cli.flags import engine_config, parse_float, parse_int
 from yalis.cli.plan_memory import SplitPlan, as_json, make_plan, print_table
 from yalis.cli.terminal import print_status
 from yalis.config import EngineConfig
-from yalis.errors import YalisError
+from yalis.errors import YalisError, count_of
 from yalis.launch.launchers import launch_command, process_rank
 from yalis.progress_line import ProgressLine
 from yalis.workloads import ANY_WORKLOAD, parse_any_workload
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 OBJECTIVES = ("latency", "throughput", "cost")
+#: Flags that mean nothing together with --machine.
+_NOT_PREDICTED = ("seq_len", "device", "eager", "kv_blocks", "kv_memory", "ranks_per_gpu")
 #: Flags that only mean something together with --machine.
 _NEEDS_MACHINE = ("nodes", "workload", "trace", "requests", "rate", "objective", "slo", "plot", "out")
 
@@ -122,11 +124,18 @@ def _search(args: argparse.Namespace, config: EngineConfig) -> Search:
         raise YalisError("--gpu-memory and --machine exclude each other: a machine has its own GPUs; give one of them")
     if args.workload and args.trace is not None:
         raise YalisError("--workload and --trace exclude each other; give one of them")
+    for name in _NOT_PREDICTED:
+        if (value := getattr(args, name, None)) not in (None, False, "auto", "cuda"):
+            raise YalisError(
+                f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}has no effect on a prediction: a "
+                "machine has its own devices and memory, and steps are recorded; leave it out"
+            )
     machine = load_machine(args.machine)
     nodes = args.nodes or [1]
     if max(nodes) > machine.max_nodes:
         raise YalisError(
-            f"--nodes is {max(nodes)}, but {machine.name} has {machine.max_nodes} nodes; give 1 to {machine.max_nodes}"
+            f"--nodes is {max(nodes)}, but {machine.name} has {count_of(machine.max_nodes, 'node')}; give "
+            + (f"1 to {machine.max_nodes}" if machine.max_nodes > 1 else "1, or a machine with a network")
         )
     job, dtype = _job(args, config)
     name = args.trace or " + ".join(map(_workload_name, args.workload or [parse_any_workload("poster")]))
@@ -156,9 +165,10 @@ def _job(args: argparse.Namespace, config: EngineConfig) -> tuple[Job, str]:
     longest = max(size.total_len for size in sizes)
     limit = resolve_max_len(config, spec, checkpoint.label)
     if longest > limit:
+        larger = f" or a larger --max-model-len, up to {spec.max_position}" if limit < spec.max_position else ""
         raise YalisError(
             f"prompt and output of the longest request take {longest} tokens, but {checkpoint.label} is limited to "
-            f"{limit}; give a shorter --workload or a larger --max-model-len"
+            f"{limit}; give a shorter {'--trace' if args.trace is not None else '--workload'}{larger}"
         )
     requests = [SimRequest(size.prompt_len, size.output_len, size.arrival) for size in sizes]
     model = Path(checkpoint.label).name.removesuffix(".json")
@@ -206,7 +216,7 @@ def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search,
     for name in ("requests", "rate"):
         words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
     default = EngineConfig()
-    for field in ("max_num_seqs", "max_batch_tokens", "dtype"):
+    for field in ("max_num_seqs", "max_batch_tokens", "dtype", "memory_fraction", "block_size"):
         if (value := getattr(config, field)) != getattr(default, field):
             words += [f"--{field.replace('_', '-')}", str(value)]
     return shlex.join([*words, "--max-model-len", str(search.job.model_len)])
@@ -219,15 +229,16 @@ def _print_answer(search: Search, answer: Answer) -> None:
     for one in answer.replays:
         split, run = spell_split(one.candidate.split), one.simulation
         low, high = one.seconds.low, one.seconds.high
-        nodes = f"{one.candidate.nodes} node{'s' * (one.candidate.nodes > 1)}"
+        nodes = count_of(one.candidate.nodes, "node")
         print(
             f"  {split} on {nodes}, {one.candidate.library}: {one.seconds.value:.2f} s ({low:.2f}..{high:.2f}), "
             f"{one.tokens_per_s.value:.0f} tokens/s, TTFT {1e3 * one.ttft:.0f} ms, ITL {1e3 * one.itl:.2f} ms (p90), "
             f"{run.steps} steps, {run.preemptions} preemptions"
         )
     best = answer.best
-    print(f"\nwhy {spell_split(best.split)} with {best.library} on {best.nodes} nodes:")
-    for sentence in answer.why:
+    nodes = count_of(best.nodes, "node")
+    print(f"\nwhy {spell_split(best.split)} with {best.library} on {nodes}:")
+    for sentence in answer.why or ["nothing else fits the given --nodes, --tp, --pp, --dp and --allreduce"]:
         print(f"  {sentence}")
     room = best.capacity
     held = (room.weights + room.activations) / _GIB

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from yalis.cache_folders import cache_folder, persistent_cache_folder
+from yalis.cache_folders import SET_CACHE, cache_folder, persistent_cache_folder
 from yalis.comm.nvrar.transport import gather_transports
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.world import World
@@ -174,7 +174,7 @@ def save(key: TableKey, nodes: Sequence[Sequence[int]], timings: Sequence[Timing
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise YalisFailure(f"cannot write {name}: {error.strerror}; set YALIS_CACHE to a writable folder") from error
+        raise YalisFailure(f"cannot write {name}: {error.strerror}; {SET_CACHE}") from error
     return path
 
 

@@ -129,6 +129,18 @@ def resolve_max_len(config: EngineConfig, spec: ModelSpec, label: str) -> int:
     return max_len
 
 
+def reduced_context(config: EngineConfig, spec: ModelSpec, device: torch.device, max_len: int) -> str | None:
+    """Return a notice if the KV cache reduces the maximum tokens of a sequence to `max_len`; None if it does not."""
+    if config.max_model_len is not None or max_len >= spec.max_position:
+        return None
+    more = "kv_memory=" if config.kv_memory is not None or device.type == "cpu" else "memory_fraction=, tp= or pp="
+    more = "kv_blocks=" if config.kv_blocks is not None else more
+    return (
+        f"the model supports {spec.max_position} tokens in a sequence, but the KV cache holds {max_len}, so prompt and "
+        f"completion end there; give a larger {more}, or max_model_len={max_len} to accept this"
+    )
+
+
 def count_blocks(
     config: EngineConfig, device: torch.device, block_bytes: int, max_blocks: int, reserved: int = 0
 ) -> int:

@@ -31,12 +31,24 @@ class EngineStats:
     """Counters since the engine was created."""
 
     steps: int = 0
+    replayed_steps: int = 0  # on the first rank of each replica
+    padding_tokens: int = 0  # computed in replayed steps only to fill up a recorded size
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0  # requests that lost their KV blocks and were recomputed
     schedule_seconds: float = 0.0  # host time spent in schedule() and commit()
     launch_seconds: float = 0.0  # host time spent building batches and launching them; on a CPU, running them
     graph_bytes: int = 0  # GPU memory held by CUDA graphs, on one rank of each replica
+
+    @property
+    def replayed_share(self) -> float:
+        """Share of the steps that were replayed."""
+        return self.replayed_steps / self.steps if self.steps else 0.0
+
+    @property
+    def mean_padding(self) -> float:
+        """Mean padding tokens of a replayed step."""
+        return self.padding_tokens / self.replayed_steps if self.replayed_steps else 0.0
 
 
 class Engine:
@@ -121,6 +133,8 @@ class Engine:
             self._launched.append(self.ranks.launch(plan))
             self.stats.launch_seconds += time.perf_counter() - begin
             self.stats.steps += 1
+            executor = self.runner.executor
+            self.stats.replayed_steps, self.stats.padding_tokens = executor.replays, executor.padding_tokens
         if not self._launched:
             return []
         return self._commit_oldest()

@@ -25,6 +25,7 @@ class StepExecutor:
     def __init__(self, config: EngineConfig, forward: ModelForward, recorder: StepRecorder) -> None:
         self._config, self._forward, self.recorder = config, forward, recorder
         self.replays = 0  # steps that were replayed
+        self.padding_tokens = 0  # that were computed in them only to fill up a recorded size
 
     @property
     def graph_bytes(self) -> int:
@@ -41,6 +42,7 @@ class StepExecutor:
         if recorded is None:
             return self._run_eager(step, hidden)
         self.replays += 1
+        self.padding_tokens += recorded.num_tokens - step.num_tokens
         return recorded.replay(step, hidden)
 
     def _run_eager(self, step: PackedStep, hidden: Tensor | None) -> StepResult:

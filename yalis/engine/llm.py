@@ -139,7 +139,7 @@ class LLM(LoadedModel):
                     loop.advance(lambda: not group.unfinished)
                 else:
                     loop.advance(group.changed_since(group.version))
-                    report(Progress(len(done), len(ids), group.output_tokens))
+                    report(Progress(len(done), len(ids), group.output_tokens, group.max_output_tokens))
         except KeyboardInterrupt as interrupt:
             message = f"{len(done)} of {count_of(len(ids), 'prompt')} done"
             loop.cancel_and_wait(ids)
@@ -296,6 +296,7 @@ class LLM(LoadedModel):
         tokens = check_request(tokens, sampling, has_text, self.spec, self.config, loop.engine.max_model_len)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         request = PendingRequest(next(self._next_id), text, tokens, group)
+        group.max_output_tokens += sampling.n * min(sampling.max_tokens, loop.engine.max_model_len - len(tokens))
         params = [dataclasses.replace(sampling, seed=derive_seed(seed, index), n=1) for index in range(sampling.n)]
         # The prompt is the same for all completions, so only the first one scores it.
         params[1:] = [dataclasses.replace(each, prompt_logprobs=None) for each in params[1:]]

@@ -16,6 +16,7 @@ from yalis.checkpoint.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from yalis.checkpoint.unsupported import ignored_parts
 from yalis.comm.selection import check_backend_name
 from yalis.config import EngineConfig
+from yalis.engine.device import reduced_context
 from yalis.engine.engine import Engine, EngineStats
 from yalis.engine.interrupts import interrupts_held
 from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
@@ -35,11 +36,13 @@ log = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 _NO_EMBEDDINGS = "YALIS generates text and computes no embeddings, classes or scores"
-#: Methods of vLLM's LLM that this one does not have.
-_VLLM_METHODS = {
+#: Attributes of vLLM's LLM that this one does not have.
+_VLLM_ATTRIBUTES = {
     "beam_search": "beam search is not supported; give SamplingParams(n=..., temperature=1.0) for several completions",
     "classify": _NO_EMBEDDINGS,
     "embed": _NO_EMBEDDINGS,
+    "llm_engine": "there is no LLMEngine; the LLM itself has max_model_len, spec, config, stats and topology",
+    "start_profile": "write `with llm.profile() as profile:`",
     "encode": f"{_NO_EMBEDDINGS}; llm.tokenizer.encode(text) returns token ids",
     "score": f"{_NO_EMBEDDINGS}; SamplingParams(prompt_logprobs=0) returns log-probabilities of a prompt",
 }
@@ -104,6 +107,9 @@ class LoadedModel:
                     engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
                 )
             world.set_idle()
+            reduced = reduced_context(config, self.spec, engine.device, self.max_model_len)
+            if reduced is not None and config.kv_blocks is None:  # which the user, or a benchmark, has counted
+                log.warning("%s", reduced)
             self._ranks = None
             self._finalizer = weakref.finalize(self, self._loop.close)
             self._finalizer.atexit = False  # the world has its own exit handler
@@ -114,8 +120,8 @@ class LoadedModel:
 
         def __getattr__(self, name: str) -> Any:
             """Explain what vLLM's LLM has and this one does not."""
-            if name in _VLLM_METHODS:
-                raise AttributeError(f"LLM has no method {name!r}: {_VLLM_METHODS[name]}")
+            if name in _VLLM_ATTRIBUTES:
+                raise AttributeError(f"LLM has no {name!r}: {_VLLM_ATTRIBUTES[name]}")
             return object.__getattribute__(self, name)  # raises the usual AttributeError
 
     @property

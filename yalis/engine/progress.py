@@ -22,6 +22,7 @@ class Progress:
     finished: int  # prompts
     total: int
     output_tokens: int  # generated in this call
+    max_output_tokens: int = 0  # that this call can generate, within max_tokens and the context
 
 
 @contextmanager

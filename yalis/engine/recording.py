@@ -38,6 +38,11 @@ DRIVER_BYTES = 64 << 20
 class RecordedStep(ABC):
     """A step that can be computed again from other inputs."""
 
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens that a replay computes, padding included."""
+
     @abstractmethod
     def replay(self, step: PackedStep, hidden: Tensor | None) -> StepResult:
         """Write the step into the recorded input tensors and replay. The next replay overwrites the result."""
@@ -80,6 +85,10 @@ class RecordedCpuStep(RecordedStep):
     calls: ReplayBuffer
     batch: ForwardBatch  # the tensors that the calls read
     last_tokens: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.batch.token_ids)
 
     def replay(self, step: PackedStep, hidden: Tensor | None) -> StepResult:
         batch, token_ids = self.batch, step.token_ids
@@ -179,6 +188,10 @@ class RecordedCudaStep(RecordedStep):
     inputs: StepInputs
     out: Tensor
     tokens: Tensor | None  # [R], the argmax of each row if the graph picks it
+
+    @property
+    def num_tokens(self) -> int:
+        return self.size
 
     def replay(self, step: PackedStep, hidden: Tensor | None) -> StepResult:
         count = step.num_tokens

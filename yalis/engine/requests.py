@@ -160,6 +160,7 @@ class RequestGroup:
         self.unfinished: set[int] = set()  # request ids
         self.finished: dict[int, RequestOutput] = {}  # results that have not been delivered
         self.output_tokens = 0  # generated for these requests so far
+        self.max_output_tokens = 0  # that they can have, within max_tokens and the context
         self.version = 0  # incremented by new output
         self._changed: OrderedDict[tuple[int, int], PendingCompletion] = OrderedDict()  # completions with new output
 

@@ -123,7 +123,7 @@ class Runner:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Triton launches and graph captures use the current device
         if device.type == "cuda" or config.compile:
-            env.set_compile_cache_dirs(cache_folder)
+            env.set_compile_cache_dirs(partial(cache_folder, to_write=True))
         self.check = check
         self.config, self.spec, self.eos = config, spec, eos
         self.block_size = resolve_block_size(config.block_size, device)

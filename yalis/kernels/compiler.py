@@ -53,10 +53,12 @@ def build_cached(folder: str, suffix: str, inputs: Sequence[bytes], build: Calla
 
     If it is not cached, `build(temporary folder)` creates it and returns its path. Several processes may do so at once.
     """
-    directory = cache_folder(folder)
-    key = hashlib.sha256(b"\0".join(inputs)).hexdigest()
-    path = directory / f"{key[:16]}{suffix}"
+    name = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16] + suffix
+    path = cache_folder(folder) / name
     if not path.exists():
+        directory = cache_folder(folder, to_write=True)
+        path = directory / name
+    if not path.exists():  # the folder is temporary if the cache is read-only
         with tempfile.TemporaryDirectory(dir=directory) as temporary:
             os.replace(build(Path(temporary)), path)  # atomic
     return path

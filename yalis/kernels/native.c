@@ -1,4 +1,5 @@
-/* CPU kernels of a decode step in float32: skinny GEMM, RMSNorm, rotary embedding, gated activation, paged attention.
+/* CPU kernels of a decode step in float32: skinny GEMM, RMSNorm, rotary embedding, gated activation, paged attention,
+   and the top_p filter of sampling.
 
    Plain C with the vector extensions of GCC and Clang, compiled on first use by native.py for the host CPU. It uses the
    OpenMP runtime that torch has loaded, so that both share one thread pool.
@@ -375,6 +376,52 @@ void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache
                 for (i64 i = 0; i < dim; i++) dst[g * dim + i] /= sum_exp[g];
         }
     }
+}
+
+/* --- top_p ------------------------------------------------------------------------------------------------------ */
+
+/* The lowest score of the smallest set of best tokens whose mass reaches top_p of the total; NaN if a score is NaN.
+   Scores are at most 0, so a higher score has a smaller magnitude: a radix search over the bits of the magnitude, 12, 12
+   and 7 at a time. Masses are integers, so their sums do not depend on the order. */
+static float top_p_threshold(const float *scores, const float *probabilities, double top_p, i64 cols) {
+    static const int bits[] = {12, 12, 7}, shifts[] = {19, 7, 0};
+    const float one = 1099511627776.0f; /* 2^40, FIXED_POINT_ONE of sampling/filters.py */
+    double goal = 0.0;
+    i64 above = 0;
+    uint32_t prefix = 0; /* the bits of the threshold found so far */
+    for (int level = 0; level < 3; level++) {
+        const int shift = shifts[level], bins = 1 << bits[level];
+        i64 mass[4096] = {0};
+        for (i64 i = 0; i < cols; i++) {
+            uint32_t key;
+            memcpy(&key, scores + i, 4);
+            key &= 0x7fffffff;
+            if (key > 0x7f800000) return NAN;
+            if (key >> shift >> bits[level] == prefix)
+                mass[(key >> shift) & (bins - 1)] += (i64)(probabilities[i] * one);
+        }
+        if (level == 0) {
+            i64 total = 0;
+            for (int bin = 0; bin < bins; bin++) total += mass[bin];
+            if (total == 0) return -INFINITY;
+            goal = top_p * (double)total;
+        }
+        int bin = 0;
+        while (bin < bins - 1 && (double)(above + mass[bin]) < goal) above += mass[bin++];
+        prefix = prefix << bits[level] | bin;
+    }
+    float threshold;
+    memcpy(&threshold, &prefix, 4);
+    return -threshold;
+}
+
+/* thresholds[rows] of scores[rows, cols] and probabilities = exp(scores), with top_p[rows]. */
+void yalis_top_p_thresholds(float *thresholds, const float *scores, const float *probabilities, const double *top_p,
+                            i64 rows, i64 cols, i64 threads) {
+    threads = MAX(1, MIN(threads, rows * cols / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 r = 0; r < rows; r++)
+        thresholds[r] = top_p_threshold(scores + r * cols, probabilities + r * cols, top_p[r], cols);
 }
 
 /* --- replay of a recorded step ------------------------------------------------------------------------------------ */

@@ -35,6 +35,12 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "write_kv": (_P, _P, _P, _I, _P, _I, _P, _I, _I),
     "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I),
 }
+# Functions that no recorded step contains.
+_OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "top_p_thresholds": (_P, _P, _P, _P, _I, _I, _I),
+    "replay": (_P, _I),
+    "replay_timed": (_P, _I, _P),
+}
 
 
 class Library:
@@ -48,13 +54,14 @@ class Library:
     rotate: Callable[..., None]
     write_kv: Callable[..., None]
     attend: Callable[..., None]
+    top_p_thresholds: Callable[..., None]
     replay: Callable[..., None]
     replay_timed: Callable[..., None]
 
     def __init__(self, path: Path) -> None:
         self.path = path
         library = CDLL(str(path))
-        for name, arguments in (*SIGNATURES.items(), ("replay", (_P, _I)), ("replay_timed", (_P, _I, _P))):
+        for name, arguments in {**SIGNATURES, **_OTHER_SIGNATURES}.items():
             function = library[f"yalis_{name}"]
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
@@ -103,7 +110,9 @@ class _Timed(Library):
     """A library that reports every call to a listener. Replay buffers report the calls that they replay."""
 
     def __init__(self, library: Library, listener: CallListener) -> None:
-        self.path, self.replay, self.replay_timed = library.path, library.replay, library.replay_timed
+        self.path = library.path
+        for name in _OTHER_SIGNATURES:
+            setattr(self, name, getattr(library, name))
         for name in SIGNATURES:
             setattr(self, name, self._timing(name, getattr(library, name), listener))
 

@@ -16,14 +16,11 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from yalis.errors import YalisFailure
 from yalis.launch.auth import HANDSHAKE_S, HandshakeError, JobKey, MethodMismatch, Responder
 from yalis.launch.link import Link, plain_address
 from yalis.log import get_logger
-
-_log = get_logger(__name__)
 
 MAX_UNAUTHENTICATED = 128
 _DESCRIPTORS_PER_RANK = 8  # two channels, and links and connections of the engine and the communication backends
@@ -32,12 +29,12 @@ _ACCEPTS = 16  # connections to accept before open ones are read again
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
-@dataclass
 class _Unauthenticated:
-    responder: Responder
-    address: str
-    expires: float
-    buffer: bytes = b""
+    """A connection whose handshake is not complete."""
+
+    def __init__(self, responder: Responder, address: str, expires: float) -> None:
+        self.responder, self.address, self.expires = responder, address, expires
+        self.buffer = b""
 
 
 def reserve_descriptors(ranks: int) -> None:
@@ -134,7 +131,7 @@ class Acceptor:
         except OSError:
             self._drop(sock)
         except Exception:  # an unauthenticated peer must not end the job
-            _log.exception("a connection from %s was closed after an unexpected error", state.address)
+            get_logger(__name__).exception("a connection from %s was closed after an unexpected error", state.address)
             self._drop(sock)
         else:
             if state.responder.done:

@@ -22,10 +22,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
-from yalis.launch import munge
 from yalis.launch.link import plain_address
 
 HANDSHAKE_S = 10.0  # after which an unauthenticated connection is closed
@@ -33,6 +32,7 @@ _MAGIC = b"YALIS\0\0\1"
 _HELLO = struct.Struct(">8sBxH32s")  # magic, method, bytes of the credential, nonce
 _REPLY = struct.Struct(">8sBBH32s32s")  # magic, status, method, bytes of the credential, nonce, proof
 _NONCE_BYTES = PROOF_BYTES = 32
+MAX_CREDENTIAL = 2048  # bytes; the MUNGE credentials exchanged here have about 500
 _OK, _OTHER_METHOD = 0, 1
 _CONNECTING, _ACCEPTING = b"connecting", b"accepting"
 _REQUEST, _ANSWER = b"yalis secret request", b"yalis secret answer"
@@ -69,8 +69,7 @@ class HandshakeError(Exception):
     """
 
 
-@dataclass(frozen=True)
-class JobKey:
+class JobKey(NamedTuple):
     """What a rank needs to prove that it is a rank of a job."""
 
     method: Method
@@ -109,12 +108,14 @@ class Responder:
         self._nonces = nonce + secrets.token_bytes(_NONCE_BYTES)
         if not length:
             return self._reply(b"")
-        if method != Method.MUNGE or length > munge.MAX_CREDENTIAL:
+        if method != Method.MUNGE or length > MAX_CREDENTIAL:
             raise HandshakeError("sent a frame of a wrong size")
         self.frame_size, self._handle = length, self._handle_credential
         return b""
 
     def _handle_credential(self, credential: bytes) -> bytes:
+        from yalis.launch import munge  # loads ctypes
+
         try:
             payload = munge.decode(credential)
             if not hmac.compare_digest(payload, _request(self._key.job, self._nonces[:_NONCE_BYTES])):
@@ -161,10 +162,7 @@ def authenticate(
     """
     deadline = time.monotonic() + timeout
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    try:
-        credential = munge.encode(_request(job, nonce)) if secret is None else b""
-    except munge.MungeError as error:
-        raise HandshakeError(f"could not be asked for the secret ({error})") from error
+    credential = _ask_for_secret(job, nonce) if secret is None else b""
     sock.settimeout(timeout)
     sock.sendall(_HELLO.pack(_MAGIC, method, len(credential), nonce) + credential)
     magic, status, their_method, length, their_nonce, proof = _REPLY.unpack(_read_exactly(sock, _REPLY.size, deadline))
@@ -172,23 +170,40 @@ def authenticate(
         raise HandshakeError("is another program or another version of yalis")
     if status != _OK or their_method != method:
         raise MethodMismatch(Method(their_method), method)
-    if length > munge.MAX_CREDENTIAL or (length > 0) != (secret is None):
+    if length > MAX_CREDENTIAL or (length > 0) != (secret is None):
         raise HandshakeError("sent a frame of a wrong size")
     nonces = nonce + their_nonce
     if secret is None:
-        try:
-            payload = munge.decode(_read_exactly(sock, length, deadline))
-        except munge.MungeError as error:
-            raise HandshakeError(f"sent a MUNGE credential that was refused ({error})") from error
-        if not payload.startswith(_ANSWER + nonces):
-            raise HandshakeError("answered another request")
-        secret = payload[len(_ANSWER + nonces) :]
+        secret = _read_secret(_read_exactly(sock, length, deadline), nonces)
     key = JobKey(method, job, secret)
     address = _encode_address(sock.getpeername())
     if not hmac.compare_digest(proof, key.proof(_ACCEPTING, purpose, address, nonces)):
         raise HandshakeError("does not know the job's secret")
     sock.sendall(key.proof(_CONNECTING, purpose, address, nonces))
     return key
+
+
+def _ask_for_secret(job: str, nonce: bytes) -> bytes:
+    """Return the MUNGE credential that asks the accepting side for the secret."""
+    from yalis.launch import munge  # loads ctypes
+
+    try:
+        return munge.encode(_request(job, nonce))
+    except munge.MungeError as error:
+        raise HandshakeError(f"could not be asked for the secret ({error})") from error
+
+
+def _read_secret(credential: bytes, nonces: bytes) -> bytes:
+    """Return the secret in the MUNGE credential that answers `_ask_for_secret`."""
+    from yalis.launch import munge  # loads ctypes
+
+    try:
+        payload = munge.decode(credential)
+    except munge.MungeError as error:
+        raise HandshakeError(f"sent a MUNGE credential that was refused ({error})") from error
+    if not payload.startswith(_ANSWER + nonces):
+        raise HandshakeError("answered another request")
+    return payload[len(_ANSWER + nonces) :]
 
 
 def _request(job: str, nonce: bytes) -> bytes:

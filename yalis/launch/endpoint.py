@@ -14,8 +14,7 @@ import errno
 import hashlib
 import json
 import socket
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from yalis.errors import YalisError, YalisFailure, first_line
 from yalis.launch.launchers import TORCHRUN, LaunchInfo
@@ -27,8 +26,7 @@ _PORTS = range(20000, 32000)  # below the ephemeral ports of Linux
 _EXAMPLE_ADDRESSES = ("192.0.2.1", "2001:db8::1")  # reserved for documentation; used only to find the default route
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """Where rank 0 of a job accepts the other ranks."""
 
     host: str
@@ -49,9 +47,9 @@ def open_endpoint(info: LaunchInfo, secret: bytes | None, timeout: float) -> tup
     endpoint = Endpoint(address if _is_specific(address) else socket.gethostname(), (port,), info.job)
     try:
         if info.has_store:
-            _connect_store(info, timeout).set(_store_key(info), json.dumps(asdict(endpoint)))
+            _connect_store(info, timeout).set(_store_key(info), json.dumps(endpoint._asdict()))
         else:
-            _broadcast(info, {**asdict(endpoint), "secret": secret and secret.decode()})
+            _broadcast(info, {**endpoint._asdict(), "secret": secret and secret.decode()})
     except BaseException:
         server.close()
         raise

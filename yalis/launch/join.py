@@ -1,4 +1,8 @@
-"""Connects this process with the other ranks of its job. Every rank calls `join`, however it was started."""
+"""Connects this process with the other ranks of its job. Every rank calls `join`, however it was started.
+
+Imports are most of the time of a join. So the modules of this package load no dataclasses (which load inspect), logging
+or ctypes: their records are NamedTuples.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from yalis.launch.local import LocalRanks
 from yalis.launch.rendezvous import CONTROL, LIVENESS, RankClient, RendezvousServer
 from yalis.launch.secret import choose_method, find_secret, new_secret, published_secret
 from yalis.launch.world import World, make_world
+from yalis.log import get_logger
 
 _persistent: World | None = None  # the ranks of an external launcher meet once; later engines use the same world
 
@@ -58,6 +63,11 @@ def join(size: int, worker: Sequence[str], timeout: float = 300, insecure: bool 
 
 def _start_ranks(size: int, worker: Sequence[str], timeout: float) -> World:
     """Start the other ranks on this host and return the world as rank 0."""
+    if choose_method(LaunchInfo(), insecure=False) is Method.GIVEN:
+        get_logger(__name__).warning(
+            "YALIS_SECRET and YALIS_SECRET_FILE are not used: without a launcher, the ranks get a random secret that "
+            "only this job has"
+        )
     server = listen("127.0.0.1", 0)
     key = JobKey(Method.GIVEN, f"yalis pid {os.getpid()}", new_secret().encode())
     port = server.getsockname()[1]

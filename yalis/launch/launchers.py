@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from yalis import env
 from yalis.errors import YalisError
@@ -19,8 +19,7 @@ from yalis.launch.nodelist import expand_counts, expand_nodes
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm's step ids from here on are batch scripts and interactive shells, not srun
 
 
-@dataclass(frozen=True)
-class LaunchInfo:
+class LaunchInfo(NamedTuple):
     """This process's rank in its job, as described by the launcher that started it."""
 
     launcher: str = ""  # name of the launcher; empty without one
@@ -42,8 +41,7 @@ class LaunchInfo:
         return self.local_size == self.size or (self.address is not None and is_loopback(self.address))
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """A program that starts ranks. `name` is what the user types, and is stored in results."""
 
     name: str

@@ -10,7 +10,6 @@ import os
 
 from yalis import env
 
-MAX_CREDENTIAL = 2048  # bytes; the credentials exchanged here have about 500
 _LIBRARY = "libmunge.so.2"
 _SOCKET, _UID_RESTRICTION = 8, 9  # munge_opt_t in munge.h
 

@@ -32,8 +32,6 @@ from yalis.launch.rank_info import RankInfo
 from yalis.launch.wakeup_pipe import WakeupPipe
 from yalis.log import get_logger
 
-_log = get_logger(__name__)
-
 INTERRUPTED = 128 + signal.SIGINT
 GOODBYE_S = 5.0  # after rank 0 has left, for the "bye" of the ranks that it has started
 STOP_S = 8.0  # without progress after Ctrl-C or SIGTERM, if a rank is stopped or silent
@@ -124,7 +122,7 @@ class Rank0Monitor(LivenessMonitor):
                 selector.register(link, selectors.EVENT_READ, rank)
             ticked = time.monotonic()
             while not self.closing or (self._remaining() and time.monotonic() < self._deadline):
-                wake_up = self._deadline if self.closing else ticked + BEAT_S
+                wake_up = min(ticked + BEAT_S, self._deadline) if self.closing else ticked + BEAT_S
                 before = self._idle_state()
                 events = selector.select(max(0.0, wake_up - time.monotonic()))
                 self._note_stop(time.monotonic() - ticked, before)
@@ -134,12 +132,13 @@ class Rank0Monitor(LivenessMonitor):
                     elif not self._read(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
                 elapsed = time.monotonic() - ticked
-                if elapsed >= BEAT_S and not self.closing:
+                if elapsed >= BEAT_S:
                     ticked += elapsed
-                    self._tick(elapsed)
+                    if not self.closing:
+                        self._tick(elapsed)
         for rank in self._remaining() if self._local and not self.failure else ():
             reason = "it is stopped (SIGSTOP)" if is_stopped(self.members[rank].pid) else "it hangs"
-            _log.warning("%s had to be killed after the last request: %s", self._name(rank), reason)
+            get_logger(__name__).warning("%s had to be killed after the last request: %s", self._name(rank), reason)
 
     def _remaining(self) -> list[int]:
         return [rank for rank in self._links if rank not in self.departed]
@@ -150,11 +149,12 @@ class Rank0Monitor(LivenessMonitor):
     def _note_stop(self, elapsed: float, before: tuple[bool, int]) -> None:
         """Record that this process was stopped, before the links are read: other ranks may have ended because of it.
 
-        They do not end if rank 0 was idle all the time since `before`, an earlier _idle_state(). If the phase has
-        changed since, it may have done so before the stop or after it.
+        `elapsed`: seconds since the last tick, about BEAT_S otherwise. The other ranks do not end if rank 0 was idle
+        all the time since `before`, an earlier _idle_state(). If the phase has changed since, it may have done so
+        before the stop or after it.
         """
         idle = self._idle and before == self._idle_state()
-        if elapsed > silence_limit(self.step_timeout) and not idle and not self.closing:
+        if elapsed > silence_limit(self.step_timeout) and not idle:
             self._stopped_s = elapsed
 
     def _tick(self, elapsed: float) -> None:
@@ -299,7 +299,7 @@ class Rank0Monitor(LivenessMonitor):
             self._end_job(message, traceback)
         elif self._local and not self.failure:
             self._mark_departed(rank)
-            _log.warning("%s", message)
+            get_logger(__name__).warning("%s", message)
 
     def _end_job(self, message: str, traceback: str | None = None, kill: int | None = None, status: int = 1) -> None:
         """Report the failure and make all ranks exit. `kill`: a rank that does not respond; `status`: of rank 0."""

@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ from yalis.launch.rank_info import RankInfo, list_ranks
 from yalis.launch.secret import SecretMissing
 from yalis.log import get_logger
 from yalis.version import __version__
-
-_log = get_logger(__name__)
 
 _MAX_HELLO = 64 << 10  # bytes of a message before all ranks have joined
 _ANSWER_S = 10  # for rank 0 to answer a hello
@@ -84,7 +81,7 @@ class RendezvousServer:
             if self._error:
                 raise YalisFailure(self._error)
             members = self._make_table()
-            frame = encode_frame({"members": [asdict(member) for member in members]})
+            frame = encode_frame({"members": [member._asdict() for member in members]})
             for rank, link in self.links[CONTROL].items():
                 self._send_table(rank, link, frame)
             return members
@@ -395,7 +392,7 @@ class RankClient:
         """
         if isinstance(error, MethodMismatch) and not self._warned:
             self._warned = True
-            _log.warning("%s", problem)
+            get_logger(__name__).warning("%s", problem)
 
 
 def _close(links: dict[Any, Link]) -> None:

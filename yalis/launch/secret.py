@@ -24,12 +24,9 @@ from pathlib import Path
 
 from yalis import env
 from yalis.errors import YalisError
-from yalis.launch import munge
 from yalis.launch.auth import Method
 from yalis.launch.launchers import OPEN_MPI, LaunchInfo
 from yalis.log import get_logger
-
-_log = get_logger(__name__)
 
 MIN_LENGTH = 16  # characters of a secret that the user chooses
 _MAX_FILE = 4096
@@ -59,11 +56,13 @@ def choose_method(info: LaunchInfo, insecure: bool) -> Method:
         return Method.MPI
     if info.single_host:
         return Method.HOST_FILE
+    from yalis.launch import munge  # loads ctypes
+
     try:
         munge.decode(munge.encode(b""))  # in a container with remapped user ids, only decoding fails
         return Method.MUNGE
     except munge.MungeError as error:
-        _log.info("the ranks of this job are not authenticated with MUNGE: %s", error)
+        get_logger(__name__).info("the ranks of this job are not authenticated with MUNGE: %s", error)
     return Method.INSECURE if insecure else Method.HOME_FILE
 
 
@@ -72,7 +71,7 @@ def published_secret(info: LaunchInfo, method: Method) -> Iterator[bytes]:
     """On rank 0, yield the job's secret; other ranks can find it during the block."""
     if method in (Method.GIVEN, Method.INSECURE):
         if method is Method.INSECURE:
-            _log.warning(
+            get_logger(__name__).warning(
                 "the ranks of this job are not authenticated (insecure_rendezvous=True): "
                 "anyone who can connect to rank 0 can join the job and read its prompts"
             )

@@ -9,7 +9,6 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from traceback import format_exception
 from typing import Any
 
 from yalis.errors import PeerLost, RankTraceback, YalisError, YalisFailure, describe_error
@@ -321,6 +320,8 @@ class World:
 
 
 def _format_traceback(error: BaseException) -> str:
+    from traceback import format_exception  # takes 1 ms of the join
+
     return "".join(format_exception(error))[-_MAX_TRACEBACK:]
 
 

@@ -78,9 +78,12 @@ class Split:
         """Raise an error if a rank would get an empty shard. Called before any weight is read."""
         max_rows = min(spec.num_heads, spec.intermediate_size)
         if self.rows > max_rows:
+            grid, fitting = f"tp {self.rows}", f"tp 1 to {max_rows}"
+            if self.cols > 1:
+                grid, fitting = f"tp {self.rows}x{self.cols}", f"a grid of 1 to {max_rows} rows"
             raise YalisError(
-                f"tp {self.rows}x{self.cols} leaves ranks without a shard: {label} has {spec.num_heads} heads and an "
-                f"MLP width of {spec.intermediate_size}; give 1 to {max_rows} rows"
+                f"{grid} leaves ranks without a shard: {label} has {spec.num_heads} heads and an MLP width of "
+                f"{spec.intermediate_size}; give {fitting}"
             )
         if spec.hidden_size % self.cols:
             divisors = [cols for cols in range(1, spec.hidden_size + 1) if spec.hidden_size % cols == 0]

@@ -177,13 +177,18 @@ class Planner:
 
     def _libraries(self, choices: Choices) -> Sequence[str]:
         known = libraries_of(self.machine)
-        for name in choices.libraries or ():
-            if name not in known:
+        if choices.libraries is None:
+            return [name for name in known if name not in _NOT_RUN]
+        found: list[str] = []
+        for name in choices.libraries:
+            matching = [library for library in known if name in (library, backend_of(library))]
+            if not matching:
                 raise YalisError(
                     f"{self.machine.name} has no parameters for the all-reduce {name!r}; give one of "
                     f"{', '.join(known)}, or measure it there with `yalis calibrate`"
                 )
-        return choices.libraries or [name for name in known if name not in _NOT_RUN]
+            found += matching
+        return found
 
     def _nothing_fits(self, nodes: Sequence[int], tried: int) -> str:
         job, machine = self.job, self.machine

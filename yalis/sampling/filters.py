@@ -12,12 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from yalis.kernels import native
 from yalis.sampling.vocab_shards import VocabShards
 
 # exp(score) <= 1 in fixed point: 2^18 tokens of 2^40 each sum to at most 2^58, which fits int64.
 FIXED_POINT_ONE = 2.0**40
-# Best tokens tried before a full sort, on a CPU, where checking whether they suffice needs no synchronisation.
-_PARTIAL_SORT = 1024
 
 
 def _mass(scores: Tensor) -> Tensor:
@@ -62,15 +61,21 @@ def top_p_threshold(scores: Tensor, top_p: Tensor, shards: VocabShards) -> Tenso
     """
     if shards.sharded:
         return shards.find_threshold(scores, _mass(scores), lambda total: top_p[:, None] * total)[0]
-    vocab = scores.shape[1]
-    total = _mass(scores).sum(1)
-    if scores.device.type == "cpu" and vocab > 4 * _PARTIAL_SORT:  # several times cheaper than a full sort
-        best = scores.topk(_PARTIAL_SORT).values
-        mass = _mass(best)
-        if bool((mass.sum(1) >= top_p * total).all()):
-            return _last_kept(best, _within_top_p(mass, total, top_p))
-    best = scores.sort(descending=True).values
+    if scores.device.type == "cpu" and (library := native.load()) is not None:
+        return _native_top_p_threshold(library, scores, top_p)
+    best, total = scores.sort(descending=True).values, _mass(scores).sum(1)
     return _last_kept(best, _within_top_p(_mass(best), total, top_p))
+
+
+def _native_top_p_threshold(library: native.Library, scores: Tensor, top_p: Tensor) -> Tensor:
+    """The same by a radix search, 20 times faster than a sort."""
+    scores = scores.contiguous()
+    probabilities, threshold = scores.exp(), scores.new_empty(len(scores), 1)
+    library.top_p_thresholds(
+        threshold.data_ptr(), scores.data_ptr(), probabilities.data_ptr(), top_p.data_ptr(), *scores.shape,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return threshold
 
 
 def _within_top_p(mass: Tensor, total: Tensor, top_p: Tensor) -> Tensor:

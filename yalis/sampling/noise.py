@@ -43,6 +43,11 @@ def hash_tokens(token_id: Tensor) -> Tensor:
 def uniform_from(keys: Tensor, token_hashes: Tensor) -> Tensor:
     """`uniform` from precomputed keys int64 [R] and token hashes int32 [V]."""
     low, high = keys.contiguous().view(torch.int32).view(-1, 2, 1).unbind(1)
+    return _uniform(low, high, token_hashes)
+
+
+def _uniform(low: Tensor, high: Tensor, token_hashes: Tensor) -> Tensor:
+    """Mix the halves of keys with token hashes, all int32, which are broadcast."""
     bits = token_hashes ^ low
     scratch = torch.empty_like(bits)  # everything is in place: on a CPU, allocation costs more than arithmetic
     bits ^= torch.bitwise_right_shift(bits, 16, out=scratch).bitwise_and_(0xFFFF)
@@ -57,7 +62,17 @@ def uniform_from(keys: Tensor, token_hashes: Tensor) -> Tensor:
 
 def gumbel_from(keys: Tensor, token_hashes: Tensor) -> Tensor:
     """`gumbel` from precomputed keys int64 [R] and token hashes int32 [V]."""
-    return uniform_from(keys, token_hashes).log_().neg_().log_().neg_()
+    return _gumbel(uniform_from(keys, token_hashes))
+
+
+def gumbel_of_pairs(keys: Tensor, token_hashes: Tensor) -> Tensor:
+    """The noise of pairs of a key int64 [N] and a token hash int32 [N]: the same numbers as in `gumbel_from`."""
+    low, high = keys.contiguous().view(torch.int32).view(-1, 2).unbind(1)
+    return _gumbel(_uniform(low, high, token_hashes))
+
+
+def _gumbel(uniform: Tensor) -> Tensor:
+    return uniform.log_().neg_().log_().neg_()
 
 
 def derive_seed(seed: int, index: int) -> int:

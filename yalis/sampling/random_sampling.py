@@ -5,13 +5,17 @@ Shapes: S rows, W tokens in this rank's vocabulary shard, P ranks.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from yalis.sampling.batch import Filter, RandomRows, select_rows
 from yalis.sampling.filters import large_top_k_threshold, top_k_threshold, top_p_threshold
-from yalis.sampling.noise import gumbel_from
+from yalis.sampling.noise import gumbel_from, gumbel_of_pairs
 from yalis.sampling.vocab_shards import VocabShards
+
+_FEW = 0.25  # of all tokens: gathering more of them takes longer than computing noise for all
+_CACHED = 2**18  # elements of float32 that stay in the cache of a core
 
 
 class RandomSampling:
@@ -44,9 +48,12 @@ class RandomSampling:
         # Scores are relative to the maximum, so that no temperature overflows. The clamp avoids NaN in a row of -inf.
         top = top.clamp(min=torch.finfo(torch.float32).min)
         scores = (self._logits - top).div_(self._random.temperature)
-        perturbed = gumbel_from(self._random.keys, token_hashes).add_(scores)
         threshold = self._threshold(scores, top, candidates)
-        return perturbed if threshold is None else perturbed.masked_fill_(scores < threshold, float("-inf"))
+        dropped = None if threshold is None else scores < threshold
+        if scores.device.type == "cpu":
+            return _perturb_on_cpu(scores, dropped, self._random.keys, token_hashes)
+        perturbed = gumbel_from(self._random.keys, token_hashes).add_(scores)
+        return perturbed if dropped is None else perturbed.masked_fill_(dropped, float("-inf"))
 
     def _threshold(self, scores: Tensor, top: Tensor, candidates: list[Tensor]) -> Tensor | None:
         """Return the lowest score that each row keeps [S, 1], or None if no row has a filter."""
@@ -72,3 +79,23 @@ class RandomSampling:
             return large_top_k_threshold(scores, each.top_k, each.top_p, each.max_top_k, self._shards)
         assert each.top_p is not None
         return top_p_threshold(scores, each.top_p, self._shards)
+
+
+def _perturb_on_cpu(scores: Tensor, dropped: Tensor | None, keys: Tensor, token_hashes: Tensor) -> Tensor:
+    """Add noise to scores [S, W] in place and set those of dropped tokens [S, W] to -inf.
+
+    Noise takes longer than all filters, so it is computed only for the kept tokens if they are few, else for a few rows
+    at a time, which stay in the cache.
+    """
+    vocab = scores.shape[1]
+    if dropped is not None:
+        kept = torch.from_numpy(np.flatnonzero(~dropped.numpy()))
+        if len(kept) < _FEW * scores.numel():
+            rows = kept // vocab
+            noise = gumbel_of_pairs(keys[rows], token_hashes[kept - rows * vocab]).add_(scores.view(-1)[kept])
+            scores.fill_(float("-inf")).view(-1).index_copy_(0, kept, noise)
+            return scores
+    at_once = max(1, _CACHED // vocab)
+    for some_scores, some_keys in zip(scores.split(at_once), keys.split(at_once), strict=True):
+        some_scores += gumbel_from(some_keys, token_hashes)
+    return scores if dropped is None else scores.masked_fill_(dropped, float("-inf"))

@@ -17,6 +17,7 @@ from yalis.planner.machine import Machine
 from yalis.planner.quantity import Quantity
 from yalis.study.results.kinds.allreduce import fastest
 from yalis.study.results.result import Result, Row
+from yalis.study.topology import shape_of
 
 Parameters = dict[str, Quantity]
 #: Open MPI's default of btl_tcp_eager_limit, and the messages of a longer send: request, answer, data.
@@ -48,17 +49,6 @@ class Comparison:
         return self.predicted_us / self.measured_us - 1
 
 
-def shape_of(result: Result) -> Shape:
-    """Return the nodes and ranks per node of a result; nodes with different numbers of ranks are refused."""
-    counts = {len(ranks) for ranks in result.parameters["nodes"]}
-    if len(counts) != 1:
-        raise YalisError(
-            f"the result has nodes of {' and '.join(map(str, sorted(counts)))} ranks; measure with the same number on "
-            "every node"
-        )
-    return Shape(len(result.parameters["nodes"]), counts.pop())
-
-
 def fit_libraries(
     result: Result, machine: Machine, source: str, delay_us: float | None = None
 ) -> dict[str, Parameters]:
@@ -76,7 +66,7 @@ def fit_libraries(
 
 def compare(machine: Machine, result: Result, delay_us: float | None = None) -> list[Comparison]:
     """Predict every row of a result with a machine that has the parameters of its libraries."""
-    group = shape_of(result)
+    group = shape_of(result.parameters["nodes"])
     models = {name: CommModel(machine, name) for name in machine.libraries}
     return [
         Comparison(
@@ -112,7 +102,7 @@ def _fit_cpu(result: Result, machine: Machine, source: str, delay_us: float | No
 
     The ping of the benchmark gives the latency. Where an algorithm takes longer for short messages than its rounds, the
     rest is the cost of the operation; where it takes less, its rounds are faster than the ping."""
-    group, links = shape_of(result), _links(result, delay_us)
+    group, links = shape_of(result.parameters["nodes"]), _links(result, delay_us)
     shared = bool(result.parameters.get("lab"))
     inside = links.get("inside", {"latency": 0.0, "seconds_per_byte": 0.0})
     common = {
@@ -173,7 +163,7 @@ def _fit_launch(loads: list[Load], seconds: list[float], hop: float) -> tuple[fl
 
 def _fit_gpu(result: Result, machine: Machine, source: str, delay_us: float | None) -> dict[str, Parameters]:
     """Fit what pairs of ranks and the sizes of an all-reduce show; other parameters are those of the machine."""
-    group, links = shape_of(result), _links(result, delay_us)
+    group, links = shape_of(result.parameters["nodes"]), _links(result, delay_us)
     found = {}
     for library, parameter in _NETWORK_PARAMETERS.items():
         rows = _rows(result, _GPU_BACKENDS[library], delay_us)

@@ -21,8 +21,9 @@ from yalis.planner.machine import Gpu, Machine, load_machine
 from yalis.planner.quantity import Quantity
 from yalis.study import bandwidth
 from yalis.study.allreduce import benchmark
-from yalis.study.calibration import fit_libraries, shape_of
+from yalis.study.calibration import fit_libraries
 from yalis.study.results.result import Result
+from yalis.study.topology import shape_of
 
 #: Where values come from that are not measured, if no machine is named.
 _DEFAULT_BASE = {"cuda": "h200-ib", "cpu": "lab"}
@@ -56,8 +57,9 @@ def calibrate(
         raise YalisError(f"--ranks is {ranks}; give a whole number of at least 1")
     if result is None and ranks > 1:
         allreduce = benchmark.AllReducePlan(
-            sizes=_SIZES, repeats=_REPEATS, device=device.type, ranks_per_node=plan.ranks_per_node
-        )
+            sizes=_SIZES, repeats=_REPEATS, device=device.type, ranks_per_node=plan.ranks_per_node,
+            equal_nodes=True,
+        )  # fmt: skip
         result = benchmark.measure(allreduce, plan.ranks, command, report, plan.insecure_rendezvous)
         if result is None:
             return None
@@ -75,7 +77,7 @@ def describe(
     source: str,
 ) -> Machine:
     """Return the machine with these measurements; all other values are those of `base`."""
-    group = shape_of(result) if result is not None else Shape(1, 1)
+    group = shape_of(result.parameters["nodes"]) if result is not None else Shape(1, 1)
     reason = _reason(result, group)
     unmeasured = _Unmeasured(base, named=bool(plan.base), reason=reason)
     links = _first_links(result)

@@ -10,8 +10,10 @@ import torch
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.engine.replica_ranks import split_of
+from yalis.errors import YalisError
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.world import World
+from yalis.perfmodel.collectives import Shape
 from yalis.study import results
 
 
@@ -23,6 +25,17 @@ def llm_topology(llm: LLM) -> dict[str, Any]:
 def topology_of(world: World) -> dict[str, Any]:
     """Return the topology of ranks without an LLM, in the same form."""
     return results.make_topology([member.node for member in world.members], detect_launcher().launcher)
+
+
+def shape_of(nodes: Sequence[Sequence[int]]) -> Shape:
+    """Return the nodes and the ranks per node, of the ranks on each node; raises if the nodes differ."""
+    counts = sorted({len(ranks) for ranks in nodes})
+    if len(counts) != 1:
+        raise YalisError(
+            f"there are nodes with {' and '.join(map(str, counts))} ranks; start the same number on every node, such "
+            "as with srun --ntasks-per-node"
+        )
+    return Shape(len(nodes), counts[0])
 
 
 def has_floor(config: EngineConfig, device: torch.device) -> bool:

@@ -74,7 +74,7 @@ def build(architecture: str) -> Path:
         if part.is_file():
             key.update(part.name.encode() + b"\0" + part.read_bytes())
     key.update(_run([str(nvcc), "--version"], 60).encode() + str(nvshmem).encode() + " ".join(flags).encode())
-    folder = cache_folder("nvrar")
+    folder = cache_folder("nvrar", to_write=True)
     built = folder / f"{key.hexdigest()[:16]}.so"
     if built.exists():
         return built

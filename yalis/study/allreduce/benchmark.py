@@ -52,6 +52,7 @@ class AllReducePlan:
     device: str = "auto"
     ranks_per_node: int | None = None
     ranks_per_gpu: int = 1
+    equal_nodes: bool = False  # refuse nodes with different numbers of ranks, before anything is measured
     join_timeout: float = 300.0
 
     def __post_init__(self) -> None:

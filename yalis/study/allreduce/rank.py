@@ -40,6 +40,7 @@ from yalis.study.allreduce.timing import SynchronizedTimer
 from yalis.study.allreduce.trial import ExpectedSum, Trial, start_trial
 from yalis.study.results import Row
 from yalis.study.results.kinds.allreduce import NVRAR_PEERS, PLAIN_GLOO
+from yalis.study.topology import shape_of
 
 ROUNDS = 3  # the repeats of all trials are interleaved in so many rounds
 MAX_FINALISTS = 6  # options of a backend that --tune measures beyond the first round
@@ -54,7 +55,10 @@ def run_rank(world: World, plan: AllReducePlan | None, report: Report) -> dict[s
     config = EngineConfig(device=plan.device, ranks_per_gpu=plan.ranks_per_gpu, ranks_per_node=plan.ranks_per_node)
     device = rank_device(config, world)
     share_threads(config, world, device)
-    runner = TrialRunner(world, device, Topology.of(world, plan.ranks_per_node))
+    topology = Topology.of(world, plan.ranks_per_node)
+    if plan.equal_nodes:
+        shape_of(topology.by_node())
+    runner = TrialRunner(world, device, topology)
     try:
         links = runner.measure_links(plan)
         rows = list(runner.run(plan, report))

@@ -118,11 +118,11 @@ def gain(
 def sensitivity(predictor: Predictor) -> Iterator[Row]:
     """Yield the main results with each assumed or fitted quantity changed by 30%, relative to the prediction."""
     machine = machines()[0]
-    ratio = _ratio("nvrar-published", 4, 4, 512 << 10)
     settings = {
-        "70B on 16 GPUs, tp, nccl: job": _job(predictor, machine, "llama-3.1-70b", 16, "nccl"),
-        "70B on 16 GPUs, tp, nvrar: job": _job(predictor, machine, "llama-3.1-70b", 16, "nvrar"),
-        "nccl over nvrar-published, 512 KiB, 4 nodes": ratio,
+        "70B on 16 GPUs, tp, nccl: seconds of the job": _job(predictor, machine, "llama-3.1-70b", 16, "nccl"),
+        "70B on 16 GPUs, tp, nvrar: seconds of the job": _job(predictor, machine, "llama-3.1-70b", 16, "nvrar"),
+        "nccl over nvrar-published, 512 KiB, 4 nodes": _ratio("nvrar-published", 4, 4, 512 << 10),
+        "nccl over mpi, 512 KiB, 4 nodes": _ratio("mpi", 4, 4, 512 << 10),
         "405B on 32 GPUs: gain of nvrar-published": gain(predictor, machine, "llama-3.1-405b", 32, "nvrar-published"),
     }
     assumed = [path for path, one in machine.quantities().items() if one.origin in ("assumed", "fitted")]

@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from yalis.errors import YalisError
 
@@ -118,31 +118,40 @@ def _font_without_family(found: re.Match[str]) -> str:
     return f"{weight}font-size: {found[2]}"
 
 
+class ShareBar(NamedTuple):
+    """A bar of draw_shares()."""
+
+    label: str
+    engine: str
+    share: float  # of the floor
+    time: str  # measured, with its unit
+
+
 @styled
-def draw_shares(bars: Sequence[tuple[str, str, float]], axis_note: str = "") -> Any:
-    """Draw bars of (label, engine, share of the floor). `axis_note` explains how to read the labels."""
+def draw_shares(bars: Sequence[ShareBar], axis_note: str = "") -> Any:
+    """Draw bars of shares of the floor, each with its time. `axis_note` explains how to read the labels."""
     from matplotlib.patches import Patch
 
     figure, ((axis,),) = new_figure(1.3 + 0.34 * len(bars))
-    engines = list(dict.fromkeys(engine for _, engine, _ in bars))
-    positions, position, last_label = [], 0.0, bars[0][0]
-    for label, engine, share in bars:
+    engines = list(dict.fromkeys(bar.engine for bar in bars))
+    positions, position, last_label = [], 0.0, bars[0].label
+    for label, engine, share, time in bars:
         position += 0.45 if label != last_label else 0
         colour = LINE_COLOURS[engines.index(engine) % len(LINE_COLOURS)]
         axis.barh(position, share, height=0.74, color=colour, linewidth=0)
-        axis.text(share + 0.008, position, f"{share:.0%}", va="center", fontsize=8.5)
+        axis.text(share + 0.008, position, f"{share:.0%}, {time}", va="center", fontsize=8.5)
         positions.append(position)
         position, last_label = position + 1, label
-    axis.set_yticks(positions, [label for label, _, _ in bars])
+    axis.set_yticks(positions, [bar.label for bar in bars])
     axis.invert_yaxis()
     axis.axvline(1, linestyle=":", **REFERENCE)
-    axis.set_xlim(0, max(1.02, 1.08 * max(share for _, _, share in bars)))
+    axis.set_xlim(0, max(1.15, 1.16 * max(bar.share for bar in bars)))
     axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axis.grid(axis="x")
     axis.grid(visible=False, axis="y")
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
-    floor = "share of the floor: roofline lower bound over measured time"
+    floor = "share of the floor (roofline lower bound over measured time), and the measured time"
     axis.set_xlabel("\n".join(filter(None, [floor, axis_note])))
     if len(engines) > 1:
         patches = [Patch(color=LINE_COLOURS[index % len(LINE_COLOURS)]) for index in range(len(engines))]

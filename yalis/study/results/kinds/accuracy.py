@@ -123,17 +123,24 @@ def _draw_errors(axis: Any, phase: str, rows: Sequence[Row]) -> None:
     axis.axhline(0, **drawing.REFERENCE)
     axis.axhspan(-0.05, 0.05, color=drawing.INK, alpha=0.07, linewidth=0)
     axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
+    _label_decades(axis.xaxis)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{round(100 * value, 1):+g}%")
     axis.set_title(f"{phase}: error (band: 5%)")
     axis.set_xlabel("measured, ms")
     axis.legend()
 
 
-def _draw_slices(axis: Any, title: str, rows: Sequence[Row]) -> None:
-    """Draw measured times as marks and predictions as lines, over tensor-parallel ranks."""
+def _label_decades(axis: Any) -> None:
+    """Label 1, 2, 5, 10 and so on of a logarithmic axis."""
     from matplotlib.ticker import LogLocator, NullLocator
 
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _draw_slices(axis: Any, title: str, rows: Sequence[Row]) -> None:
+    """Draw measured times as marks and predictions as lines, over tensor-parallel ranks."""
     splits = sorted({row["tp"] for row in rows})
     for index, work in enumerate(dict.fromkeys(map(_work, rows))):
         chosen = sorted((row for row in rows if _work(row) == work), key=lambda row: row["tp"])
@@ -143,9 +150,7 @@ def _draw_slices(axis: Any, title: str, rows: Sequence[Row]) -> None:
         axis.plot(x, [row["measured_ms"] for row in chosen], linestyle="none", label=work, **style)
     axis.set_title(title)
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _label_decades(axis.yaxis)
     axis.set_xticks(range(len(splits)), [str(split) for split in splits])
     axis.set_xlabel("tensor-parallel ranks")
     axis.set_ylabel("ms; marks: measured, lines: predicted")

@@ -14,6 +14,7 @@ from yalis.study.results.card import (
     engine_name,
     fixed,
     percent,
+    short_number,
     spread_column,
     status_text,
 )
@@ -101,9 +102,11 @@ class Latency(ResultKind):
     def plot(self, result: Result) -> Any:
         return drawing.draw_shares(self._bars(result), "decode steps by batch x prompt x output")
 
-    def _bars(self, result: Result) -> list[tuple[str, str, float]]:
+    def _bars(self, result: Result) -> list[drawing.ShareBar]:
         return [
-            (f"decode {_work(row)}", row["engine"], row["share_of_floor"])
+            drawing.ShareBar(
+                f"decode {_work(row)}", row["engine"], row["share_of_floor"], f"{short_number(row['decode_ms'])} ms"
+            )
             for row in self.table(result).rows
             if row["share_of_floor"] is not None
         ]

@@ -89,6 +89,7 @@ class Plan(ResultKind):
             TableColumn("job", fixed("seconds", 2, " s")),
             TableColumn("replayed", fixed("replayed_s", 2, " s")),
             TableColumn("interval", _interval),
+            TableColumn("latency", fixed("latency_s", 2, " s")),
             TableColumn("tokens/s", fixed("tokens_per_s", 1)),
             *(TableColumn(name, _share(name)) for name in CATEGORIES),
             TableColumn("weights", lambda row: f"{row['weight_bytes'] / 2**30:.1f} GiB"),

@@ -117,6 +117,9 @@ def _draw_libraries(result: Result) -> Any:
         for column, nodes in enumerate(counts):
             axis = axes[line][column]
             panel = [row for row in rows if row["machine"] == machine and row["nodes"] == nodes]
+            if not panel:  # such as one node of one GPU
+                axis.set_axis_off()
+                continue
             for index, library in enumerate(libraries):
                 series = [row for row in panel if row["series"] == library]
                 if series:
@@ -124,7 +127,9 @@ def _draw_libraries(result: Result) -> Any:
             axis.set_yscale("log")
             axis.set_title(f"{machine}, {nodes} node{'s' * (nodes > 1)}", fontsize=10)
             _size_axis(axis, panel)
-        axes[line][0].set_ylabel(result.parameters["unit"])
+        shown = next(axis for axis in axes[line] if axis.has_data())
+        shown.set_ylabel(result.parameters["unit"])
+        shown.tick_params(labelleft=True)
     _share_legend(figure, axes[0][-1])
     return figure
 

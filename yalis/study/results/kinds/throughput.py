@@ -14,6 +14,7 @@ from yalis.study.results.card import (
     engine_name,
     fixed,
     percent,
+    short_number,
     spread_column,
     status_text,
 )
@@ -93,7 +94,12 @@ class Throughput(ResultKind):
 
     def plot(self, result: Result) -> Any:
         rows = [row for row in result.rows if row["share_of_floor"] is not None]
-        return drawing.draw_shares([("total", row["engine"], row["share_of_floor"]) for row in rows])
+        return drawing.draw_shares(
+            [
+                drawing.ShareBar("total", row["engine"], row["share_of_floor"], f"{short_number(row['seconds'])} s")
+                for row in rows
+            ]
+        )
 
     def text(self, result: Result) -> Iterator[str]:
         facts, device = result.parameters, result.devices[0]
