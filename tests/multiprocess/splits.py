@@ -41,6 +41,14 @@ WIDE = [widen(case) for case in CASES]
 NUMBERS = StructuredOutputs(json={"type": "array", "items": {"type": "integer"}, "minItems": STEPS})
 WORDS = StructuredOutputs(regex=f"([a-z]{{2,5}} ){{{STEPS}}}")
 
+#: Models with experts by number of ranks. The pairwise cover has the dense ones.
+EXPERT_TRIALS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [("olmoe", {"tp": 2}), ("mixtral-window", {"dp": 2})],
+    3: [("qwen2-moe", {"tp": 3})],
+    4: [("olmoe-bias-tied", {"tp": "2x2"}), ("qwen2-moe", {"tp": "1x4"}), ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2})],
+    8: [("qwen3-moe-sparse-tied", {"tp": "4x2"})],
+}
+
 #: Every prompt is sampled with GREEDY, and prompt i with RANDOM[i], all in one batch.
 GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True, logprobs=VOCAB)
 RANDOM = [

@@ -163,7 +163,7 @@ def test_safetensors(case: Case, stored: torch.dtype, tmp_path: Path) -> None:
         assert sum(read) == pytest.approx(once + sum(part.repeated for rank in memory for part in rank.weights))
 
 
-@pytest.mark.parametrize("name", ["mixtral-tied", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["mixtral-window", "qwen2-moe"])
 def test_fused_experts(name: str, tmp_path: Path) -> None:
     """A checkpoint with one tensor for all experts has the weights of one with a matrix for each."""
     (case,) = (case for case in WIDE if case.name == name)

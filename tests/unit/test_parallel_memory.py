@@ -91,7 +91,7 @@ def parameter_bytes(model: Decoder) -> dict[str, int]:
         elif ".mlp.router." in name:
             parts = {"routers": parameter.nbytes}
         elif ".mlp.shared." in name:
-            parts = {"shared expert matrices": parameter.nbytes}
+            parts = {"matrices of the shared expert": parameter.nbytes}
         elif "norm" in name:
             parts = {"norms": parameter.nbytes}
         elif name.startswith(("embedding", "head")):

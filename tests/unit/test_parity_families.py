@@ -83,10 +83,19 @@ def check_scenario(
             assert counted.rope_switches > 0
 
 
+def name_scenario(flags: tuple[bool, bool, bool]) -> str:
+    return "".join("cpr"[index] if on else "-" for index, on in enumerate(flags))
+
+
 @pytest.mark.parametrize(
-    "scenario", SCENARIOS, ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags))
+    ("case", "scenario"),
+    [
+        pytest.param(case, flags, id=f"{case.name}-{name_scenario(flags)}", marks=[pytest.mark.full] * left_out)
+        for case in CASES
+        for flags in SCENARIOS
+        for left_out in [case.brief and flags not in (SCENARIOS[0], ALL_ON)]
+    ],
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_every_scenario(reference, backend, case, scenario):
     check_scenario(reference(case, SEEDS[0]), backend, scenario)
@@ -95,7 +104,7 @@ def test_every_scenario(reference, backend, case, scenario):
 @pytest.mark.parametrize(
     "scenario",
     [ALL_ON, *(pytest.param(flags, marks=pytest.mark.full) for flags in SCENARIOS if flags != ALL_ON)],
-    ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags)),
+    ids=name_scenario,
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
@@ -125,9 +134,7 @@ def test_other_backends(reference, backend, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "scenario", SCENARIOS, ids=lambda flags: "".join("cpr"[i] if on else "-" for i, on in enumerate(flags))
-)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=name_scenario)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["flex", "triton"])

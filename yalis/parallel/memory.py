@@ -130,7 +130,7 @@ class _RankParts:
             return
         matrix = 3 * self.hidden * self.itemsize * (self.layers - self.dense_layers)
         yield Part("expert matrices", moe.num_experts * len(self.grid.width(moe.width)) * matrix, over_grid)
-        yield Part("shared expert matrices", len(self.grid.width(moe.shared_width)) * matrix, over_grid)
+        yield Part("matrices of the shared expert", len(self.grid.width(moe.shared_width)) * matrix, over_grid)
         copies = split.rows if split.cols == 1 else 1  # with columns, all ranks of the grid split the router
         held = _repeated("whole", copies, "rows") if split.cols == 1 else over_grid
         columns = len(self.grid.router_columns(self.spec.hidden_size))
