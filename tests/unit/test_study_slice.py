@@ -98,7 +98,7 @@ def test_workloads_and_the_rank_of_a_pipeline(shape: str, capsys: pytest.Capture
     ("args", "words"),
     [
         ("--tp 0", "tp is '0'; give a number of ranks, such as 4"),
-        ("--tp 10", "tp 10x1 leaves ranks without a shard: .* give 1 to 9 rows"),
+        ("--tp 10", "tp 10 leaves ranks without a shard: .* give tp 1 to 9"),
         ("--tp 2,4 --rank 2", "rank is 2, but tp 2 has ranks 0 to 1; give one of them"),
         ("--tp 2 --pp 4", "pp 4 leaves stages without a layer"),
         ("--tp 2 --rank -1", "rank is -1; give a whole number of at least 0"),

@@ -103,8 +103,8 @@ class AsyncLLM:
     async def tokenize(self, prompt: Prompt, template_kwargs: dict[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt, which are not checked."""
         if self._is_quick([prompt]):
-            return self.llm.encode(prompt, template_kwargs)
-        return await asyncio.to_thread(self.llm.encode, prompt, template_kwargs)
+            return self.llm.encode_prompt(prompt, template_kwargs)
+        return await asyncio.to_thread(self.llm.encode_prompt, prompt, template_kwargs)
 
     async def close(self) -> None:
         """End the step thread. Open requests end with a failure."""

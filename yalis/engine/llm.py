@@ -272,7 +272,7 @@ class LLM(LoadedModel):
         """Whether a thread tokenizes a prompt; others wait for it."""
         return self._encoding.locked()
 
-    def encode(self, prompt: Prompt, template_kwargs: dict[str, Any] | None = None) -> list[int]:
+    def encode_prompt(self, prompt: Prompt, template_kwargs: dict[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt, which are not checked."""
         with self._encoding:
             return encode_prompt(prompt, self.tokenizer, self.config.model, template_kwargs)[1]
