@@ -125,23 +125,22 @@ class Rank0Monitor(LivenessMonitor):
             selector.register(self._wakeup, selectors.EVENT_READ)
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
-            ticked = awake = time.monotonic()
-            before = self._idle_state()
+            ticked = time.monotonic()
             while not self.closing or (self._remaining() and time.monotonic() < self._deadline):
-                wake_up = min(self._deadline, awake + BEAT_S) if self.closing else ticked + BEAT_S
+                wake_up = min(ticked + BEAT_S, self._deadline) if self.closing else ticked + BEAT_S
+                before = self._idle_state()
                 events = selector.select(max(0.0, wake_up - time.monotonic()))
-                now = time.monotonic()
-                self._note_stop(now - awake, before)
-                awake, before = now, self._idle_state()
+                self._note_stop(time.monotonic() - ticked, before)
                 for key, _ in events:
                     if not isinstance(key.fileobj, Link):
                         self._handle_signals(self._wakeup.read())
                     elif not self._read(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
                 elapsed = time.monotonic() - ticked
-                if elapsed >= BEAT_S and not self.closing:
+                if elapsed >= BEAT_S:
                     ticked += elapsed
-                    self._tick(elapsed)
+                    if not self.closing:
+                        self._tick(elapsed)
         for rank in self._remaining() if self._local and not self.failure else ():
             reason = "it is stopped (SIGSTOP)" if is_stopped(self.members[rank].pid) else "it hangs"
             get_logger(__name__).warning("%s had to be killed after the last request: %s", self._name(rank), reason)
@@ -155,9 +154,9 @@ class Rank0Monitor(LivenessMonitor):
     def _note_stop(self, elapsed: float, before: tuple[bool, int]) -> None:
         """Record that this process was stopped, before the links are read: other ranks may have ended because of it.
 
-        `elapsed`: seconds since this thread last ran, which are about BEAT_S otherwise. The other ranks do not end if
-        rank 0 was idle all the time since `before`, an earlier _idle_state(). If the phase has changed since, it may
-        have done so before the stop or after it.
+        `elapsed`: seconds since the last tick, about BEAT_S otherwise. The other ranks do not end if rank 0 was idle
+        all the time since `before`, an earlier _idle_state(). If the phase has changed since, it may have done so
+        before the stop or after it.
         """
         idle = self._idle and before == self._idle_state()
         if elapsed > silence_limit(self.step_timeout) and not idle:
