@@ -16,6 +16,7 @@ const views = new Map(); // message on the page -> MessageView
 let current;
 let model = "";
 let followsEnd = true;
+let leaving = false; // the browser ends the requests of a page that is left, which is no failure
 let drawing = false;
 
 function showNotice(sentence) {
@@ -117,7 +118,7 @@ async function answer(conversation, retries = 0) {
     message.state = "done";
   } catch (error) {
     message.state = "stopped";
-    if (error.name !== "AbortError") failure = error;
+    if (error.name !== "AbortError" && !leaving) failure = error;
   }
   settle(conversation.id, stopping);
   if (failure) {
@@ -390,11 +391,12 @@ function listen() {
   new ResizeObserver(() => scrollToEnd()).observe(byId("log")); // a keyboard opens, or the field grows
   document.addEventListener("keydown", onKey);
   window.addEventListener("storage", onStorage);
+  window.addEventListener("beforeunload", () => {
+    leaving = true;
+    setTimeout(() => (leaving = false), 2000); // it may stay after all
+  });
   window.addEventListener("pagehide", () => {
-    for (const id of [...running.keys()]) {
-      if (store.all.has(id)) store.save(store.all.get(id));
-      stop(id); // else the request would fail, and be reported as a lost connection
-    }
+    for (const id of running.keys()) if (store.all.has(id)) store.save(store.all.get(id));
   });
 }
 
