@@ -60,6 +60,7 @@ def error(server: RunningServer, path: str, body: Any, status: int = 400, **head
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"stream": True, "stream_options": {"nothing": True}}, "stream_options.nothing"),
         (CHAT, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (TEXT, {"stream": True, "echo": True, "logprobs": 1}, "logprobs"),
         (TEXT, {"suffix": "x"}, "suffix"),
         (TEXT, {"best_of": 3}, "best_of"),
         (TEXT, {"use_beam_search": True}, "use_beam_search"),

@@ -156,6 +156,11 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     echo: bool | None = None
 
+    def check_stream(self) -> None:
+        super().check_stream()
+        if self.stream and self.echo and self.logprobs is not None:
+            raise ApiError("logprobs of an echoed prompt are not streamed; leave out stream", param="logprobs")
+
 
 class ChatRequest(GenerationRequest):
     refused = _CHAT_REFUSED | _SAMPLING_REFUSED
