@@ -79,7 +79,7 @@ def test_a_server_drains_and_announces_its_new_url_after_a_requeue(tmp_path: Pat
     assert "yalis: error" not in log.read_text()
 
 
-def _wait(ready: Callable[[], bool], log: Path, seconds: float = 60) -> None:
+def _wait(ready: Callable[[], bool], log: Path, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < end, log.read_text() if log.exists() else "the job has not started"

@@ -53,6 +53,7 @@ THIS = "is how this test is run"
 SERVES = "runs until it is stopped; tests/multiprocess/test_serve.py"
 SERVED = "needs a running server; test_study_serve.py runs it against one"
 MEASURE = "yalis bench serve --url http://127.0.0.1:8000"
+SLURM = "tests/multihost/test_serve.py runs it"
 LAB = "needs root and takes minutes; tests/multihost runs it with small sizes"
 
 #: Commands that are not run here, and why. Each must be in a page.
@@ -123,6 +124,8 @@ NOT_RUN = {
     'torchrun --nproc-per-node 2 -m yalis generate "1, 2, 3," --tp 2': "tests/launchers/test_torchrun.py runs one",
     'mpirun -n 2 yalis generate "1, 2, 3," --tp 2': "tests/launchers/test_mpirun.py runs one",
     'srun -n 2 yalis generate "1, 2, 3," --tp 2': "tests/launchers/test_srun.py runs one",
+    "sbatch slurm/serve.sh ~/yalis-url --model /path/to/Llama-3.1-70B --api-key-file ~/yalis-key": SLURM,
+    'curl "$(cat ~/yalis-url)/v1/models" -H "Authorization: Bearer $(cat ~/yalis-key)"': SERVED,
     'sbatch slurm/generate-cpu.sh "The capital of France is" --max-tokens 64': "tests/launchers/test_slurm.py runs it",
     "bash jobs/submit.sh": "tests/launchers/test_bench_slurm.py runs it under Slurm",
     "yalis plan --study study": "takes 20 s; test_planner_search.py evaluates its statements",
