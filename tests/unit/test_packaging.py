@@ -22,11 +22,17 @@ ROOT = Path(__file__).parents[2]
 #: Imported, but not required.
 OPTIONAL = {
     "accelerate": "a peer engine of benchmarks, for GGUF files",
+    "fastapi": "an extra, for the server",
     "huggingface_hub": "comes with transformers",
+    "llguidance": "an extra, for structured outputs",
     "matplotlib": "an extra, for plots",
     "mpi4py": "an extra, for --allreduce mpi",
+    "prometheus_client": "an extra, for the server",
+    "pydantic": "an extra, for the server",
+    "starlette": "comes with fastapi",
     "tokenizers": "comes with transformers",
     "triton": "an extra",
+    "uvicorn": "an extra, for the server",
     "vllm": "a peer engine of benchmarks",
 }
 

@@ -17,6 +17,7 @@ from itertools import islice
 from yalis.cache.blocks import BlockAllocator
 from yalis.errors import YalisError
 from yalis.scheduling.budget import StepBudget, micro_batch_budget
+from yalis.scheduling.counters import SchedulerCounters
 from yalis.scheduling.plan import LAST_SAMPLED, NO_TOKEN_ALLOWED, Emitted, SequenceStep, StepOutput, StepPlan
 from yalis.scheduling.request import Request
 from yalis.types import FinishReason
@@ -38,20 +39,6 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_batch_tokens", "max_model_len", "block_size", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise YalisError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
-
-
-@dataclass
-class SchedulerCounters:
-    plans: int = 0
-    chunked_prefills: int = 0  # prompt chunks that end before their prompt does
-    preemptions: int = 0
-    rope_switches: int = 0  # sequences recomputed because they crossed recompute_at
-    prefix_hit_tokens: int = 0  # over all admissions
-    prompt_query_tokens: int = 0  # looked up in the prefix cache when their request was first admitted
-    prompt_hit_tokens: int = 0  # of these, tokens found
-    deferrals: int = 0  # admissions put off because a plan in flight computes a block of the same prefix
-    fed_tokens: int = 0  # sampled tokens that the next step read on the device
-    dropped_tokens: int = 0  # sampled after the request had ended
 
 
 @dataclass(frozen=True)
