@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if finding.area != area:
             area = finding.area
             print(area)
-        print(f"  {'ok' if finding.usable else '--'}  {finding.name:<18}{finding.detail}", flush=True)
+        print(f"  {'ok' if finding.usable else '--'}  {finding.name + ' ':<14}{finding.detail}", flush=True)
     return 1 if missing_required else 0
 
 
