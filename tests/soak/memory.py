@@ -60,12 +60,12 @@ class MemorySampler:
         return row
 
 
-def find_growth(row: dict[str, Any], counts: Sequence[str] = ("descriptors", "threads")) -> list[str]:
-    """Return what has grown in a process, as sentences. `counts` are those that may not grow at all."""
+def find_growth(row: dict[str, Any]) -> list[str]:
+    """Return what has grown in a process, as sentences."""
     problems = []
     if row["uss_mib"]["low"] > NOISE_MIB:
         problems.append(f"rank {row['rank']} grows by {row['uss_mib']['per_minute']:.2f} MiB/min")
-    for name in counts:
+    for name in ("descriptors", "threads"):
         if row[name]["last"] > row[name]["first"]:
             problems.append(f"rank {row['rank']} has {row[name]['last']:g} {name}, and had {row[name]['first']:g}")
     return problems

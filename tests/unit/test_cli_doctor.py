@@ -44,8 +44,8 @@ def test_doctor_reports_missing_packages(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("yalis.machine.package_version", lambda name: None if name in missing else "9")
     assert main(["doctor"]) == 0  # optional packages
     out = capsys.readouterr().out
-    assert "--  gguf              not installed; only needed for GGUF files: pip install gguf\n" in out
-    assert "--  jinja2            not installed; only needed for chat templates: pip install jinja2\n" in out
+    assert "--  gguf          not installed; only needed for GGUF files: pip install gguf\n" in out
+    assert "--  jinja2        not installed; only needed for chat templates: pip install jinja2\n" in out
     assert "--  triton        not installed; only needed for the triton attention backend" in out
     assert "safetensors" not in out  # not needed: yalis reads safetensors itself
     missing.add("transformers")
@@ -81,7 +81,7 @@ def test_doctor_explains_the_variables_of_a_launcher(
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["doctor"]) == 0
-    assert "--  launcher          the environment of torchrun has rank 5 of 2" in capsys.readouterr().out
+    assert "--  launcher      the environment of torchrun has rank 5 of 2" in capsys.readouterr().out
 
 
 def test_models_lists_short_names_and_families(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,7 @@ def _print(findings: Iterable[RankFinding], as_json: bool, with_ranks: bool = Fa
         if finding.area != area:
             area = finding.area
             print(area)
-        print(f"  {_MARKS[finding.status]}  {finding.name:<18}{one.detail}", flush=True)
+        print(f"  {_MARKS[finding.status]}  {finding.name + ' ':<14}{one.detail}", flush=True)
     return 1 if missing_required else 0
 
 

@@ -111,6 +111,7 @@ class AsyncLLM:
         self._closing = True
         self._work.set()
         await asyncio.to_thread(self._thread.join)
+        self._wake()
         self._fail(YalisFailure("the model was closed"))
 
     def _is_quick(self, prompts: Sequence[Prompt]) -> bool:
