@@ -165,8 +165,7 @@ def test_hosts_with_different_networks_are_named(tmp_path: Path) -> None:
     fabric_trees.infiniband_cluster(tmp_path / "1")
 
     def rank(world: World) -> str:
-        members = (replace(world.members[0], host="one"), replace(world.members[1], host="two", node=1))
-        world.members = members
+        world.members = (world.members[0]._replace(host="one"), world.members[1]._replace(host="two", node=1))
         with pytest.raises(YalisError) as raised:
             agree_on_transport(world, f"GPU-{world.rank}", tmp_path / str(world.rank))
         return str(raised.value)
