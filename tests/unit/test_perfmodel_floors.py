@@ -56,6 +56,26 @@ def test_floor_of_a_whole_job() -> None:
     assert prefill + decode == pytest.approx(10.6, rel=0.005)
 
 
+QWEN3_30B_A3B = ModelDims(
+    hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocab=151936, tied=False,
+    qk_norm=True, expert_layers=48, experts=128, top_k=8, expert_width=768,
+)  # fmt: skip
+
+
+def test_experts_of_qwen3_30b_a3b() -> None:
+    """30.5 billion parameters, of which 3.3 billion serve a token; a step reads those that its tokens reach."""
+    dims = QWEN3_30B_A3B
+    assert dims.params == 30_532_122_624
+    assert dims.active_params + 2 * dims.table_params + dims.small_params == pytest.approx(3.35e9, rel=0.01)
+    one = decode_work(dims, [0])
+    assert one.weight_bytes == 2 * (dims.active_params + dims.head_params + dims.small_params + dims.hidden)
+    assert 1e3 * floor_s(one.bytes, one.flops, H200_READ, H200_FLOPS) == pytest.approx(1.31, rel=0.01)
+    assert decode_work(dims, [0] * 2).flops == 2 * one.flops
+    two, many = dims.read_params(2) - dims.active_params, dims.matrix_params - dims.active_params
+    assert two == pytest.approx(many / 120 * 8 * (1 - 8 / 128))  # 8 more of the other 120, unless both chose them
+    assert dims.read_params(1000) == pytest.approx(dims.matrix_params)
+
+
 def test_smollm2_reads_538_megabytes_per_step() -> None:
     work = decode_work(SMOLLM2, [0])
     assert work.bytes == pytest.approx(538e6, rel=0.001)
