@@ -39,6 +39,7 @@ class CommModel:
                 f"machine {machine.name} has no parameters of {library}; it has: {known}; measure them with "
                 f"`yalis calibrate` on that machine, or copy a libraries.{library} section into a machine file"
             )
+        _refuse_unknown(machine)
         given = machine.libraries[library]
         usable = [one for one in LIBRARIES[library] if set(one.required) <= set(given)]
         if not usable:
@@ -70,3 +71,19 @@ class CommModel:
 def libraries_of(machine: Machine) -> list[str]:
     """Return the libraries that the machine has parameters of, in a fixed order."""
     return [name for name in LIBRARIES if name in machine.libraries]
+
+
+def _refuse_unknown(machine: Machine) -> None:
+    """Refuse libraries and parameters that would have no effect, such as misspelled ones."""
+    for library, parameters in machine.libraries.items():
+        if library not in LIBRARIES:
+            raise YalisError(
+                f"machine {machine.name} has an unknown section libraries.{library}; accepted: {', '.join(LIBRARIES)}"
+            )
+        known = [name for model in LIBRARIES[library] for name in model.required]
+        for name in parameters:
+            if name not in known:
+                raise YalisError(
+                    f"machine {machine.name} has an unknown parameter libraries.{library}.{name}; accepted: "
+                    f"{', '.join(dict.fromkeys(known))}"
+                )
