@@ -20,6 +20,7 @@ from yalis.planner.communication import CommModel, libraries_of
 from yalis.planner.compute import ComputeModel
 from yalis.planner.estimate import decode_shape, prefill_shapes
 from yalis.planner.explain import explain, spell_split
+from yalis.planner.intervals import prefixes_of
 from yalis.planner.job import Job, capacity
 from yalis.planner.machine import load_machine
 from yalis.planner.search import Choices, Planner, Slo, best_libraries, scaling, splits
@@ -205,6 +206,25 @@ def test_a_larger_quantity_widens_the_interval() -> None:
     assert narrow.value == wide.value == one.estimate.seconds
     assert wide.high > narrow.high
     assert wide.low == narrow.low
+
+
+def test_an_interval_with_nvrar_includes_the_gathers_and_sends_of_nccl() -> None:
+    planner = Planner(PERLMUTTER, job())
+    one = next(one for one in planner.candidates([2], Choices(grid=(4, 1), stages=2, libraries=("nvrar",))))
+    path = "libraries.nccl.net_hop_extra_s"
+    hop = PERLMUTTER.quantities()[path]
+    wide = Planner(PERLMUTTER.with_quantity(path, replace(hop, high=100 * hop.high)), job()).interval(one)
+    assert wide.high > planner.interval(one).high
+    assert set(prefixes_of("nvrar")) - set(prefixes_of("nccl")) == {"libraries.nvrar."}
+
+
+def test_decode_steps_are_padded_to_the_sizes_that_the_engine_records() -> None:
+    """The largest recorded step has --max-num-seqs sequences: 66 of 66 are not padded to 96."""
+    planner = Planner(PERLMUTTER, job(max_num_seqs=66))
+    (one,) = planner.model(Split(8), "nccl").stages(decode_shape(66, 100))
+    exact = ComputeModel(PERLMUTTER, planner.job.spec, Split(8), 2, max_num_seqs=66).step(decode_shape(66, 100))
+    padded = ComputeModel(PERLMUTTER, planner.job.spec, Split(8), 2).step(decode_shape(66, 100))
+    assert one.other == exact.other < padded.other
 
 
 def test_largest_slices_are_found_once() -> None:

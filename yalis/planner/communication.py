@@ -50,10 +50,10 @@ class CommModel:
             )
         self.machine, self.name = machine, library
         self.library = usable[0](machine, {name: float(one) for name, one in given.items()})
-        # As in the engine: NCCL gathers and sends where a library only has an all-reduce.
-        self._others: FullLibrary = (
-            self.library if isinstance(self.library, FullLibrary) else CommModel(machine, "nccl")._others
-        )
+        others = full_library_of(library)
+        full = self.library if others == library else CommModel(machine, others).library
+        assert isinstance(full, FullLibrary)
+        self._others = full  # gathers and sends
 
     def all_reduce(self, group: Shape, bytes: float) -> float:
         """Return the seconds until every rank of the group has the sum of messages of `bytes` bytes."""
@@ -66,6 +66,11 @@ class CommModel:
     def send(self, bytes: float, same_node: bool) -> float:
         """Return the seconds of one message between two ranks, as between pipeline stages."""
         return self._others.send(bytes, same_node)
+
+
+def full_library_of(library: str) -> str:
+    """Return the library that gathers and sends when this one reduces: NCCL, as in the engine, if it only reduces."""
+    return library if issubclass(LIBRARIES[library][0], FullLibrary) else "nccl"
 
 
 def libraries_of(machine: Machine) -> list[str]:
