@@ -161,6 +161,31 @@ def test_the_fast_estimate_agrees_with_the_virtual_clock(split: Split, library: 
     assert one.estimate.breakdown.communication == pytest.approx(breakdown.communication, rel=0.1)
 
 
+def test_a_machine_without_libraries_runs_single_ranks() -> None:
+    """Such as `yalis calibrate` writes on one rank."""
+    h200 = load_machine("h200")
+    assert not h200.libraries
+    small = replace(job(), spec=shape_of("llama-3.1-8b"), model="8b")
+    planner = Planner(h200, small)
+    (one,) = planner.candidates([1])
+    assert (one.split, one.estimate.breakdown.communication) == (Split(1), 0.0)
+    replay = planner.replay(one)
+    assert replay.seconds.low < one.estimate.seconds < replay.seconds.high
+    with pytest.raises(YalisFailure, match=r"405b does not run on single GPUs of h200 .* copy a libraries section"):
+        Planner(h200, replace(small, spec=shape_of("llama-3.1-405b"), model="405b")).candidates([1])
+
+
+def test_one_micro_batch_leaves_all_stages_but_one_idle() -> None:
+    split, times = Split(4, 1, 2), {}
+    for count in (None, 1):
+        planner = Planner(PERLMUTTER, job(output=64, micro_batches=count))
+        room = capacity(planner.job, PERLMUTTER, split)
+        times[count] = planner.estimate(split, "nccl", room)
+    first, second = planner.model(split, "nccl").stages(decode_shape(16, 256 + 32))
+    assert times[1].itl > first.total + second.total
+    assert times[1].breakdown.idle > times[None].breakdown.idle
+
+
 def test_the_search_ranks_and_explains() -> None:
     planner = Planner(PERLMUTTER, job())
     found = planner.candidates([1, 2])

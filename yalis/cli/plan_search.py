@@ -230,14 +230,16 @@ def _print_answer(search: Search, answer: Answer) -> None:
         split, run = spell_split(one.candidate.split), one.simulation
         low, high = one.seconds.low, one.seconds.high
         nodes = count_of(one.candidate.nodes, "node")
+        library = f", {one.candidate.library}" if one.candidate.split.per_replica > 1 else ""
         print(
-            f"  {split} on {nodes}, {one.candidate.library}: {one.seconds.value:.2f} s ({low:.2f}..{high:.2f}), "
+            f"  {split} on {nodes}{library}: {one.seconds.value:.2f} s ({low:.2f}..{high:.2f}), "
             f"{one.tokens_per_s.value:.0f} tokens/s, TTFT {1e3 * one.ttft:.0f} ms, ITL {1e3 * one.itl:.2f} ms (p90), "
             f"{run.steps} steps, {run.preemptions} preemptions"
         )
     best = answer.best
     nodes = count_of(best.nodes, "node")
-    print(f"\nwhy {spell_split(best.split)} with {best.library} on {nodes}:")
+    library = f" with {best.library}" if best.split.per_replica > 1 else ""
+    print(f"\nwhy {spell_split(best.split)}{library} on {nodes}:")
     for sentence in answer.why or ["nothing else fits the given --nodes, --tp, --pp, --dp and --allreduce"]:
         print(f"  {sentence}")
     room = best.capacity

@@ -20,7 +20,7 @@ from yalis.planner.estimate import Estimate, estimate
 from yalis.planner.intervals import Interval, interval, prefixes_of
 from yalis.planner.job import Capacity, Job, capacity
 from yalis.planner.machine import Machine
-from yalis.planner.step_time import StepTimeModel, largest_slices, with_control
+from yalis.planner.step_time import NO_LIBRARY, StepTimeModel, largest_slices, with_control
 from yalis.spec import ModelSpec
 
 OBJECTIVES = ("latency", "throughput", "cost")
@@ -122,11 +122,11 @@ class Planner:
                 room = capacity(self.job, self.machine, split)
                 if not room.fits:
                     continue
-                # A single rank sends nothing, so one library stands for all.
-                for library in libraries if split.per_replica > 1 else libraries[:1]:
+                # A single rank sends nothing, so one library stands for all, and none is needed.
+                for library in libraries if split.per_replica > 1 else libraries[:1] or [NO_LIBRARY]:
                     found.append(Candidate(count, split, library, room, self.estimate(split, library, room)))
         if not found:
-            raise YalisFailure(self._nothing_fits(nodes, tried))
+            raise YalisFailure(self._nothing_fits(nodes, tried, bool(libraries)))
         meeting = [one for one in found if slo.met(one.estimate.ttft, one.estimate.itl)]
         if not meeting:
             first = min(found, key=lambda one: one.estimate.ttft).estimate.ttft
@@ -175,7 +175,7 @@ class Planner:
             self._slices[key] = _CachedCompute(ComputeModel(machine, spec, split, itemsize, rank))
         return self._slices[key]
 
-    def _libraries(self, choices: Choices) -> Sequence[str]:
+    def _libraries(self, choices: Choices) -> list[str]:
         known = libraries_of(self.machine)
         if choices.libraries is None:
             return [name for name in known if name not in _NOT_RUN]
@@ -185,12 +185,12 @@ class Planner:
             if not matching:
                 raise YalisError(
                     f"{self.machine.name} has no parameters for the all-reduce {name!r}; give one of "
-                    f"{', '.join(known)}, or measure it there with `yalis calibrate`"
+                    f"{', '.join(known) or 'auto'}, or measure it there with `yalis calibrate`"
                 )
             found += matching
         return found
 
-    def _nothing_fits(self, nodes: Sequence[int], tried: int) -> str:
+    def _nothing_fits(self, nodes: Sequence[int], tried: int, connected: bool) -> str:
         job, machine = self.job, self.machine
         if not tried:
             return (
@@ -198,6 +198,12 @@ class Planner:
                 f"{machine.gpus_per_node} GPUs each; leave out tp=, pp= and dp=, or give other --nodes"
             )
         gpu = machine.gpu.memory_bytes.value / 2**30
+        if not connected:
+            return (
+                f"{job.model} does not run on single GPUs of {machine.name} ({gpu:.0f} GiB), and the machine has no "
+                "parameters of a communication library to split it; measure them with `yalis calibrate` on several "
+                "ranks, or copy a libraries section into the machine file"
+            )
         return (
             f"{job.model} with one sequence of {job.model_len} tokens does not fit {count_of(max(nodes), 'node')} of "
             f"{machine.name} ({machine.gpus_per_node} GPUs of {gpu:.0f} GiB each) on any split; give more --nodes, "
