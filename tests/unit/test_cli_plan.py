@@ -284,10 +284,12 @@ def test_a_prediction_as_json_file_report_and_plot(tmp_path: Path, capsys: pytes
 
 def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--nodes", 2, "--tp", 4, "--pp", 2, "--allreduce", "torch", "--memory-fraction", 0.8]
+    fixed += ["--micro-batches", 1]
     planned = plan(capsys, *PREDICT[1:], *fixed)
     assert {(row["split"], row["library"]) for row in planned["rows"]} == {("tp 4, pp 2", "nccl")}
     assert "--allreduce torch" in planned["parameters"]["run"]
     assert "--memory-fraction 0.8" in planned["parameters"]["run"]
+    assert "--micro-batches 1" in planned["parameters"]["run"]
     assert planned["parameters"]["run"].startswith("srun -N 2 -n 8 --gpus-per-node=4 yalis bench throughput ")
 
 

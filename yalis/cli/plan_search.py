@@ -216,7 +216,7 @@ def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search,
     for name in ("requests", "rate"):
         words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
     default = EngineConfig()
-    for field in ("max_num_seqs", "max_batch_tokens", "dtype", "memory_fraction", "block_size"):
+    for field in ("micro_batches", "max_num_seqs", "max_batch_tokens", "dtype", "memory_fraction", "block_size"):
         if (value := getattr(config, field)) != getattr(default, field):
             words += [f"--{field.replace('_', '-')}", str(value)]
     return shlex.join([*words, "--max-model-len", str(search.job.model_len)])

@@ -172,7 +172,9 @@ class Planner:
         dims = largest_slices(spec, replace(split, replicas=1), split.coords(rank).stage)[rank]
         key = (machine.gpu, tuple(machine.host.items()), dims, split.rows, split.cols, itemsize)
         if key not in self._slices:
-            self._slices[key] = _CachedCompute(ComputeModel(machine, spec, split, itemsize, rank))
+            # `rank` matters only through `dims`; the other arguments are in the key, or the same for the whole job.
+            model = ComputeModel(machine, spec, split, itemsize, rank, self.job.config.max_num_seqs)
+            self._slices[key] = _CachedCompute(model)
         return self._slices[key]
 
     def _libraries(self, choices: Choices) -> list[str]:
