@@ -23,6 +23,7 @@ from yalis.workloads import ANY_WORKLOAD, parse_any_workload
 
 if TYPE_CHECKING:
     from yalis.planner.job import Job
+    from yalis.planner.machine import Machine
     from yalis.planner.search import Candidate, Choices
     from yalis.study.planning import Answer, Search
 
@@ -137,19 +138,20 @@ def _search(args: argparse.Namespace, config: EngineConfig) -> Search:
             f"--nodes is {max(nodes)}, but {machine.name} has {count_of(machine.max_nodes, 'node')}; give "
             + (f"1 to {machine.max_nodes}" if machine.max_nodes > 1 else "1, or a machine with a network")
         )
-    job, dtype = _job(args, config)
+    job, dtype = _job(args, config, machine)
     name = args.trace or " + ".join(map(_workload_name, args.workload or [parse_any_workload("poster")]))
     return Search(
         machine, job, name, dtype, nodes, args.objective or "latency", _choices(args, config), Slo(**args.slo or {})
     )
 
 
-def _job(args: argparse.Namespace, config: EngineConfig) -> tuple[Job, str]:
+def _job(args: argparse.Namespace, config: EngineConfig, machine: Machine) -> tuple[Job, str]:
     """Return the job and the name of its dtype."""
     import torch
 
     from yalis.checkpoint.resolve import open_checkpoint
     from yalis.engine.device import resolve_dtype, resolve_max_len
+    from yalis.planner.efficiency import load_efficiencies
     from yalis.planner.job import Job
     from yalis.planner.step import SimRequest
     from yalis.spec import read_spec
@@ -158,7 +160,8 @@ def _job(args: argparse.Namespace, config: EngineConfig) -> tuple[Job, str]:
     checkpoint = open_checkpoint(config.model, load="random")  # only its config is read
     spec = read_spec(checkpoint.config, checkpoint.label)
     checkpoint.close()
-    dtype = resolve_dtype(config.dtype, spec.dtype, torch.device("cuda"))
+    device = load_efficiencies(machine.gpu.efficiencies).device
+    dtype = resolve_dtype(config.dtype, spec.dtype, torch.device(device))
     workloads = () if args.trace is not None else tuple(args.workload or [parse_any_workload("poster")])
     plan = ThroughputPlan(workloads, trace=args.trace, requests=args.requests, rate=args.rate)
     sizes = request_sizes(plan)
@@ -172,7 +175,8 @@ def _job(args: argparse.Namespace, config: EngineConfig) -> tuple[Job, str]:
         )
     requests = [SimRequest(size.prompt_len, size.output_len, size.arrival) for size in sizes]
     model = Path(checkpoint.label).name.removesuffix(".json")
-    return Job(model, spec, dtype.itemsize, requests, replace(config, prefix_reuse=False)), str(dtype).partition(".")[2]
+    job = Job(model, spec, dtype.itemsize, requests, replace(config, prefix_reuse=False), device == "cuda")
+    return job, str(dtype).partition(".")[2]
 
 
 def _choices(args: argparse.Namespace, config: EngineConfig) -> Choices:
@@ -192,7 +196,7 @@ def _memory(config: EngineConfig, search: Search, best: Candidate) -> SplitPlan:
     split = best.split
     chosen = replace(
         config, tp=(split.rows, split.cols), pp=split.stages, dp=split.replicas, max_model_len=search.job.model_len,
-        dtype=search.dtype,
+        dtype=search.dtype, block_size=search.job.block_size,
     )  # fmt: skip
     return make_plan(chosen, search.machine.gpu.memory_bytes.value / _GIB, search.job.model_len)
 
@@ -203,7 +207,7 @@ def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search,
 
     split, machine = best.split, search.machine
     words = launch_command("srun", split.size, [machine.gpus_per_node] * best.nodes) if split.size > 1 else []
-    words += [f"--gpus-per-node={machine.gpus_per_node}"] * bool(words)
+    words += [f"--gpus-per-node={machine.gpus_per_node}"] * bool(words and search.job.on_gpu)
     words += ["yalis", "bench", "throughput", "--model", config.model]
     grid = str(split.rows) if split.cols == 1 else f"{split.rows}x{split.cols}"
     for flag, value in (("--tp", grid), ("--pp", str(split.stages)), ("--dp", str(split.replicas))):

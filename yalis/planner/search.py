@@ -160,7 +160,7 @@ class Planner:
         sequences = min(job.config.max_num_seqs, -(-len(job.requests) // split.replicas))
         engine = SimEngine(
             job.scheduler(split), candidate.capacity.kv_blocks, model.stages, model.host, model.replayed,
-            return_seconds=model.return_seconds(max(1, sequences // split.stages)),
+            on_cpu=not job.on_gpu, return_seconds=model.return_seconds(max(1, sequences // split.stages)),
         )  # fmt: skip
         run = simulate(job.requests, engine, split.replicas)
         seconds = self.interval(candidate).around(run.seconds)
