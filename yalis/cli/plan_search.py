@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from yalis.cli.flags import engine_config, parse_float, parse_int
 from yalis.cli.plan_memory import SplitPlan, as_json, make_plan, print_table
 from yalis.cli.terminal import print_status
 from yalis.config import EngineConfig
-from yalis.errors import YalisError, count_of
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.launch.launchers import launch_command, process_rank
 from yalis.progress_line import ProgressLine
 from yalis.workloads import ANY_WORKLOAD, parse_any_workload
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 _GIB = 2**30
 OBJECTIVES = ("latency", "throughput", "cost")
 #: Flags that mean nothing together with --machine.
-_NOT_PREDICTED = ("seq_len", "device", "eager", "kv_blocks", "kv_memory", "ranks_per_gpu")
+_NOT_PREDICTED = (
+    "seq_len", "device", "attention", "eager", "compile", "prefix_reuse", "threads", "kv_blocks", "kv_memory",
+    "ranks_per_node", "ranks_per_gpu",
+)  # fmt: skip
 #: Flags that only mean something together with --machine.
 _NEEDS_MACHINE = ("nodes", "workload", "trace", "requests", "rate", "objective", "slo", "plot", "out")
 
@@ -70,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         plots.check_plot(args.plot, output_folder=args.out)
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise YalisError(f"--out is {args.out}, which is a file; give a folder")
     config = engine_config(args)
     search = _search(args, config)
     if process_rank() > 0:
@@ -99,9 +104,15 @@ def run_study(args: argparse.Namespace) -> int:
     from yalis.study.published.run import run_study as run_published
     from yalis.study.results import drawing, kind_of, read
 
-    if (given := flags_given(args)) or args.machine is not None:
-        raise YalisError(f"--study has its own machines and workloads; leave out {given or '--machine'}")
+    names = ("machine", "gpu_memory", "seq_len", *(one.name for one in fields(EngineConfig)))
+    engine = next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) is not None), "")
+    if given := flags_given(args) or engine:
+        raise YalisError(f"--study has its own machines, models and workloads; leave out {given}")
     drawing.require_matplotlib()
+    try:
+        args.study.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise YalisFailure(f"--study is {args.study}: {error.strerror}; give a folder that can be written") from None
     line = ProgressLine()
     try:
         written = run_published(args.study, shlex.join(["yalis", *sys.argv[1:]]), line.show)
@@ -128,8 +139,8 @@ def _search(args: argparse.Namespace, config: EngineConfig) -> Search:
     for name in _NOT_PREDICTED:
         if (value := getattr(args, name, None)) not in (None, False, "auto", "cuda"):
             raise YalisError(
-                f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}has no effect on a prediction: a "
-                "machine has its own devices and memory, and steps are recorded; leave it out"
+                f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}has no effect on a prediction: the "
+                "machine file gives devices, nodes and memory, steps are recorded, and prompts are random; leave it out"
             )
     machine = load_machine(args.machine)
     nodes = args.nodes or [1]
