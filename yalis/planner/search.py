@@ -23,10 +23,9 @@ from yalis.planner.machine import Machine
 from yalis.planner.step_time import NO_LIBRARY, StepTimeModel, largest_slices, with_control
 from yalis.spec import ModelSpec
 
-OBJECTIVES = ("latency", "throughput", "cost")
-#: Names of communication backends (`--allreduce`) for libraries with another name. Of the others, a library without a
-#: backend can be compared, but not run, so the search leaves it out.
+#: The `--allreduce` of the libraries that have another name there.
 _BACKENDS = {"nccl": "torch", "gloo": "torch"}
+#: Libraries that no backend runs: predicted only if --allreduce names them.
 _NOT_RUN = ("nvrar-published",)
 #: Candidates that are replayed on the virtual clock.
 REPLAYED = 5
@@ -36,10 +35,10 @@ REPLAYED = 5
 class Choices:
     """What the search may choose from; None leaves the choice to it."""
 
-    grid: tuple[int, int] | None = None
+    grid: tuple[int, int] | None = None  # rows, columns of tensor parallelism
     stages: int | None = None
     replicas: int | None = None
-    libraries: tuple[str, ...] | None = None
+    libraries: tuple[str, ...] | None = None  # by their own names or as --allreduce
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ NO_SLO = Slo()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A split on some nodes with an all-reduce library, and the estimate of its times."""
+    """A split on some nodes with a communication library, and the estimate of its times."""
 
     nodes: int
     split: Split
@@ -110,7 +109,7 @@ class Planner:
         self._slices: dict[Any, _CachedCompute] = {}
 
     def candidates(self, nodes: Sequence[int], choices: Choices = ANY_SPLIT, slo: Slo = NO_SLO) -> list[Candidate]:
-        """Return every split that fits, with its best library first among equal splits; unordered."""
+        """Return each split that fits, once with each library, and that meets the objectives; in no order."""
         libraries = self._libraries(choices)
         found: list[Candidate] = []
         tried = 0
