@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.unit.test_planner_communication import CPU, with_values
 from yalis.cli.main import main
 from yalis.errors import YalisError
+from yalis.kernels.gpu_limits import GpuLimits
 from yalis.perfmodel.collectives import Shape
 from yalis.planner.communication import CommModel
 from yalis.planner.machine import Machine, load_machine
@@ -166,6 +168,16 @@ def test_the_device_is_described(tmp_path: Path) -> None:
     machine = this_machine.describe(plan, base, torch.device("cpu"), rates, None, "")
     assert "torch.dot" in machine.gpu.read_bytes_per_s.source
     assert machine.gpu.efficiencies == "cpu"
+
+
+def test_the_limits_of_a_gpu_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(bandwidth, "describe_device", lambda device: {"name": "A100"})
+    monkeypatch.setattr(this_machine, "gpu_limits", lambda device: GpuLimits(108, 163 << 10))
+    base, rates = load_machine("h200-ib"), DeviceRates(2e12, 3e14, "sum")
+    gpu = this_machine.describe(this_machine.CalibrationPlan(), base, torch.device("cuda"), rates, None, "").gpu
+    assert (gpu.num_sms, gpu.shared_memory_kib, gpu.has_tma) == (108, 163, False)
 
 
 @pytest.mark.parametrize("delay_ms", [1, 5])

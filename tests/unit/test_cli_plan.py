@@ -284,10 +284,12 @@ def test_a_prediction_as_json_file_report_and_plot(tmp_path: Path, capsys: pytes
 
 def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--nodes", 2, "--tp", 4, "--pp", 2, "--allreduce", "torch", "--memory-fraction", 0.8]
+    fixed += ["--micro-batches", 1]
     planned = plan(capsys, *PREDICT[1:], *fixed)
     assert {(row["split"], row["library"]) for row in planned["rows"]} == {("tp 4, pp 2", "nccl")}
     assert "--allreduce torch" in planned["parameters"]["run"]
     assert "--memory-fraction 0.8" in planned["parameters"]["run"]
+    assert "--micro-batches 1" in planned["parameters"]["run"]
     assert planned["parameters"]["run"].startswith("srun -N 2 -n 8 --gpus-per-node=4 yalis bench throughput ")
 
 
@@ -307,11 +309,16 @@ def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
         ("--device cpu", "--device cpu has no effect on a prediction", 2),
         ("--kv-memory 1", "--kv-memory 1.0 has no effect on a prediction", 2),
         ("--eager", "--eager has no effect on a prediction", 2),
+        ("--compile", "--compile has no effect on a prediction", 2),
+        ("--attention foo", "--attention foo has no effect on a prediction", 2),
+        ("--prefix-reuse", "--prefix-reuse has no effect on a prediction", 2),
+        ("--ranks-per-node 2", "--ranks-per-node 2 has no effect on a prediction", 2),
+        (f"--out {__file__}", "which is a file; give a folder", 2),
         ("--gpu-memory 80", "--gpu-memory and --machine exclude each other", 2),
         ("--trace t.jsonl", "--workload and --trace exclude each other", 2),
         ("--tp 3", "cannot be split as asked over 1 node of perlmutter", 1),
         ("--workload 1x131072x9", "limited to 131072; give a shorter --workload", 2),
-        ("--study out", "--study has its own machines and workloads; leave out --workload", 2),
+        ("--study out", "--study has its own machines, models and workloads; leave out --workload", 2),
     ],
 )
 def test_bad_predictions_are_refused_in_one_sentence(
@@ -330,6 +337,20 @@ def test_a_model_that_fits_nowhere_is_refused(capsys: pytest.CaptureFixture[str]
     assert "does not fit 2 nodes of perlmutter (4 GPUs of 79 GiB each) on any split; give more --nodes" in (
         capsys.readouterr().err
     )
+
+
+def test_a_machine_of_cpus_is_predicted_in_float32(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = plan(capsys, "--model", folder, "--machine", "lab", "--nodes", 2, "--workload", "2x16x4", "--tp", 2)
+    assert planned["parameters"]["dtype"] == "float32"
+    assert planned["devices"][0]["type"] == "cpu"
+    assert planned["memory"]["block_size"] == 16
+    assert "--gpus-per-node" not in planned["parameters"]["run"]
+
+
+def test_the_study_takes_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--study", str(tmp_path / "out"), "--model", SHAPE]) == 2
+    assert "--study has its own machines, models and workloads; leave out --model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_flags_of_a_prediction_need_a_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,6 +247,11 @@ def test_unknown_libraries_and_missing_parameters_get_a_sentence() -> None:
         CommModel(machine, "gloo")
     with pytest.raises(YalisError, match="machine h200 has no parameters of nccl; it has: none"):
         CommModel(load_machine("h200"), "nccl")
+    with pytest.raises(YalisError, match=r"unknown parameter libraries\.nccl\.hop_s; accepted: net_hop_extra_s, "):
+        CommModel(with_values(machine, "nccl", **NCCL, hop_s=1e-6), "nccl")
+    misspelled = replace(machine, libraries={**machine.libraries, "ncll": machine.libraries["nccl"]})
+    with pytest.raises(YalisError, match=r"unknown section libraries\.ncll; accepted: nccl, mpi"):
+        CommModel(misspelled, "nccl")
     partial = with_values(machine, "nccl", net_hop_extra_s=0.0)
     with pytest.raises(YalisError, match=r"has no libraries\.nccl\.net_overhead_s; add it"):
         CommModel(partial, "nccl")

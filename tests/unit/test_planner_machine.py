@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,49 @@ def test_bad_machines_get_a_sentence(tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     with pytest.raises(YalisError, match=r"libraries\.nccl\.net_efficiency: unknown origin 'guessed'; accepted"):
         load_machine(str(path))
+
+
+NIC, NCCL = "nic_bytes_per_s", "libraries/nccl"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (NIC, 25e9, "nic_bytes_per_s is 25000000000.0; give an object such as"),
+        (f"{NIC}/value", "25e9", "value is '25e9'; give a number of at least 0"),
+        (f"{NIC}/value", None, "value is missing; give a number"),
+        (f"{NIC}/value", float("nan"), "value is nan; give a number"),
+        (f"{NIC}/value", float("inf"), "value is inf; give a number"),
+        (f"{NIC}/value", 10**400, "value is 1000"),
+        (f"{NIC}/value", -1, "value is -1; give a number of at least 0"),
+        (f"{NIC}/low", 0, "is 2.5e+10 with the lower bound 0; give both above 0"),
+        (f"{NIC}/low", 3e10, "give low <= value <= high"),
+        (f"{NIC}/origin", ["measured"], "unknown origin"),
+        (f"{NIC}/source", 3, "source is 3; give a text"),
+        (f"{NIC}/unit", "B/s", "unknown field 'unit'; accepted: value, origin"),
+        (f"{NCCL}/net_efficiency", {"value": 93, "origin": "measured", "source": "x"}, "is 93; give a share"),
+        (f"{NCCL}", [], "libraries.nccl is no object"),
+        ("nic_bytes", 1, "unknown field 'nic_bytes'; accepted: name, description"),
+        ("gpu/has_tmas", True, "unknown field 'gpu.has_tmas'"),
+        ("gpu/has_tma", 1, "gpu.has_tma is 1; give true or false"),
+        ("gpu/num_sms", 0, "gpu.num_sms is 0; give a whole number"),
+        ("host/hop_s", {}, "unknown field 'host.hop_s'; accepted: control_base_s"),
+        ("gpus_per_node", 10**9, "gpus_per_node is 1000000000; give a whole number from 1 to 1024"),
+        ("max_nodes", None, "max_nodes is missing; give a whole number"),
+        ("description", None, "description is missing; give a text"),
+    ],
+)
+def test_wrong_fields_of_a_machine_get_a_sentence(path: str, value: object, sentence: str, tmp_path: Path) -> None:
+    data: Any = load_machine("perlmutter").to_json()
+    *parents, name = path.split("/")
+    target = data
+    for parent in parents:
+        target = target[parent]
+    target[name] = value
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(YalisError, match=re.escape(sentence)):
+        load_machine(str(file))
 
 
 def test_an_interval_combines_the_bounds_of_all_quantities() -> None:

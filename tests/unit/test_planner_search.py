@@ -20,6 +20,7 @@ from yalis.planner.communication import CommModel, libraries_of
 from yalis.planner.compute import ComputeModel
 from yalis.planner.estimate import decode_shape, prefill_shapes
 from yalis.planner.explain import explain, spell_split
+from yalis.planner.intervals import prefixes_of
 from yalis.planner.job import Job, capacity
 from yalis.planner.machine import load_machine
 from yalis.planner.search import Choices, Planner, Slo, best_libraries, scaling, splits
@@ -160,6 +161,31 @@ def test_the_fast_estimate_agrees_with_the_virtual_clock(split: Split, library: 
     assert one.estimate.breakdown.communication == pytest.approx(breakdown.communication, rel=0.1)
 
 
+def test_a_machine_without_libraries_runs_single_ranks() -> None:
+    """Such as `yalis calibrate` writes on one rank."""
+    h200 = load_machine("h200")
+    assert not h200.libraries
+    small = replace(job(), spec=shape_of("llama-3.1-8b"), model="8b")
+    planner = Planner(h200, small)
+    (one,) = planner.candidates([1])
+    assert (one.split, one.estimate.breakdown.communication) == (Split(1), 0.0)
+    replay = planner.replay(one)
+    assert replay.seconds.low < one.estimate.seconds < replay.seconds.high
+    with pytest.raises(YalisFailure, match=r"405b does not run on single GPUs of h200 .* copy a libraries section"):
+        Planner(h200, replace(small, spec=shape_of("llama-3.1-405b"), model="405b")).candidates([1])
+
+
+def test_one_micro_batch_leaves_all_stages_but_one_idle() -> None:
+    split, times = Split(4, 1, 2), {}
+    for count in (None, 1):
+        planner = Planner(PERLMUTTER, job(output=64, micro_batches=count))
+        room = capacity(planner.job, PERLMUTTER, split)
+        times[count] = planner.estimate(split, "nccl", room)
+    first, second = planner.model(split, "nccl").stages(decode_shape(16, 256 + 32))
+    assert times[1].itl > first.total + second.total
+    assert times[1].breakdown.idle > times[None].breakdown.idle
+
+
 def test_the_search_ranks_and_explains() -> None:
     planner = Planner(PERLMUTTER, job())
     found = planner.candidates([1, 2])
@@ -205,6 +231,25 @@ def test_a_larger_quantity_widens_the_interval() -> None:
     assert narrow.value == wide.value == one.estimate.seconds
     assert wide.high > narrow.high
     assert wide.low == narrow.low
+
+
+def test_an_interval_with_nvrar_includes_the_gathers_and_sends_of_nccl() -> None:
+    planner = Planner(PERLMUTTER, job())
+    one = next(one for one in planner.candidates([2], Choices(grid=(4, 1), stages=2, libraries=("nvrar",))))
+    path = "libraries.nccl.net_hop_extra_s"
+    hop = PERLMUTTER.quantities()[path]
+    wide = Planner(PERLMUTTER.with_quantity(path, replace(hop, high=100 * hop.high)), job()).interval(one)
+    assert wide.high > planner.interval(one).high
+    assert set(prefixes_of("nvrar")) - set(prefixes_of("nccl")) == {"libraries.nvrar."}
+
+
+def test_decode_steps_are_padded_to_the_sizes_that_the_engine_records() -> None:
+    """The largest recorded step has --max-num-seqs sequences: 66 of 66 are not padded to 96."""
+    planner = Planner(PERLMUTTER, job(max_num_seqs=66))
+    (one,) = planner.model(Split(8), "nccl").stages(decode_shape(66, 100))
+    exact = ComputeModel(PERLMUTTER, planner.job.spec, Split(8), 2, max_num_seqs=66).step(decode_shape(66, 100))
+    padded = ComputeModel(PERLMUTTER, planner.job.spec, Split(8), 2).step(decode_shape(66, 100))
+    assert one.other == exact.other < padded.other
 
 
 def test_largest_slices_are_found_once() -> None:

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,20 +16,24 @@ from yalis.cli.flags import engine_config, parse_float, parse_int
 from yalis.cli.plan_memory import SplitPlan, as_json, make_plan, print_table
 from yalis.cli.terminal import print_status
 from yalis.config import EngineConfig
-from yalis.errors import YalisError, count_of
+from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.launch.launchers import launch_command, process_rank
 from yalis.progress_line import ProgressLine
 from yalis.workloads import ANY_WORKLOAD, parse_any_workload
 
 if TYPE_CHECKING:
     from yalis.planner.job import Job
+    from yalis.planner.machine import Machine
     from yalis.planner.search import Candidate, Choices
     from yalis.study.planning import Answer, Search
 
 _GIB = 2**30
 OBJECTIVES = ("latency", "throughput", "cost")
 #: Flags that mean nothing together with --machine.
-_NOT_PREDICTED = ("seq_len", "device", "eager", "kv_blocks", "kv_memory", "ranks_per_gpu")
+_NOT_PREDICTED = (
+    "seq_len", "device", "attention", "eager", "compile", "prefix_reuse", "threads", "kv_blocks", "kv_memory",
+    "ranks_per_node", "ranks_per_gpu",
+)  # fmt: skip
 #: Flags that only mean something together with --machine.
 _NEEDS_MACHINE = ("nodes", "workload", "trace", "requests", "rate", "objective", "slo", "plot", "out")
 
@@ -69,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         plots.check_plot(args.plot, output_folder=args.out)
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise YalisError(f"--out is {args.out}, which is a file; give a folder")
     config = engine_config(args)
     search = _search(args, config)
     if process_rank() > 0:
@@ -98,9 +104,15 @@ def run_study(args: argparse.Namespace) -> int:
     from yalis.study.published.run import run_study as run_published
     from yalis.study.results import drawing, kind_of, read
 
-    if (given := flags_given(args)) or args.machine is not None:
-        raise YalisError(f"--study has its own machines and workloads; leave out {given or '--machine'}")
+    names = ("machine", "gpu_memory", "seq_len", *(one.name for one in fields(EngineConfig)))
+    engine = next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) is not None), "")
+    if given := flags_given(args) or engine:
+        raise YalisError(f"--study has its own machines, models and workloads; leave out {given}")
     drawing.require_matplotlib()
+    try:
+        args.study.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise YalisFailure(f"--study is {args.study}: {error.strerror}; give a folder that can be written") from None
     line = ProgressLine()
     try:
         written = run_published(args.study, shlex.join(["yalis", *sys.argv[1:]]), line.show)
@@ -127,8 +139,8 @@ def _search(args: argparse.Namespace, config: EngineConfig) -> Search:
     for name in _NOT_PREDICTED:
         if (value := getattr(args, name, None)) not in (None, False, "auto", "cuda"):
             raise YalisError(
-                f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}has no effect on a prediction: a "
-                "machine has its own devices and memory, and steps are recorded; leave it out"
+                f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}has no effect on a prediction: the "
+                "machine file gives devices, nodes and memory, steps are recorded, and prompts are random; leave it out"
             )
     machine = load_machine(args.machine)
     nodes = args.nodes or [1]
@@ -137,19 +149,20 @@ def _search(args: argparse.Namespace, config: EngineConfig) -> Search:
             f"--nodes is {max(nodes)}, but {machine.name} has {count_of(machine.max_nodes, 'node')}; give "
             + (f"1 to {machine.max_nodes}" if machine.max_nodes > 1 else "1, or a machine with a network")
         )
-    job, dtype = _job(args, config)
+    job, dtype = _job(args, config, machine)
     name = args.trace or " + ".join(map(_workload_name, args.workload or [parse_any_workload("poster")]))
     return Search(
         machine, job, name, dtype, nodes, args.objective or "latency", _choices(args, config), Slo(**args.slo or {})
     )
 
 
-def _job(args: argparse.Namespace, config: EngineConfig) -> tuple[Job, str]:
+def _job(args: argparse.Namespace, config: EngineConfig, machine: Machine) -> tuple[Job, str]:
     """Return the job and the name of its dtype."""
     import torch
 
     from yalis.checkpoint.resolve import open_checkpoint
     from yalis.engine.device import resolve_dtype, resolve_max_len
+    from yalis.planner.efficiency import load_efficiencies
     from yalis.planner.job import Job
     from yalis.planner.step import SimRequest
     from yalis.spec import read_spec
@@ -158,7 +171,8 @@ def _job(args: argparse.Namespace, config: EngineConfig) -> tuple[Job, str]:
     checkpoint = open_checkpoint(config.model, load="random")  # only its config is read
     spec = read_spec(checkpoint.config, checkpoint.label)
     checkpoint.close()
-    dtype = resolve_dtype(config.dtype, spec.dtype, torch.device("cuda"))
+    device = load_efficiencies(machine.gpu.efficiencies).device
+    dtype = resolve_dtype(config.dtype, spec.dtype, torch.device(device))
     workloads = () if args.trace is not None else tuple(args.workload or [parse_any_workload("poster")])
     plan = ThroughputPlan(workloads, trace=args.trace, requests=args.requests, rate=args.rate)
     sizes = request_sizes(plan)
@@ -172,7 +186,8 @@ def _job(args: argparse.Namespace, config: EngineConfig) -> tuple[Job, str]:
         )
     requests = [SimRequest(size.prompt_len, size.output_len, size.arrival) for size in sizes]
     model = Path(checkpoint.label).name.removesuffix(".json")
-    return Job(model, spec, dtype.itemsize, requests, replace(config, prefix_reuse=False)), str(dtype).partition(".")[2]
+    job = Job(model, spec, dtype.itemsize, requests, replace(config, prefix_reuse=False), device == "cuda")
+    return job, str(dtype).partition(".")[2]
 
 
 def _choices(args: argparse.Namespace, config: EngineConfig) -> Choices:
@@ -192,7 +207,7 @@ def _memory(config: EngineConfig, search: Search, best: Candidate) -> SplitPlan:
     split = best.split
     chosen = replace(
         config, tp=(split.rows, split.cols), pp=split.stages, dp=split.replicas, max_model_len=search.job.model_len,
-        dtype=search.dtype,
+        dtype=search.dtype, block_size=search.job.block_size,
     )  # fmt: skip
     return make_plan(chosen, search.machine.gpu.memory_bytes.value / _GIB, search.job.model_len)
 
@@ -203,7 +218,7 @@ def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search,
 
     split, machine = best.split, search.machine
     words = launch_command("srun", split.size, [machine.gpus_per_node] * best.nodes) if split.size > 1 else []
-    words += [f"--gpus-per-node={machine.gpus_per_node}"] * bool(words)
+    words += [f"--gpus-per-node={machine.gpus_per_node}"] * bool(words and search.job.on_gpu)
     words += ["yalis", "bench", "throughput", "--model", config.model]
     grid = str(split.rows) if split.cols == 1 else f"{split.rows}x{split.cols}"
     for flag, value in (("--tp", grid), ("--pp", str(split.stages)), ("--dp", str(split.replicas))):
@@ -216,7 +231,7 @@ def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search,
     for name in ("requests", "rate"):
         words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
     default = EngineConfig()
-    for field in ("max_num_seqs", "max_batch_tokens", "dtype", "memory_fraction", "block_size"):
+    for field in ("micro_batches", "max_num_seqs", "max_batch_tokens", "dtype", "memory_fraction", "block_size"):
         if (value := getattr(config, field)) != getattr(default, field):
             words += [f"--{field.replace('_', '-')}", str(value)]
     return shlex.join([*words, "--max-model-len", str(search.job.model_len)])
@@ -230,14 +245,16 @@ def _print_answer(search: Search, answer: Answer) -> None:
         split, run = spell_split(one.candidate.split), one.simulation
         low, high = one.seconds.low, one.seconds.high
         nodes = count_of(one.candidate.nodes, "node")
+        library = f", {one.candidate.library}" if one.candidate.split.per_replica > 1 else ""
         print(
-            f"  {split} on {nodes}, {one.candidate.library}: {one.seconds.value:.2f} s ({low:.2f}..{high:.2f}), "
+            f"  {split} on {nodes}{library}: {one.seconds.value:.2f} s ({low:.2f}..{high:.2f}), "
             f"{one.tokens_per_s.value:.0f} tokens/s, TTFT {1e3 * one.ttft:.0f} ms, ITL {1e3 * one.itl:.2f} ms (p90), "
             f"{run.steps} steps, {run.preemptions} preemptions"
         )
     best = answer.best
     nodes = count_of(best.nodes, "node")
-    print(f"\nwhy {spell_split(best.split)} with {best.library} on {nodes}:")
+    library = f" with {best.library}" if best.split.per_replica > 1 else ""
+    print(f"\nwhy {spell_split(best.split)}{library} on {nodes}:")
     for sentence in answer.why or ["nothing else fits the given --nodes, --tp, --pp, --dp and --allreduce"]:
         print(f"  {sentence}")
     room = best.capacity

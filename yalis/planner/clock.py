@@ -222,7 +222,11 @@ class _Replica:
         return [id for id, request in self.requests.items() if not request.num_admissions]
 
     def _launch(self, shape: StepShape) -> float:
-        """Advance host and devices by one step; returns when the driver has its tokens."""
+        """Advance host and devices by one step; returns when the driver has its tokens.
+
+        A stage starts once the stage before it has ended and its own last step has. If launch() blocks, the driver's
+        host computes the first stage itself, and is free again when that ends.
+        """
         engine = self.engine
         times = engine.stage_times(shape)
         if not self.stage_free:
@@ -289,7 +293,7 @@ class _Cluster:
                 submitted += 1
             idle = [replica for replica in self._remote if not replica.has_work]
             router.assign()
-            for replica in idle:  # it waits for requests
+            for replica in idle:  # what it has just been given cannot start before now
                 replica.now = max(replica.now, local.now)
             emitted: list[Emitted] = []
             if local.has_work:
@@ -297,7 +301,7 @@ class _Cluster:
                 emitted += router.apply(LOCAL, found, [0] * len(found), local.unstarted())
             self._advance(local.now)
             emitted += self._receive()
-            if not emitted and not local.has_work and router.has_work:
+            if not emitted and not local.has_work and router.has_work:  # rank 0 waits for the next report
                 pending = [reports[0][0] for reports in self._reports if reports]
                 if pending:
                     local.now = max(local.now, min(pending))

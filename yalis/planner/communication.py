@@ -39,6 +39,7 @@ class CommModel:
                 f"machine {machine.name} has no parameters of {library}; it has: {known}; measure them with "
                 f"`yalis calibrate` on that machine, or copy a libraries.{library} section into a machine file"
             )
+        _refuse_unknown(machine)
         given = machine.libraries[library]
         usable = [one for one in LIBRARIES[library] if set(one.required) <= set(given)]
         if not usable:
@@ -49,10 +50,10 @@ class CommModel:
             )
         self.machine, self.name = machine, library
         self.library = usable[0](machine, {name: float(one) for name, one in given.items()})
-        # As in the engine: NCCL gathers and sends where a library only has an all-reduce.
-        self._others: FullLibrary = (
-            self.library if isinstance(self.library, FullLibrary) else CommModel(machine, "nccl")._others
-        )
+        others = full_library_of(library)
+        full = self.library if others == library else CommModel(machine, others).library
+        assert isinstance(full, FullLibrary)
+        self._others = full  # gathers and sends
 
     def all_reduce(self, group: Shape, bytes: float) -> float:
         """Return the seconds until every rank of the group has the sum of messages of `bytes` bytes."""
@@ -67,6 +68,27 @@ class CommModel:
         return self._others.send(bytes, same_node)
 
 
+def full_library_of(library: str) -> str:
+    """Return the library that gathers and sends when this one reduces: NCCL, as in the engine, if it only reduces."""
+    return library if issubclass(LIBRARIES[library][0], FullLibrary) else "nccl"
+
+
 def libraries_of(machine: Machine) -> list[str]:
     """Return the libraries that the machine has parameters of, in a fixed order."""
     return [name for name in LIBRARIES if name in machine.libraries]
+
+
+def _refuse_unknown(machine: Machine) -> None:
+    """Refuse libraries and parameters that would have no effect, such as misspelled ones."""
+    for library, parameters in machine.libraries.items():
+        if library not in LIBRARIES:
+            raise YalisError(
+                f"machine {machine.name} has an unknown section libraries.{library}; accepted: {', '.join(LIBRARIES)}"
+            )
+        known = [name for model in LIBRARIES[library] for name in model.required]
+        for name in parameters:
+            if name not in known:
+                raise YalisError(
+                    f"machine {machine.name} has an unknown parameter libraries.{library}.{name}; accepted: "
+                    f"{', '.join(dict.fromkeys(known))}"
+                )

@@ -53,6 +53,8 @@ class ComputeTime:
 
 @dataclass
 class _Sum:
+    """Seconds of the kernels of a step by category, and their number."""
+
     matmul: float = 0.0
     attention: float = 0.0
     other: float = 0.0
@@ -93,7 +95,7 @@ class ComputeModel:
         self._cpu = CpuTimes(self.table, self._read, self._matmul, itemsize) if self.table.device == "cpu" else None
         self._sizes = DecodeLayout.choose_sizes(StepLimits(max_num_seqs, 1, 1, 1))
         self._windows = Counter(self.dims.layer_windows()).items()
-        self._pdl = split.per_replica == 1
+        self._pdl = split.per_replica == 1  # programmatic dependent launch: a kernel starts while the last one drains
 
     def step(self, shape: StepShape) -> ComputeTime:
         """Return the time of this rank's slice of a step."""
@@ -118,11 +120,14 @@ class ComputeModel:
         return sizes[index] if index < len(sizes) else None
 
     def _device_times(self, shape: StepShape, tokens: int) -> _Sum:
+        """Return the kernels of a step. `tokens`: those of the step, with the padding of a recorded one."""
         dims, kernels = self.dims, self._kernels
         total = _Sum()
         hidden, heads, kv_heads, dim = dims.hidden_shard, dims.heads, dims.kv_heads, dims.head_dim
         width = (heads + 2 * kv_heads) * dim
-        rows = shape.sampled if not (shape.decodes == shape.tokens == shape.sampled) else tokens
+        # Rows of logits: a pure decode step computes them for its padding too.
+        rows = tokens if shape.decodes == shape.tokens == shape.sampled else shape.sampled
+        # After the attention of the last layer only these rows continue.
         last_rows = rows if dims.head and rows < tokens else tokens
         for window, count in self._windows:
             attention, launches = self._attention(shape, window)

@@ -34,7 +34,8 @@ def estimate(job: Job, split: Split, capacity: Capacity, model: StepTimeModel) -
     prompt = job.prompt_tokens / len(job.requests)
     output = job.output_tokens / len(job.requests)
     prefill, prefill_busy = _prefill(job, split, model, running, prompt)
-    decode, decode_busy = _decode(split, model, running, prompt + output / 2)
+    micro_batches = min(job.config.micro_batches or split.stages, running)
+    decode, decode_busy = _decode(split, model, running, micro_batches, prompt + output / 2)
     steps = max(output - 1, 0.0)
     last_arrival = max(request.arrival for request in job.requests)
     alone = prefill + steps * decode  # of requests that run together
@@ -71,9 +72,10 @@ def prefill_shapes(sequences: int, prompt: int, budget: int) -> list[StepShape]:
     return shapes
 
 
-def _decode(split: Split, model: StepTimeModel, running: int, context: float) -> tuple[float, StepTime]:
+def _decode(
+    split: Split, model: StepTimeModel, running: int, micro_batches: int, context: float
+) -> tuple[float, StepTime]:
     """Return the seconds in which every running sequence gets a token, and the busy time of a rank in them."""
-    micro_batches = min(split.stages, running)
     shape = decode_shape(math.ceil(running / micro_batches), context)
     times, host = model.stages(shape), model.host(shape)
     if split.stages == 1:

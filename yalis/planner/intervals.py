@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import hypot
 
+from yalis.planner.communication import LIBRARIES, full_library_of
 from yalis.planner.machine import Machine
 from yalis.planner.quantity import Quantity
 
@@ -67,7 +68,8 @@ def interval(
 
 def prefixes_of(library: str) -> tuple[str, ...]:
     """Return the prefixes of the quantities that a prediction with this communication library may depend on."""
-    return ("gpu.", "intra_", "nic_", "host.", f"libraries.{library}.")
+    libraries = dict.fromkeys((library, full_library_of(library))) if library in LIBRARIES else ()
+    return ("gpu.", "intra_", "nic_", "host.", *(f"libraries.{name}." for name in libraries))
 
 
 def _spread(quantity: Quantity, spread: float) -> tuple[float, float]:

@@ -16,8 +16,8 @@ from yalis.scheduling.scheduler import SchedulerConfig
 from yalis.scheduling.settings import scheduler_settings
 from yalis.spec import ModelSpec
 
-#: Tokens of a KV block on a GPU, as engine/device.py resolves it.
-GPU_BLOCK_SIZE = 64
+#: Tokens of a KV block, as engine/device.py resolves them.
+GPU_BLOCK_SIZE, CPU_BLOCK_SIZE = 64, 16
 #: Bytes of a GPU that CUDA, NCCL and the kernels hold themselves: about what engine/device.py sets aside.
 _CONTEXT_BYTES = 2 << 30
 #: Copies of the hidden states that are alive at the peak of a layer: residual, normed input, output, and one in a norm.
@@ -38,6 +38,7 @@ class Job:
     itemsize: int
     requests: Sequence[SimRequest]
     config: EngineConfig = field(default_factory=EngineConfig)
+    on_gpu: bool = True
 
     @cached_property
     def model_len(self) -> int:
@@ -55,12 +56,12 @@ class Job:
 
     @property
     def block_size(self) -> int:
-        return self.config.block_size or GPU_BLOCK_SIZE
+        return self.config.block_size or (GPU_BLOCK_SIZE if self.on_gpu else CPU_BLOCK_SIZE)
 
     def scheduler(self, split: Split) -> SchedulerConfig:
-        """Return the configuration of a replica's scheduler on GPUs."""
+        """Return the configuration of a replica's scheduler."""
         config = replace(self.config, pp=split.stages)
-        return scheduler_settings(config, self.spec, True, self.model_len, self.block_size)
+        return scheduler_settings(config, self.spec, self.on_gpu, self.model_len, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -106,4 +107,5 @@ def activation_bytes(job: Job, split: Split, width: int, vocabulary: int) -> int
     tokens = min(config.max_batch_tokens, job.model_len * config.max_num_seqs)
     rows = min(config.max_num_seqs, tokens)
     layer = tokens * (hidden + 3 * width) * job.itemsize
-    return int(_CONTEXT_BYTES + _GRAPH_BYTES + layer + _LOGIT_COPIES * rows * vocabulary * _FLOAT32)
+    device = _CONTEXT_BYTES + _GRAPH_BYTES if job.on_gpu else 0
+    return int(device + layer + _LOGIT_COPIES * rows * vocabulary * _FLOAT32)

@@ -6,13 +6,14 @@ Every number is a Quantity, so that each prediction can list what it rests on.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from yalis.errors import YalisError
+from yalis.planner.control import DEFAULTS
 from yalis.planner.quantity import Quantity
 
 
@@ -46,7 +47,7 @@ class Machine:
     nic_bytes_per_s: Quantity  # of one network interface, in one direction
     nics_per_node: int
     libraries: Mapping[str, Mapping[str, Quantity]]
-    host: Mapping[str, Quantity]  # times of the host and of the control plane; names in step_time.py
+    host: Mapping[str, Quantity]  # times of the control plane, by names of control.DEFAULTS
 
     @classmethod
     def from_json(cls, data: Any, label: str) -> Machine:
@@ -74,7 +75,7 @@ class Machine:
         }
 
     def quantities(self) -> dict[str, Quantity]:
-        """Return every number by its path, such as `libraries.nccl.inter_hop_s`."""
+        """Return every number by its path, such as `libraries.nccl.net_hop_extra_s`."""
         found = {f"gpu.{name}": getattr(self.gpu, name) for name in _GPU_QUANTITIES}
         found |= {name: getattr(self, name) for name in _QUANTITIES}
         for library, parameters in self.libraries.items():
@@ -95,7 +96,11 @@ class Machine:
 _GPU_LIMITS = ("num_sms", "shared_memory_kib", "has_tma")  # optional
 _GPU_QUANTITIES = ("memory_bytes", "read_bytes_per_s", "matmul_flops_per_s")
 _QUANTITIES = ("intra_bytes_per_s", "nic_bytes_per_s")
-_COUNTS = ("gpus_per_node", "max_nodes", "nics_per_node")
+#: Whole numbers, and the largest that is accepted: the search goes through all divisors of the GPUs.
+_COUNTS = {"gpus_per_node": 1024, "max_nodes": 1_000_000, "nics_per_node": 1024}
+
+#: Of an efficiency: a measured one may be a little above 1, percent are far above.
+_MAX_SHARE = 2.0
 
 
 class _Reader:
@@ -106,6 +111,9 @@ class _Reader:
 
     def machine(self) -> Machine:
         gpu = self._object("gpu")
+        self._refuse_unknown(gpu, ("name", "efficiencies", *_GPU_LIMITS, *_GPU_QUANTITIES), "gpu.")
+        others = ("name", "description", "gpu", "libraries", "host")
+        self._refuse_unknown(self.data, (*others, *_COUNTS, *_QUANTITIES), "")
         fields: dict[str, Any] = {name: self._quantity(gpu, name, f"gpu.{name}") for name in _GPU_QUANTITIES}
         fields |= {name: gpu[name] for name in _GPU_LIMITS if self._is_limit(gpu, name)}
         fields["efficiencies"] = self._text(gpu, "efficiencies", "gpu.efficiencies")
@@ -115,6 +123,7 @@ class _Reader:
             for name, one in self._object("libraries").items()
         }
         host = self._object("host")
+        self._refuse_unknown(host, tuple(DEFAULTS), "host.")
         return Machine(
             self._text(self.data, "name", "name"),
             self._text(self.data, "description", "description"),
@@ -136,35 +145,44 @@ class _Reader:
         found: dict[str, Any] = self.data[name]
         return found
 
+    def _refuse_unknown(self, data: dict[str, Any], known: Sequence[str], prefix: str) -> None:
+        """Refuse fields that would have no effect, such as a misspelled optional one."""
+        for name in data:
+            if name not in known:
+                raise YalisError(f"{self.label} has an unknown field {prefix + name!r}; accepted: {', '.join(known)}")
+
     def _checked(self, value: Any, name: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise YalisError(f"{self.label}: libraries.{name} must be an object")
+            raise YalisError(f"{self.label}: libraries.{name} is no object; give one of parameters, or remove it")
         return value
 
     def _text(self, data: dict[str, Any], name: str, where: str) -> str:
         value = data.get(name)
         if not isinstance(value, str) or not value:
-            raise YalisError(f"{self.label}: {where} must be a text")
+            given = "missing" if value is None else repr(value)
+            raise YalisError(f"{self.label}: {where} is {given}; give a text")
         return value
 
     def _count(self, name: str) -> int:
         value = self.data.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise YalisError(f"{self.label}: {name} must be a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _COUNTS[name]:
+            given = "missing" if value is None else repr(value)
+            raise YalisError(f"{self.label}: {name} is {given}; give a whole number from 1 to {_COUNTS[name]}")
         return value
 
     def _is_limit(self, gpu: dict[str, Any], name: str) -> bool:
         """Return whether this optional limit of the GPU is given; refuses one of the wrong type."""
         value = gpu.get(name)
+        if value is None:
+            return False
         if name == "has_tma":
-            valid = value is None or isinstance(value, bool)
+            valid, accepted = isinstance(value, bool), "true or false"
         else:
-            valid = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+            valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            accepted = "a whole number of at least 1"
         if not valid:
-            raise YalisError(
-                f"{self.label}: gpu.{name} is {value!r}; give a whole number, or true or false for has_tma"
-            )
-        return value is not None
+            raise YalisError(f"{self.label}: gpu.{name} is {value!r}; give {accepted}, or leave it out")
+        return True
 
     def _quantity(self, data: dict[str, Any], name: str, where: str) -> Quantity:
         return Quantity.from_json(data.get(name), f"{self.label}: {where}")
@@ -181,15 +199,27 @@ def load_machine(name: str) -> Machine:
     if name in machine_names():
         text, label = (resources.files("yalis.planner") / "machines" / f"{name}.json").read_text(), name
     else:
-        path = Path(name)
-        if not path.is_file():
+        try:
+            text, label = Path(name).read_text(errors="replace"), name
+        except OSError as error:
             raise YalisError(
                 f"unknown machine {name!r}; give one of {', '.join(machine_names())}, or a file that "
-                "`yalis calibrate` has written"
-            )
-        text, label = path.read_text(errors="replace"), str(path)
+                f"`yalis calibrate` has written ({error.strerror})"
+            ) from None
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise YalisError(f"{label} is not valid JSON ({error}); `yalis calibrate` writes such a file") from None
-    return Machine.from_json(data, label)
+    machine = Machine.from_json(data, label)
+    _check_rates(machine, label)
+    return machine
+
+
+def _check_rates(machine: Machine, label: str) -> None:
+    """Refuse rates that a prediction would divide by zero, and percent in place of a share."""
+    for path, one in machine.quantities().items():
+        share = path.endswith("_efficiency")
+        if (share or path.endswith(("bytes_per_s", "flops_per_s", "memory_bytes"))) and one.low <= 0:
+            raise YalisError(f"{label}: {path} is {one.value:g} with the lower bound {one.low:g}; give both above 0")
+        if share and one.value > _MAX_SHARE:
+            raise YalisError(f"{label}: {path} is {one.value:g}; give a share of the link's rate, such as 0.93")

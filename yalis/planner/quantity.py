@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from yalis.errors import YalisError
 ORIGINS = ("measured", "specification", "fitted", "assumed")
 #: Relative half-width of the interval of a quantity that gives none.
 _DEFAULT_SPREAD = {"measured": 0.05, "specification": 0.10, "fitted": 0.20, "assumed": 0.30}
+_EXAMPLE = '{"value": 2.5e10, "origin": "specification", "source": "data sheet"}'
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,11 @@ class Quantity:
     high: float
 
     def __post_init__(self) -> None:
-        if self.origin not in ORIGINS:
-            raise YalisError(f"unknown origin {self.origin!r}; accepted: {', '.join(ORIGINS)}")
+        _check_origin(self.origin)
         if not self.low <= self.value <= self.high:
-            raise YalisError(f"{self.value:g} is not between its bounds {self.low:g} and {self.high:g}")
+            raise YalisError(
+                f"{self.value:g} is not between its bounds {self.low:g} and {self.high:g}; give low <= value <= high"
+            )
 
     def __float__(self) -> float:
         return float(self.value)  # JSON may have given an int
@@ -38,7 +41,8 @@ class Quantity:
         cls, value: float, origin: str, source: str, low: float | None = None, high: float | None = None
     ) -> Quantity:
         """Return a quantity; bounds that are not given follow from its origin."""
-        spread = _DEFAULT_SPREAD.get(origin, 0.0)
+        _check_origin(origin)  # before it is looked up: a file may give a list
+        spread = _DEFAULT_SPREAD[origin]
         return cls(
             value,
             origin,
@@ -51,12 +55,17 @@ class Quantity:
     def from_json(cls, data: Any, where: str) -> Quantity:
         """Read {"value", "origin", "source"} with optional "low" and "high". `where` names it in errors."""
         if not isinstance(data, dict) or not {"value", "origin", "source"} <= set(data):
-            raise YalisError(f"{where} must be an object with value, origin and source")
+            raise YalisError(f"{where} is {_shorten(data)}; give an object such as {_EXAMPLE}")
         if unknown := set(data) - {"value", "origin", "source", "low", "high"}:
-            raise YalisError(f"{where} has an unknown field {sorted(unknown)[0]!r}")
-        numbers = [data[name] for name in ("value", "low", "high") if data.get(name) is not None]
-        if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
-            raise YalisError(f"{where} has a value that is not a number")
+            raise YalisError(
+                f"{where} has an unknown field {sorted(unknown)[0]!r}; accepted: value, origin, source, low, high"
+            )
+        for name in ("value", "low", "high"):
+            number = data.get(name)
+            if not _is_amount(number) and not (number is None and name != "value"):
+                raise YalisError(f"{where}: {name} is {_shorten(number)}; give a number of at least 0, such as 2.5e10")
+        if not isinstance(data["source"], str):
+            raise YalisError(f"{where}: source is {_shorten(data['source'])}; give a text that says where it is from")
         try:
             return cls.of(data["value"], data["origin"], data["source"], data.get("low"), data.get("high"))
         except YalisError as error:
@@ -68,3 +77,19 @@ class Quantity:
     def scaled(self, factor: float) -> Quantity:
         """Return this quantity with value and bounds multiplied by `factor`."""
         return Quantity(self.value * factor, self.origin, self.source, self.low * factor, self.high * factor)
+
+
+def _check_origin(origin: Any) -> None:
+    if origin not in ORIGINS:
+        raise YalisError(f"unknown origin {_shorten(origin)}; accepted: {', '.join(ORIGINS)}")
+
+
+def _is_amount(number: Any) -> bool:
+    """Return whether a JSON value is a finite number of at least 0. JSON can hold NaN, and ints no float can."""
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        return False
+    return 0 <= number <= sys.float_info.max
+
+
+def _shorten(value: Any) -> str:
+    return "missing" if value is None else repr(value)[:60]

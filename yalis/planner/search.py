@@ -20,13 +20,12 @@ from yalis.planner.estimate import Estimate, estimate
 from yalis.planner.intervals import Interval, interval, prefixes_of
 from yalis.planner.job import Capacity, Job, capacity
 from yalis.planner.machine import Machine
-from yalis.planner.step_time import StepTimeModel, largest_slices, with_control
+from yalis.planner.step_time import NO_LIBRARY, StepTimeModel, largest_slices, with_control
 from yalis.spec import ModelSpec
 
-OBJECTIVES = ("latency", "throughput", "cost")
-#: Names of communication backends (`--allreduce`) for libraries with another name. Of the others, a library without a
-#: backend can be compared, but not run, so the search leaves it out.
+#: The `--allreduce` of the libraries that have another name there.
 _BACKENDS = {"nccl": "torch", "gloo": "torch"}
+#: Libraries that no backend runs: predicted only if --allreduce names them.
 _NOT_RUN = ("nvrar-published",)
 #: Candidates that are replayed on the virtual clock.
 REPLAYED = 5
@@ -36,10 +35,10 @@ REPLAYED = 5
 class Choices:
     """What the search may choose from; None leaves the choice to it."""
 
-    grid: tuple[int, int] | None = None
+    grid: tuple[int, int] | None = None  # rows, columns of tensor parallelism
     stages: int | None = None
     replicas: int | None = None
-    libraries: tuple[str, ...] | None = None
+    libraries: tuple[str, ...] | None = None  # by their own names or as --allreduce
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ NO_SLO = Slo()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A split on some nodes with an all-reduce library, and the estimate of its times."""
+    """A split on some nodes with a communication library, and the estimate of its times."""
 
     nodes: int
     split: Split
@@ -110,7 +109,7 @@ class Planner:
         self._slices: dict[Any, _CachedCompute] = {}
 
     def candidates(self, nodes: Sequence[int], choices: Choices = ANY_SPLIT, slo: Slo = NO_SLO) -> list[Candidate]:
-        """Return every split that fits, with its best library first among equal splits; unordered."""
+        """Return each split that fits, once with each library, and that meets the objectives; in no order."""
         libraries = self._libraries(choices)
         found: list[Candidate] = []
         tried = 0
@@ -122,11 +121,11 @@ class Planner:
                 room = capacity(self.job, self.machine, split)
                 if not room.fits:
                     continue
-                # A single rank sends nothing, so one library stands for all.
-                for library in libraries if split.per_replica > 1 else libraries[:1]:
+                # A single rank sends nothing, so one library stands for all, and none is needed.
+                for library in libraries if split.per_replica > 1 else libraries[:1] or [NO_LIBRARY]:
                     found.append(Candidate(count, split, library, room, self.estimate(split, library, room)))
         if not found:
-            raise YalisFailure(self._nothing_fits(nodes, tried))
+            raise YalisFailure(self._nothing_fits(nodes, tried, bool(libraries)))
         meeting = [one for one in found if slo.met(one.estimate.ttft, one.estimate.itl)]
         if not meeting:
             first = min(found, key=lambda one: one.estimate.ttft).estimate.ttft
@@ -160,7 +159,7 @@ class Planner:
         sequences = min(job.config.max_num_seqs, -(-len(job.requests) // split.replicas))
         engine = SimEngine(
             job.scheduler(split), candidate.capacity.kv_blocks, model.stages, model.host, model.replayed,
-            return_seconds=model.return_seconds(max(1, sequences // split.stages)),
+            on_cpu=not job.on_gpu, return_seconds=model.return_seconds(max(1, sequences // split.stages)),
         )  # fmt: skip
         run = simulate(job.requests, engine, split.replicas)
         seconds = self.interval(candidate).around(run.seconds)
@@ -172,10 +171,12 @@ class Planner:
         dims = largest_slices(spec, replace(split, replicas=1), split.coords(rank).stage)[rank]
         key = (machine.gpu, tuple(machine.host.items()), dims, split.rows, split.cols, itemsize)
         if key not in self._slices:
-            self._slices[key] = _CachedCompute(ComputeModel(machine, spec, split, itemsize, rank))
+            # `rank` matters only through `dims`; the other arguments are in the key, or the same for the whole job.
+            model = ComputeModel(machine, spec, split, itemsize, rank, self.job.config.max_num_seqs)
+            self._slices[key] = _CachedCompute(model)
         return self._slices[key]
 
-    def _libraries(self, choices: Choices) -> Sequence[str]:
+    def _libraries(self, choices: Choices) -> list[str]:
         known = libraries_of(self.machine)
         if choices.libraries is None:
             return [name for name in known if name not in _NOT_RUN]
@@ -185,12 +186,12 @@ class Planner:
             if not matching:
                 raise YalisError(
                     f"{self.machine.name} has no parameters for the all-reduce {name!r}; give one of "
-                    f"{', '.join(known)}, or measure it there with `yalis calibrate`"
+                    f"{', '.join(known) or 'auto'}, or measure it there with `yalis calibrate`"
                 )
             found += matching
         return found
 
-    def _nothing_fits(self, nodes: Sequence[int], tried: int) -> str:
+    def _nothing_fits(self, nodes: Sequence[int], tried: int, connected: bool) -> str:
         job, machine = self.job, self.machine
         if not tried:
             return (
@@ -198,6 +199,12 @@ class Planner:
                 f"{machine.gpus_per_node} GPUs each; leave out tp=, pp= and dp=, or give other --nodes"
             )
         gpu = machine.gpu.memory_bytes.value / 2**30
+        if not connected:
+            return (
+                f"{job.model} does not run on single GPUs of {machine.name} ({gpu:.0f} GiB), and the machine has no "
+                "parameters of a communication library to split it; measure them with `yalis calibrate` on several "
+                "ranks, or copy a libraries section into the machine file"
+            )
         return (
             f"{job.model} with one sequence of {job.model_len} tokens does not fit {count_of(max(nodes), 'node')} of "
             f"{machine.name} ({machine.gpus_per_node} GPUs of {gpu:.0f} GiB each) on any split; give more --nodes, "

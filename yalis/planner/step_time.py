@@ -17,6 +17,8 @@ from yalis.planner.machine import Machine
 from yalis.planner.step import StepShape, StepTime
 from yalis.spec import ModelSpec
 
+#: The library of a replica of one rank on a machine that has none.
+NO_LIBRARY = "none"
 #: Dimensions of a rank's slice that its compute time grows with.
 _GROWING = ("layers", "heads", "kv_heads", "intermediate", "vocab")
 
@@ -37,7 +39,7 @@ class StepTimeModel:
         compute: Callable[..., ComputeModel] = ComputeModel,
     ) -> None:  # fmt: skip
         self.machine, self.spec, self.split, self.itemsize, self.library = machine, spec, split, itemsize, library
-        self._comm = CommModel(machine, library)
+        self._comm = None if library == NO_LIBRARY else CommModel(machine, library)
         #: Stages with equal slices, placement and neighbours have equal times: the first equal one of each stage.
         self._same_as, self._layouts = _layouts(spec, replace(split, replicas=1), machine.gpus_per_node)
         self._compute = {
@@ -96,6 +98,8 @@ class StepTimeModel:
         return list(collectives(self.spec, self.split, groups, stage, self.itemsize, tokens, sampled))
 
     def _communication_seconds(self, stage: int, tokens: int, sampled: int) -> float:
+        if self._comm is None:
+            return 0.0
         total = 0.0
         for one in self._collectives(stage, tokens, sampled):
             operation = self._comm.all_reduce if one.operation == "all_reduce" else self._comm.all_gather

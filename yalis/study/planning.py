@@ -90,7 +90,7 @@ def make_result(search: Search, answer: Answer, run: str, command: str) -> Resul
         "why": answer.why,
         "run": run,
     }
-    device = {"type": "cuda", "name": search.machine.gpu.name}
+    device = {"type": "cuda" if job.on_gpu else "cpu", "name": search.machine.gpu.name}
     replays = {one.candidate: one for one in answer.replays}
     rows = [_row(one, replays.get(one), answer.curve.get(one)) for one in shown]
     return results.new("plan", parameters, rows, command, [device])

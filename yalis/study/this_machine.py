@@ -15,6 +15,7 @@ import torch
 from yalis import machine as software
 from yalis.engine.device import resolve_device
 from yalis.errors import YalisError
+from yalis.kernels.gpu_limits import gpu_limits
 from yalis.launch.launchers import detect_launcher
 from yalis.perfmodel.collectives import Shape
 from yalis.planner.machine import Gpu, Machine, load_machine
@@ -128,8 +129,12 @@ def _reason(result: Result | None, group: Shape) -> str:
 def _gpu(base: Machine, device: torch.device, rates: bandwidth.DeviceRates, group: Shape) -> Gpu:
     """Return the device of one rank. The ranks of a node share a CPU, but have a GPU each."""
     text = f"`yalis calibrate`: {rates.read_by}"
+    limits: dict[str, Any] = {}
     if device.type == "cuda":
         memory, share = torch.cuda.get_device_properties(device).total_memory, 1
+        found = gpu_limits(device)
+        limits = {"num_sms": found.num_sms, "has_tma": found.has_tma}
+        limits["shared_memory_kib"] = found.max_shared_memory >> 10
     else:
         memory, share = int(software.host()["memory_gib"] * 2**30), group.ranks_per_node
         text += f", divided by {share} ranks of a node" if share > 1 else ""
@@ -139,6 +144,7 @@ def _gpu(base: Machine, device: torch.device, rates: bandwidth.DeviceRates, grou
         read_bytes_per_s=Quantity.of(rates.read_bytes_per_s / share, "measured", text),
         matmul_flops_per_s=Quantity.of(rates.matmul_flops_per_s / share, "measured", "`yalis calibrate`: large matmul"),
         efficiencies=base.gpu.efficiencies,
+        **limits,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from yalis.errors import count_of
 from yalis.study.results import drawing
 from yalis.study.results.card import Section, Table, TableColumn, fixed
 from yalis.study.results.column import Column, with_spread
@@ -110,7 +111,8 @@ class Plan(ResultKind):
     def notes(self, result: Result) -> list[str]:
         facts = result.parameters
         best = result.rows[0]
-        first = f"Best: {best['split']} on {best['gpus']} GPUs with {best['library']}"
+        first = f"Best: {best['split']} on {count_of(best['gpus'], 'GPU')}"
+        first += f" with {best['library']}" if best["gpus"] > best["dp"] else ""
         return [f"{first}; {facts['why'][0]}." if facts["why"] else f"{first}.", *result.notes]
 
     @drawing.styled
