@@ -195,7 +195,7 @@ def test_helpers_of_the_client(client: OpenAI) -> None:
         model="tiny", input="!", tools=[openai.pydantic_function_tool(GetWeather)["function"] | {"type": "function"}],  # type: ignore[list-item]
         tool_choice={"type": "function", "name": "GetWeather"},
     )  # fmt: skip
-    assert isinstance(response.output[0].parsed_arguments, GetWeather)  # type: ignore[union-attr]
+    assert GetWeather.model_validate(response.output[0].parsed_arguments)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
