@@ -298,7 +298,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mixture_of_experts_is_not_predicted() -> None:
     config = {
         "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "vocab_size": 64, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 16,
     }  # fmt: skip
     with pytest.raises(YalisError, match="step times of a mixture of experts cannot be predicted yet"):
         ComputeModel(load_machine("h200"), read_spec(config), Split(), 2)
