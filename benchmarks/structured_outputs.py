@@ -43,7 +43,7 @@ def measure_overhead(turns: int) -> dict[str, Any]:
     from yalis import LLM, SamplingParams, StructuredOutputs
 
     with LLM(device="cpu", max_model_len=512) as llm:
-        prompt = llm.encode([{"role": "user", "content": "List people as JSON."}])
+        prompt = llm.encode_prompt([{"role": "user", "content": "List people as JSON."}])
         runner: Any = llm.request_loop.engine.runner  # type: ignore[union-attr]
 
         def run(temperature: float, schema: bool) -> dict[str, float]:
