@@ -38,11 +38,11 @@ _PERSON = {
 _SCHEMA = {"type": "array", "items": _PERSON, "minItems": 50}
 
 
-def measure_overhead(turns: int) -> dict[str, Any]:
+def measure_overhead(turns: int, model: str) -> dict[str, Any]:
     """Return milliseconds of a step of 8 sequences, with a schema and without, for greedy and for random sampling."""
     from yalis import LLM, SamplingParams, StructuredOutputs
 
-    with LLM(device="cpu", max_model_len=512) as llm:
+    with LLM(model, device="cpu", max_model_len=512) as llm:
         prompt = llm.encode_prompt([{"role": "user", "content": "List people as JSON."}])
         runner: Any = llm.request_loop.engine.runner  # type: ignore[union-attr]
 
@@ -207,11 +207,12 @@ def main() -> int:
     parser.add_argument("what", choices=("overhead", "libraries"))
     parser.add_argument("suite", nargs="?", type=Path)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--model", default="smollm2-135m", help="for overhead")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.what == "libraries" and args.suite is None:
         parser.error("libraries needs the folder of a draft of the JSON-Schema-Test-Suite")
-    result = measure_overhead(args.turns) if args.what == "overhead" else compare_libraries(args.suite)
+    result = measure_overhead(args.turns, args.model) if args.what == "overhead" else compare_libraries(args.suite)
     packages = ("torch", "llguidance") if args.what == "overhead" else ("llguidance", "xgrammar", "transformers")
     result = {
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},

@@ -82,6 +82,7 @@ NOT_RUN = {
     "make test SYSTEM=": THIS,
     "make test-full": THIS,
     "python benchmarks/threads.py": "takes minutes; test_benchmark_threads.py runs it with a tiny model",
+    "python benchmarks/structured_outputs.py overhead": "takes a minute; test_structured_outputs.py runs it",
     "make faults": "takes 20 minutes; `make test` runs a pairwise cover of it",
     "make fuzz": "takes 10 minutes; test_fuzz.py runs some of its inputs",
     "make soak": "takes 10 minutes",

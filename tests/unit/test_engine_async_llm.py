@@ -16,6 +16,7 @@ from yalis.engine.async_llm import AsyncLLM, FinishedCompletion
 from yalis.types import RequestEvent
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)  # for requests that are cancelled
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_leaving_the_loop_cancels_the_request_and_frees_its_blocks(llm: LLM) -> 
     done: list[FinishedCompletion] = []
 
     async def test(async_llm: AsyncLLM) -> None:
-        events = async_llm.generate("hello", LONG)
+        events = async_llm.generate("hello", ENDLESS)
         await anext(events)
         steps = llm.stats.steps
         await events.aclose()
@@ -103,7 +104,7 @@ def test_a_cancelled_task_leaves_no_request(llm: LLM, size: int) -> None:
 
     async def test(async_llm: AsyncLLM) -> None:
         for delay in (0, 0, 0.001, 0.01, 0.05):
-            task = asyncio.create_task(read(async_llm, "x" * size, LONG))
+            task = asyncio.create_task(read(async_llm, "x" * size, ENDLESS))
             await asyncio.sleep(delay)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

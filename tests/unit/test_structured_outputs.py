@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.pages import ROOT
 from tests.structured import save_model
+from tests.tiny_chat import save_tiny_chat
 from tests.tokenizer_files import characters
 from yalis import LLM, OutputTag, SamplingParams, StructuredOutputs, StructuredOutputsParams, YalisError
 from yalis.sampling import grammar as grammar_module
@@ -379,3 +382,13 @@ def test_vllms_name_and_a_dict_are_accepted() -> None:
     params = SamplingParams(structured_outputs=given)
     assert params.structured_outputs == StructuredOutputs(tags=(OutputTag("<", CALL, ">"),), separator=";")
     assert "structured_outputs" not in SamplingParams().identity()
+
+
+def test_the_benchmark_of_the_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = save_tiny_chat(tmp_path / "model", max_position=512), tmp_path / "result.json"
+    script = str(ROOT / "benchmarks" / "structured_outputs.py")
+    monkeypatch.setattr(sys, "argv", [script, "overhead", "--model", str(model), "--turns", "2", "--out", str(out)])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(script, run_name="__main__")
+    result = json.loads(out.read_text())
+    assert all(result[kind]["with"]["masks"] == 8 * 64 for kind in ("greedy", "random"))

@@ -13,7 +13,6 @@ from ctypes import CDLL
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.system.strangers import as_nobody
 from yalis import cache_folders
@@ -251,13 +250,13 @@ def test_another_user_trusts_its_own_files_and_those_of_root(folder: Path) -> No
 
 def test_tuned_tables_of_others_are_neither_read_nor_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("YALIS_CACHE", str(folder))
-    device, nodes = torch.device("cpu"), [[0], [1]]
-    path = tuning.save(device, nodes, [tuning.Timing(1024, tuning.Choice("gloo"), 1.0)], "command")
-    assert tuning.load(device).shapes
+    key, nodes = tuning.TableKey("cpu", tuning.ONE_HOST), [[0], [1]]
+    path = tuning.save(key, nodes, [tuning.Timing(1024, tuning.Choice("gloo"), 1.0)], "command")
+    assert tuning.load(key).shapes
     os.chown(path, NOBODY, NOBODY)
-    assert not tuning.load(device).shapes
+    assert not tuning.load(key).shapes
     with pytest.raises(YalisError, match="belongs to nobody; set YALIS_CACHE to a folder that only you can write"):
-        tuning.save(device, nodes, [], "command")
+        tuning.save(key, nodes, [], "command")
 
 
 def test_a_model_is_hashed_again_if_another_user_wrote_its_stamp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
