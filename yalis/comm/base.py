@@ -13,6 +13,7 @@ from torch import Tensor
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
 from yalis.errors import PeerLost, first_line
+from yalis.kernels import ops
 from yalis.launch.heartbeat import Progress
 from yalis.launch.world import World
 from yalis.registry import Registry
@@ -41,6 +42,13 @@ class Communicator(ABC):
     @abstractmethod
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Sum `x` over all ranks into `out`, or in place if `out` is None. Returns the tensor that holds the sum."""
+
+    def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Sum `x` [T, C] over all ranks, in place, and add `residual` [T, C].
+
+        Returns (the RMSNorm of that, that), as ops.add_rms_norm. A backend may do all of it in one kernel.
+        """
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
