@@ -29,16 +29,15 @@ struct GpuTransport {
 
   __device__ __forceinline__ LLLine load_line(const LLLine* from) {
     LLLine line;
-    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(line.data0), "=r"(line.flag0), "=r"(line.data1), "=r"(line.flag1)
+    asm volatile("ld.volatile.global.v2.u64 {%0,%1}, [%2];"
+                 : "=l"(line.word[0]), "=l"(line.word[1])
                  : "l"(from)
                  : "memory");
     return line;
   }
   __device__ __forceinline__ void store_line(LLLine* to, LLLine line) {
     jitter(8192);
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(line.data0), "r"(line.flag0),
-                 "r"(line.data1), "r"(line.flag1)
+    asm volatile("st.volatile.global.v2.u64 [%0], {%1,%2};" ::"l"(to), "l"(line.word[0]), "l"(line.word[1])
                  : "memory");
   }
   __device__ __forceinline__ Pack load_data(const Pack* from) {

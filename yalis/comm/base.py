@@ -33,6 +33,9 @@ class Communicator(ABC):
     progress: Progress
     #: whether `all_reduce` can be part of a recorded step (a CUDA graph or a CPU recording); if not, steps run eagerly
     capturable: bool
+    #: whether the kernels of all collectives start after the previous kernel of the stream has finished and end before
+    #: a kernel that waits for them reads anything, as programmatic dependent launch needs (kernels/pdl.py)
+    pdl_safe = False
 
     @property
     def gather_capturable(self) -> bool:
@@ -101,6 +104,7 @@ class SingleRank(Communicator):
     rank = 0
     size = 1
     capturable = True
+    pdl_safe = True
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x)
