@@ -30,28 +30,28 @@ __device__ __forceinline__ void begin_launch(int pdl) {
 template <class Value, class Protocol, Schedule schedule>
 __global__ void __launch_bounds__(kMaxThreads)
     all_reduce_kernel(const __grid_constant__ Group group, const KernelArgs args, const int pdl) {
-  GpuTransport transport;
+  GpuTransport transport{group.host_heap != 0};
   begin_launch(pdl);
   all_reduce<Value, Protocol, schedule>(transport, group, args);
 }
 
 // The epilogue of all_reduce_kernel alone, with the same bits.
 template <class Value> __global__ void __launch_bounds__(kMaxThreads) add_norm_kernel(const KernelArgs args) {
-  GpuTransport transport;
+  GpuTransport transport{false};
   add_and_norm<Value>(transport, args);
 }
 
 template <class Value>
 __global__ void __launch_bounds__(kMaxThreads)
     ring_kernel(const __grid_constant__ FlatGroup group, const KernelArgs args) {
-  GpuTransport transport;
+  GpuTransport transport{group.host_heap != 0};
   ring<Value>(transport, group, args);
 }
 
 template <class Value>
 __global__ void __launch_bounds__(kMaxThreads)
     one_shot_kernel(const __grid_constant__ FlatGroup group, const KernelArgs args) {
-  GpuTransport transport;
+  GpuTransport transport{group.host_heap != 0};
   one_shot<Value>(transport, group, args);
 }
 
@@ -66,6 +66,7 @@ int fail(const char* what, cudaError_t error) {
 
 char* arena = nullptr;
 uint64_t arena_size = 0, arena_used = 0;
+bool arena_on_host = false;
 Status *status = nullptr, *status_on_device = nullptr;
 std::vector<std::unique_ptr<Group>> groups;
 std::vector<std::unique_ptr<FlatGroup>> flat_groups;
@@ -235,6 +236,10 @@ int nvrar_init(int device, int rank, int size, const void* id, uint64_t bytes) {
   if (nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes)) return fail("NVSHMEM initialization failed");
   arena = static_cast<char*>(nvshmem_align(256, bytes));
   if (!arena) return fail("out of memory for the arena in NVSHMEM's symmetric heap");
+  cudaPointerAttributes memory{};
+  error = cudaPointerGetAttributes(&memory, arena);
+  if (error != cudaSuccess) return fail("inspecting the arena", error);
+  arena_on_host = memory.type == cudaMemoryTypeHost;
   arena_size = bytes;
   arena_used = 0;
   error = cudaMemset(arena, 0, bytes);
@@ -298,6 +303,7 @@ int nvrar_create_group(const int32_t* node_of, int size, int rank, uint64_t ll_c
   if (!group->state) return fail("out of memory for the state of a group");
   group->status = status_on_device;
   group->timeout = timeout;
+  group->host_heap = arena_on_host;
   groups.push_back(std::move(group));
   return int(groups.size()) - 1;
 }
@@ -382,6 +388,7 @@ int nvrar_create_flat_group(int algorithm, int size, int rank, uint64_t capacity
   if (!group->state) return fail("out of memory for the state of a group");
   group->status = status_on_device;
   group->timeout = timeout;
+  group->host_heap = arena_on_host;
   flat_groups.push_back(std::move(group));
   return int(flat_groups.size()) - 1;
 }

@@ -87,7 +87,8 @@ struct Group {
   Region ll_region, signal_region;
   GroupState* state;
   Status* status;
-  uint64_t timeout; // ns
+  uint64_t timeout;  // ns
+  int32_t host_heap; // the memory of groups is host memory
 };
 
 // The arguments of one operation.

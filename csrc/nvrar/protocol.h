@@ -57,6 +57,7 @@ struct LLProtocol {
   template <class Op>
   static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t*, int pe) {
     op.transport.sync();
+    op.transport.release_sources();
     uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;
     op.transport.put(to + begin, from + begin, uint64_t(chunk.end - chunk.begin) * kSlotPackBytes, pe);
   }
@@ -106,6 +107,7 @@ struct SignalProtocol {
   template <class Op>
   static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t* signal, int pe) {
     op.transport.sync();
+    op.transport.release_sources();
     uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;
     uint64_t bytes = uint64_t(chunk.end - chunk.begin) * kSlotPackBytes;
     op.transport.put_signal(to + begin, from + begin, bytes, signal, op.sequence + 1, pe);

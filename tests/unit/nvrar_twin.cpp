@@ -4,7 +4,7 @@
 //
 // Usage: nvrar_twin nodes=2,2 ops=200 seed=1 ... On failure it prints the reason and returns 1. Faults of the network:
 // torn=1 delivers the words of a put in halves, early=1 delivers signals of puts before their data, replay=1 delivers
-// words of a put twice.
+// words of a put twice. host_heap=1: puts read memory as the host sees it, where stores of the GPU arrive late.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -88,6 +88,24 @@ void resume(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
+struct Arena {
+  std::vector<char> bytes;
+  std::map<const char*, uint64_t> late; // words as the host sees them, where it does not see the newest store yet
+  char* base() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 255) & ~uintptr_t(255)); }
+};
+std::vector<Arena> arenas;
+
+// What a put reads: 8 bytes of some rank's arena, as the host sees them.
+uint64_t read_source(const char* from) {
+  uint64_t value;
+  std::memcpy(&value, from, 8);
+  for (auto& arena : arenas) {
+    auto found = arena.late.find(from);
+    if (found != arena.late.end()) return found->second;
+  }
+  return value;
+}
+
 // ---- the network: delivers 8 bytes at a time, in any order
 
 struct Message {
@@ -118,7 +136,8 @@ void deliver(size_t index) {
     in_flight.push_back(message);
     return;
   }
-  if (message.from) std::memcpy(&message.value, message.from, message.bytes);
+  if (message.from && message.bytes == 8) message.value = read_source(message.from);
+  if (message.from && message.bytes == 4) std::memcpy(&message.value, message.from, 4);
   std::memcpy(message.to, &message.value, message.bytes);
   if (!message.signal && !message.replayed) --*message.pending;
   if (message.from && faults.replay && !message.replayed && rng.below(8) == 0) {
@@ -135,11 +154,6 @@ void post(Message message) {
 }
 
 // ---- a rank
-
-struct Arena {
-  std::vector<char> bytes;
-  char* base() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 255) & ~uintptr_t(255)); }
-};
 
 struct Barrier {
   int size = 0, waiting = 0;
@@ -162,7 +176,6 @@ struct Block {
   std::vector<float> parts;
 };
 
-std::vector<Arena> arenas;
 uint64_t ticks = 0;
 
 struct TwinTransport {
@@ -181,6 +194,11 @@ struct TwinTransport {
   }
   void store8(char* to, uint64_t value) {
     if (is_own(to)) {
+      if (option("host_heap", 0)) {
+        uint64_t before;
+        std::memcpy(&before, to, 8);
+        arenas[rank_].late.emplace(to, before); // keeps what the host saw first
+      }
       std::memcpy(to, &value, 8);
     } else {
       post(Message{to, nullptr, value, shared->stores, false, false});
@@ -203,6 +221,10 @@ struct TwinTransport {
   uint64_t load_signal(const uint64_t* from) { return *from; }
   void store_signal(uint64_t* to, uint64_t value) {
     post(Message{reinterpret_cast<char*>(to), nullptr, value, shared->stores, true, false});
+  }
+  void release_sources() {
+    if (thread_ == 0) arenas[rank_].late.clear();
+    sync();
   }
   // As on the GPU, each thread copies some of the bytes without waiting for the others.
   void copy(char* to, const char* from, uint64_t bytes, int pe, const std::shared_ptr<int>& pending) {

@@ -52,6 +52,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "sequence numbers beyond 32 bits": {"sequence": 2**32 - 60, "threads": 3, "blocks": 1},
     "ring": {"algorithm": 1},
     "one-shot": {"algorithm": 2},
+    "heap in host memory": {"host_heap": 1},
     "halving": {"schedule": 1, "groups": 2, "uneven_blocks": 1, "epilogue": 1},
 }
 
@@ -137,7 +138,8 @@ BREAKS: dict[str, tuple[str, str, str, dict[str, int]]] = {
     ),
     "no barrier before a put": (
         "protocol.h",
-        "op.transport.sync();\n    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    op.transport.put(",
+        "op.transport.sync();\n    op.transport.release_sources();\n"
+        "    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    op.transport.put(",
         "uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    op.transport.put(",
         {"protocol": 0, "threads": 4},
     ),
@@ -161,6 +163,13 @@ BREAKS: dict[str, tuple[str, str, str, dict[str, int]]] = {
         "transport.fetch_increment(&state->blocks_done) == 0",
         {},
     ),
+    "no system fence before a put": (
+        "protocol.h",
+        "op.transport.release_sources();\n"
+        "    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    uint64_t bytes",
+        "uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    uint64_t bytes",
+        {"host_heap": 1, "protocol": 1},
+    ),
     "finished chunks in the slot of the last round": (
         "inter_node.h",
         "if (sent_on) Protocol::write(op, stage_of(begin), batch, packs);",
@@ -169,7 +178,7 @@ BREAKS: dict[str, tuple[str, str, str, dict[str, int]]] = {
     ),
     "no barrier before the epilogue": ("allreduce.h", "    grid_barrier(op);\n", "", {"epilogue": 1}),
 }
-IN_CI = ("one buffer", "one stage buffer", "half of the flags")
+IN_CI = ("one buffer", "one stage buffer", "half of the flags", "no system fence before a put")
 
 
 @pytest.mark.parametrize(
