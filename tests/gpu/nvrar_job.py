@@ -289,7 +289,49 @@ def leave(
     return {}
 
 
-JOBS = {"stress": stress, "norm": norm, "compiled": compiled, "long": long, "small": small, "leave": leave}
+def puts(
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
+) -> object:
+    """Operations of one size with default parameters. Returns the puts that a rank of two nodes needs for them."""
+    group, size, ops = groups[0][0], options.get("size", 1 << 20), options.get("ops", 100)
+    x = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
+    config = group._launch(x.nbytes)
+    for _ in range(ops):
+        group.all_reduce(x, torch.empty_like(x))
+    torch.cuda.synchronize(device)
+    return {"protocol": config.protocol, "expected": ops * -(-size // config.chunk)}
+
+
+def protocols(
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
+) -> object:
+    """Return the median time in us of an eager operation with LL and with put-with-signal, in the same chunks."""
+    group, size = groups[0][0], options.get("size", 128 << 10)
+    x = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
+    out, medians = torch.empty_like(x), {}
+    for protocol in ("ll", "signal"):
+        config, times = LaunchConfig(protocol, 2, options.get("chunk", 16 << 10)), []
+        for _ in range(options.get("ops", 40)):
+            group.barrier()
+            begin = time.perf_counter()
+            group.launch(x, out, config)
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+            assert bool((out == world.size).all())
+        medians[protocol] = sorted(times)[len(times) // 2] * 1e6
+    return medians
+
+
+JOBS = {
+    "puts": puts,
+    "protocols": protocols,
+    "stress": stress,
+    "norm": norm,
+    "compiled": compiled,
+    "long": long,
+    "small": small,
+    "leave": leave,
+}
 
 
 def free_dirty_pinned_memory(value: int = 2, count: int = 20_000) -> None:
