@@ -89,22 +89,24 @@ faults: $(VENV)/.installed-test
 
 # Runs on a machine with a GPU, with a Python that has torch; installs nothing. One process per attention backend, one for
 # kernels and one for the rest run in parallel with few threads each, because reference models run on the CPU.
-GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest kernels graphs ranks nvrar)
+GPU_PARTS := $(addprefix gpu-test-,sdpa flex triton flash rest kernels graphs ranks nvrar proxy)
 .PHONY: $(GPU_PARTS)
 gpu-test:
-	$(MAKE) --keep-going --output-sync=target -j 6 $(filter-out %-graphs %-ranks %-nvrar,$(GPU_PARTS))
+	$(MAKE) --keep-going --output-sync=target -j 6 $(filter-out %-graphs %-ranks %-nvrar %-proxy,$(GPU_PARTS))
 	$(MAKE) gpu-test-graphs
 	$(MAKE) gpu-test-ranks
 	$(MAKE) gpu-test-nvrar
+	$(MAKE) gpu-test-proxy
 
 # Several ranks share the GPU, so these run without other tests.
 gpu-test-ranks: FILES = test_gpu_ranks.py test_gpu_comm.py
 gpu-test-nvrar: FILES = test_gpu_nvrar.py
+gpu-test-proxy: FILES = test_gpu_proxied.py
 gpu-test-kernels: FILES = test_gpu_kernels.py
 gpu-test-graphs: FILES = test_gpu_graphs.py test_gpu_profile.py test_gpu_slice.py
 gpu-test-rest: CHOSEN = -k 'not (sdpa or flex or triton or flash)'
 $(GPU_PARTS): FILES ?= $(addsuffix .py,$(addprefix test_gpu_,attention checkpoint parity sampling))
-$(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks %-nvrar %-kernels %-graphs,$@),,-k $(@:gpu-test-%=%))
+$(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks %-nvrar %-proxy %-kernels %-graphs,$@),,-k $(@:gpu-test-%=%))
 $(GPU_PARTS):
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(addprefix tests/gpu/,$(FILES)) $(CHOSEN) -p no:cacheprovider \
 	  --show-capture=stdout -rfEsP --durations=3

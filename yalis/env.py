@@ -80,7 +80,24 @@ def triton_interpreted() -> bool:
 
 def pdl() -> bool:
     """$YALIS_PDL: 0 turns programmatic dependent launch off."""
-    return _switch("YALIS_PDL", True)
+    return _pdl() != "0"
+
+
+def pdl_between_ranks() -> bool:
+    """$YALIS_PDL: "all" also uses programmatic dependent launch with tensor parallelism over nvrar."""
+    return _pdl() == "all"
+
+
+def _pdl() -> str:
+    given = os.environ.get("YALIS_PDL") or "1"
+    if given not in ("0", "1", "all"):
+        raise YalisError(f"YALIS_PDL is {given!r}; accepted: 0, 1 or all")
+    return given
+
+
+def nvrar_fuse_norm() -> bool:
+    """$YALIS_NVRAR_FUSE_NORM: 0 runs the norm after an all-reduce of nvrar as a kernel of its own, to compare."""
+    return _switch("YALIS_NVRAR_FUSE_NORM", True)
 
 
 def prepare_vllm(threads: int) -> None:

@@ -16,6 +16,7 @@ struct FlatGroup {
   GroupState* state;
   Status* status;
   uint64_t timeout;
+  int32_t host_heap;
 
   int32_t receives, stages; // receive and stage slots per parity
 

@@ -20,30 +20,30 @@ template <class Op> NVRAR_DEVICE void grid_barrier(Op& op) {
   op.transport.sync();
 }
 
-// residual += out, rounded; normed = residual / rms(residual) * weight, computed in fp32. A block handles whole rows.
-template <class Op> NVRAR_DEVICE void add_and_norm(Op& op) {
-  using Value = typename Op::Value;
+// summed = residual + out, rounded; normed = summed / rms(summed) * weight, computed in fp32. A block handles whole rows,
+// so the bits of a row depend on the number of threads, not on the number of blocks.
+template <class Value, class Transport> NVRAR_DEVICE void add_and_norm(Transport& transport, const KernelArgs& args) {
   constexpr int n = kPackElements<Value>;
-  const KernelArgs& args = op.args;
-  uint32_t packs = (args.width + n - 1) / n, first = op.transport.thread(), stride = op.transport.threads();
-  for (uint32_t row = op.transport.block(); row < args.rows; row += op.transport.blocks()) {
+  uint32_t packs = (args.width + n - 1) / n, first = transport.thread(), stride = transport.threads();
+  for (uint32_t row = transport.block(); row < args.rows; row += transport.blocks()) {
     uint64_t start = uint64_t(row) * args.width * sizeof(typename Value::Bits);
     const char* sums = static_cast<const char*>(args.out) + start;
-    char* residual = static_cast<char*>(args.residual) + start;
+    const char* residual = static_cast<const char*>(args.residual) + start;
+    char* summed = static_cast<char*>(args.summed) + start;
     char* normed = static_cast<char*>(args.normed) + start;
     float squares = 0;
     for (uint32_t index = first; index < packs; index += stride) {
       Accumulator<Value> sum(load_pack<Value>(residual, args.width, args.rows_aligned, index));
       sum.add(load_pack<Value>(sums, args.width, args.rows_aligned, index));
       Pack rounded = sum.round();
-      store_pack<Value>(residual, args.width, args.rows_aligned, index, rounded);
+      store_pack<Value>(summed, args.width, args.rows_aligned, index, rounded);
       Accumulator<Value> kept(rounded); // zero beyond the end of the row
 #pragma unroll
       for (int i = 0; i < n; ++i) squares += kept.element[i] * kept.element[i];
     }
-    float scale = op.transport.rsqrt(op.transport.block_sum(squares) / args.width + args.eps);
+    float scale = transport.rsqrt(transport.block_sum(squares) / args.width + args.eps);
     for (uint32_t index = first; index < packs; index += stride) {
-      Accumulator<Value> value(load_pack<Value>(residual, args.width, args.rows_aligned, index));
+      Accumulator<Value> value(load_pack<Value>(summed, args.width, args.rows_aligned, index));
       Accumulator<Value> weight;
       if (args.fp32_weight) {
         const float* weights = static_cast<const float*>(args.weight);

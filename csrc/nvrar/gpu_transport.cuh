@@ -10,6 +10,8 @@ namespace nvrar {
 constexpr int kMaxThreads = 512;
 
 struct GpuTransport {
+  bool host_heap; // the symmetric heap is host memory (NVSHMEM_HEAP_KIND=SYSMEM)
+
   __device__ __forceinline__ int thread() const { return threadIdx.x; }
   __device__ __forceinline__ int threads() const { return blockDim.x; }
   __device__ __forceinline__ int block() const { return blockIdx.x; }
@@ -29,16 +31,15 @@ struct GpuTransport {
 
   __device__ __forceinline__ LLLine load_line(const LLLine* from) {
     LLLine line;
-    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(line.data0), "=r"(line.flag0), "=r"(line.data1), "=r"(line.flag1)
+    asm volatile("ld.volatile.global.v2.u64 {%0,%1}, [%2];"
+                 : "=l"(line.word[0]), "=l"(line.word[1])
                  : "l"(from)
                  : "memory");
     return line;
   }
   __device__ __forceinline__ void store_line(LLLine* to, LLLine line) {
     jitter(8192);
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(line.data0), "r"(line.flag0),
-                 "r"(line.data1), "r"(line.flag1)
+    asm volatile("st.volatile.global.v2.u64 [%0], {%1,%2};" ::"l"(to), "l"(line.word[0]), "l"(line.word[1])
                  : "memory");
   }
   __device__ __forceinline__ Pack load_data(const Pack* from) {
@@ -67,6 +68,11 @@ struct GpuTransport {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
   }
 
+  // NVSHMEM's proxied put makes the source visible to the GPU only. A NIC reads GPU memory through the GPU's L2 cache,
+  // so that is enough, but a heap in host memory needs a fence of system scope before the request for the put.
+  __device__ __forceinline__ void release_sources() {
+    if (host_heap && threadIdx.x == 0) __threadfence_system();
+  }
   __device__ __forceinline__ void put(char* to, const char* from, uint64_t bytes, int pe) {
     jitter(1024);
     nvshmemx_putmem_nbi_block(to, from, bytes, pe);

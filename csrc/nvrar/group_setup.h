@@ -49,6 +49,7 @@ inline uint64_t init_layout(Group& group, const int32_t* node_of, int size, int 
     group.local_size = int(node.size());
   }
   group.shards = int(smallest);
+  group.nodes = count;
   int inter_slots = rounds + (folds ? 2 : 0);
   int32_t reduce_slots = largest > 1 ? int32_t(largest) : 0, gather_slots = largest > 1 ? group.shards : 0;
   uint64_t ll_slot = compute_slot_bytes(ll_capacity, group.shards, 2 * kPackBytes);
@@ -71,12 +72,12 @@ inline void init_inter_steps(Group& group, const int32_t* node_of, int size, int
   while (2 << rounds <= count) ++rounds;
   int power = 1 << rounds;
   bool folds = power < count;
-  group.inter_steps = 0;
+  group.inter_steps = group.first_round = group.rounds = 0;
   if (group.local_rank >= group.shards) return;
   auto add_step = [&](int slot, int partner, bool sends, bool receives, bool overwrites) {
     int member = nodes[partner][group.local_rank];
     group.inter_step[group.inter_steps++] = InterStep{slot, sends ? pe[member] : -1, receives ? pe[member] : -1,
-                                                      overwrites, arena + offset[member]};
+                                                      overwrites, node > partner, arena + offset[member]};
   };
   if (node >= power) {
     add_step(0, node - power, true, false, false);
@@ -85,6 +86,8 @@ inline void init_inter_steps(Group& group, const int32_t* node_of, int size, int
   }
   bool has_folded = node + power < count;
   if (has_folded) add_step(0, node + power, false, true, false);
+  group.first_round = group.inter_steps;
+  group.rounds = rounds;
   for (int round = 0; round < rounds; ++round) add_step(round + folds, node ^ (1 << round), true, true, false);
   if (has_folded) add_step(rounds + 1, node + power, true, false, false);
 }

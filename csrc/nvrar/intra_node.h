@@ -66,6 +66,31 @@ NVRAR_DEVICE void reduce_shard(Op& op, const Group& group, Span shard, OnBatch o
   });
 }
 
+// One shot, for short messages within one node: every rank writes its whole input to every other rank, and adds all of
+// them in rank order. One step instead of two, and the same additions, so the results have the same bits. An input has to
+// fit into the slot of one shard.
+template <class Protocol, class Op> NVRAR_DEVICE void one_shot_in_node(Op& op, const Group& group) {
+  const Region& region = Protocol::region(group);
+  Span all{0, op.args.packs};
+  int slot = region.reduce_slot(group.local_rank);
+  op.for_each_chunk(all, [&](Chunk chunk) {
+    op.for_each_batch(chunk, [&](Batch batch) {
+      Pack packs[kBatch];
+      op.load(all, batch, packs);
+      for (int turn = 1; turn < group.local_size; ++turn) {
+        int peer = (group.local_rank + turn) % group.local_size;
+        Protocol::write(op, group.peer_memory[peer] + region.data_offset(op.parity, slot), batch, packs);
+      }
+    });
+    Protocol::signal_peers(op, group.local_size, [&](int peer) {
+      char* signal = group.peer_memory[peer] + region.signal_offset(op.parity, slot, chunk.index);
+      return peer == group.local_rank ? nullptr : reinterpret_cast<uint64_t*>(signal);
+    });
+  });
+  reduce_shard<Protocol>(
+      op, group, all, [&](Batch batch, const Pack(&packs)[kBatch]) { op.store(all, batch, packs); }, [](Chunk) {});
+}
+
 // Owner: stores a batch of its finished shard to its own output and to the other ranks of its node.
 template <class Protocol, class Op>
 NVRAR_DEVICE void store_result(Op& op, const Group& group, Span shard, Batch batch, const Pack (&packs)[kBatch]) {

@@ -3,6 +3,8 @@
 //
 // The arena is one allocation of the symmetric heap with the same size on every rank. Groups reserve ranges of it,
 // whose offsets may differ between ranks. dtype: 0 float32, 1 float16, 2 bfloat16. protocol: 0 LL, 1 put-with-signal.
+// schedule: see enum Schedule. pdl: 0 an ordinary launch; 1 programmatic dependent launch; 2 also lets the next kernel
+// start while this one waits for other ranks, which is only safe if no other rank needs this GPU.
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -17,24 +19,39 @@ using namespace nvrar;
 
 namespace {
 
-template <class Value, class Protocol>
+// Waits until the previous launch has finished, so that the operations of a group never overlap.
+__device__ __forceinline__ void begin_launch(int pdl) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (pdl == 2) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+template <class Value, class Protocol, Schedule schedule>
 __global__ void __launch_bounds__(kMaxThreads)
-    all_reduce_kernel(const __grid_constant__ Group group, const KernelArgs args) {
-  GpuTransport transport;
-  all_reduce<Value, Protocol>(transport, group, args);
+    all_reduce_kernel(const __grid_constant__ Group group, const KernelArgs args, const int pdl) {
+  GpuTransport transport{group.host_heap != 0};
+  begin_launch(pdl);
+  all_reduce<Value, Protocol, schedule>(transport, group, args);
+}
+
+// The epilogue of all_reduce_kernel alone, with the same bits.
+template <class Value> __global__ void __launch_bounds__(kMaxThreads) add_norm_kernel(const KernelArgs args) {
+  GpuTransport transport{false};
+  add_and_norm<Value>(transport, args);
 }
 
 template <class Value>
 __global__ void __launch_bounds__(kMaxThreads)
     ring_kernel(const __grid_constant__ FlatGroup group, const KernelArgs args) {
-  GpuTransport transport;
+  GpuTransport transport{group.host_heap != 0};
   ring<Value>(transport, group, args);
 }
 
 template <class Value>
 __global__ void __launch_bounds__(kMaxThreads)
     one_shot_kernel(const __grid_constant__ FlatGroup group, const KernelArgs args) {
-  GpuTransport transport;
+  GpuTransport transport{group.host_heap != 0};
   one_shot<Value>(transport, group, args);
 }
 
@@ -49,6 +66,7 @@ int fail(const char* what, cudaError_t error) {
 
 char* arena = nullptr;
 uint64_t arena_size = 0, arena_used = 0;
+bool arena_on_host = false;
 Status *status = nullptr, *status_on_device = nullptr;
 std::vector<std::unique_ptr<Group>> groups;
 std::vector<std::unique_ptr<FlatGroup>> flat_groups;
@@ -76,15 +94,70 @@ KernelArgs make_args(const void* x, void* out, uint64_t count, int dtype, int sh
   return args;
 }
 
-template <class Value>
-void launch_nvrar(int protocol, int blocks, int threads, cudaStream_t stream, const Group& group,
-                  const KernelArgs& args) {
-  if (protocol == 0) {
-    all_reduce_kernel<Value, LLProtocol><<<blocks, threads, 0, stream>>>(group, args);
-  } else {
-    all_reduce_kernel<Value, SignalProtocol><<<blocks, threads, 0, stream>>>(group, args);
+// How to launch one operation.
+struct LaunchOptions {
+  int protocol, schedule, blocks, threads, pdl;
+  cudaStream_t stream;
+
+  bool invalid() const {
+    return protocol < 0 || protocol > 1 || schedule < 0 || schedule > kOneShotInNode || blocks < 1 || threads < 32 ||
+           threads > kMaxThreads || threads % 32;
   }
+};
+
+using Kernel = void (*)(Group, KernelArgs, int);
+
+template <class Value> Kernel choose_kernel(int protocol, int schedule) {
+  static const Kernel kernels[2][3] = {
+      {all_reduce_kernel<Value, LLProtocol, kDoubling>, all_reduce_kernel<Value, LLProtocol, kHalving>,
+       all_reduce_kernel<Value, LLProtocol, kOneShotInNode>},
+      {all_reduce_kernel<Value, SignalProtocol, kDoubling>, all_reduce_kernel<Value, SignalProtocol, kHalving>,
+       all_reduce_kernel<Value, SignalProtocol, kOneShotInNode>}};
+  return kernels[protocol][schedule];
 }
+
+template <class Value>
+cudaError_t launch_nvrar(const LaunchOptions& options, const Group& group, const KernelArgs& args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(options.blocks);
+  config.blockDim = dim3(options.threads);
+  config.stream = options.stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = options.pdl ? 1 : 0;
+  return cudaLaunchKernelEx(&config, choose_kernel<Value>(options.protocol, options.schedule), group, args,
+                            options.pdl);
+}
+
+cudaError_t launch_nvrar(int dtype, const LaunchOptions& options, const Group& group, const KernelArgs& args) {
+  if (dtype == 0) return launch_nvrar<Float32>(options, group, args);
+  if (dtype == 1) return launch_nvrar<Float16>(options, group, args);
+  return launch_nvrar<Bfloat16>(options, group, args);
+}
+
+// The tensors of the epilogue, each [rows, width].
+struct NormTensors {
+  const void *residual, *weight;
+  void *summed, *normed;
+  int fp32_weight;
+  float eps;
+
+  void set(KernelArgs& args, uint32_t rows, uint32_t width, int dtype) const {
+    args.rows = rows;
+    args.width = width;
+    args.residual = residual;
+    args.summed = summed;
+    args.normed = normed;
+    args.weight = weight;
+    args.fp32_weight = fp32_weight;
+    args.eps = eps;
+    auto address = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor); };
+    uintptr_t all = address(args.out) | address(residual) | address(summed) | address(normed) | address(weight);
+    args.rows_aligned = (all | uint64_t(width) * dtype_bytes(dtype)) % kPackBytes == 0;
+  }
+};
 
 template <class Value>
 void launch_flat(int algorithm, int blocks, int threads, cudaStream_t stream, const FlatGroup& group,
@@ -99,14 +172,15 @@ void launch_flat(int algorithm, int blocks, int threads, cudaStream_t stream, co
 // Loads the kernels now. Otherwise their first launch does, which may be inside a CUDA graph capture.
 template <class Value> cudaError_t load_kernels() {
   cudaFuncAttributes found;
-  for (const void* kernel : {reinterpret_cast<const void*>(all_reduce_kernel<Value, LLProtocol>),
-                             reinterpret_cast<const void*>(all_reduce_kernel<Value, SignalProtocol>),
-                             reinterpret_cast<const void*>(ring_kernel<Value>),
-                             reinterpret_cast<const void*>(one_shot_kernel<Value>)}) {
-    cudaError_t error = cudaFuncGetAttributes(&found, kernel);
-    if (error != cudaSuccess) return error;
+  cudaError_t error = cudaFuncGetAttributes(&found, add_norm_kernel<Value>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&found, ring_kernel<Value>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&found, one_shot_kernel<Value>);
+  for (int protocol = 0; protocol < 2; ++protocol) {
+    for (int schedule = 0; schedule <= kOneShotInNode; ++schedule) {
+      if (error == cudaSuccess) error = cudaFuncGetAttributes(&found, choose_kernel<Value>(protocol, schedule));
+    }
   }
-  return cudaSuccess;
+  return error;
 }
 
 // NVSHMEM 3.4.5 allocates the integer by which device code requests an exit with cudaMallocHost and does not initialize
@@ -162,6 +236,10 @@ int nvrar_init(int device, int rank, int size, const void* id, uint64_t bytes) {
   if (nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes)) return fail("NVSHMEM initialization failed");
   arena = static_cast<char*>(nvshmem_align(256, bytes));
   if (!arena) return fail("out of memory for the arena in NVSHMEM's symmetric heap");
+  cudaPointerAttributes memory{};
+  error = cudaPointerGetAttributes(&memory, arena);
+  if (error != cudaSuccess) return fail("inspecting the arena", error);
+  arena_on_host = memory.type == cudaMemoryTypeHost;
   arena_size = bytes;
   arena_used = 0;
   error = cudaMemset(arena, 0, bytes);
@@ -225,55 +303,65 @@ int nvrar_create_group(const int32_t* node_of, int size, int rank, uint64_t ll_c
   if (!group->state) return fail("out of memory for the state of a group");
   group->status = status_on_device;
   group->timeout = timeout;
+  group->host_heap = arena_on_host;
   groups.push_back(std::move(group));
   return int(groups.size()) - 1;
 }
 
 // The maximum bytes of one operation. Longer messages are split into several operations.
-uint64_t nvrar_capacity(int handle, int protocol) {
+uint64_t nvrar_capacity(int handle, int protocol, int schedule) {
   const Group& group = *groups[handle];
-  return (protocol == 0 ? group.ll_region.slot_bytes / 2 : group.signal_region.slot_bytes) * group.shards;
+  uint64_t shard = protocol == 0 ? group.ll_region.slot_bytes / 2 : group.signal_region.slot_bytes;
+  return schedule == kOneShotInNode ? shard : shard * group.shards;
 }
 
-int nvrar_all_reduce(int handle, const void* x, void* out, uint64_t count, int dtype, int protocol, int blocks,
-                     int threads, uint64_t chunk, cudaStream_t stream) {
+int nvrar_all_reduce(int handle, const void* x, void* out, uint64_t count, int dtype, int protocol, int schedule,
+                     int blocks, int threads, uint64_t chunk, int pdl, cudaStream_t stream) {
   const Group& group = *groups[handle];
-  if (invalid_launch(dtype, blocks, threads)) return fail("invalid dtype, blocks or threads");
-  uint64_t max_count = nvrar_capacity(handle, protocol) / dtype_bytes(dtype);
+  LaunchOptions options{protocol, schedule, blocks, threads, pdl, stream};
+  if (options.invalid() || invalid_launch(dtype, blocks, threads)) return fail("invalid launch parameters");
+  if (schedule == kOneShotInNode && group.nodes > 1) return fail("one shot needs all ranks on one node");
+  uint64_t max_count = nvrar_capacity(handle, protocol, schedule) / dtype_bytes(dtype);
+  int shards = schedule == kOneShotInNode ? 1 : group.shards;
   for (uint64_t begin = 0; begin < count; begin += max_count) {
     const char* from = static_cast<const char*>(x) + begin * dtype_bytes(dtype);
     char* to = static_cast<char*>(out) + begin * dtype_bytes(dtype);
-    KernelArgs args = make_args(from, to, std::min(max_count, count - begin), dtype, group.shards, chunk);
-    if (dtype == 0) launch_nvrar<Float32>(protocol, blocks, threads, stream, group, args);
-    if (dtype == 1) launch_nvrar<Float16>(protocol, blocks, threads, stream, group, args);
-    if (dtype == 2) launch_nvrar<Bfloat16>(protocol, blocks, threads, stream, group, args);
+    KernelArgs args = make_args(from, to, std::min(max_count, count - begin), dtype, shards, chunk);
+    cudaError_t error = launch_nvrar(dtype, options, group, args);
+    if (error != cudaSuccess) return fail("launching the all-reduce", error);
   }
-  return check_launch("launching the all-reduce");
+  return 0;
 }
 
-// All-reduce of x into out, then residual += out and normed = residual / rms(residual) * weight, in one kernel.
+// All-reduce of x into out, then summed = residual + out and normed = summed / rms(summed) * weight, in one kernel.
 int nvrar_all_reduce_norm(int handle, const void* x, void* out, uint32_t rows, uint32_t width, int dtype, int protocol,
-                          int blocks, int threads, uint64_t chunk, void* residual, void* normed, const void* weight,
-                          int fp32_weight, float eps, cudaStream_t stream) {
+                          int schedule, int blocks, int threads, uint64_t chunk, const void* residual, void* summed,
+                          void* normed, const void* weight, int fp32_weight, float eps, int pdl, cudaStream_t stream) {
   const Group& group = *groups[handle];
   uint64_t count = uint64_t(rows) * width;
+  LaunchOptions options{protocol, schedule, blocks, threads, pdl, stream};
+  if (options.invalid() || invalid_launch(dtype, blocks, threads)) return fail("invalid launch parameters");
+  if (schedule == kOneShotInNode && group.nodes > 1) return fail("one shot needs all ranks on one node");
+  if (count * dtype_bytes(dtype) > nvrar_capacity(handle, protocol, schedule)) {
+    return fail("message too long for one operation");
+  }
+  KernelArgs args = make_args(x, out, count, dtype, schedule == kOneShotInNode ? 1 : group.shards, chunk);
+  NormTensors{residual, weight, summed, normed, fp32_weight, eps}.set(args, rows, width, dtype);
+  cudaError_t error = launch_nvrar(dtype, options, group, args);
+  return error == cudaSuccess ? 0 : fail("launching the all-reduce with its norm", error);
+}
+
+// The norm of nvrar_all_reduce_norm alone: summed = residual + x and normed = summed / rms(summed) * weight.
+int nvrar_add_norm(void* x, uint32_t rows, uint32_t width, int dtype, int blocks, int threads, const void* residual,
+                   void* summed, void* normed, const void* weight, int fp32_weight, float eps, cudaStream_t stream) {
   if (invalid_launch(dtype, blocks, threads)) return fail("invalid dtype, blocks or threads");
-  if (count * dtype_bytes(dtype) > nvrar_capacity(handle, protocol)) return fail("message too long for one operation");
-  KernelArgs args = make_args(x, out, count, dtype, group.shards, chunk);
-  args.rows = rows;
-  args.width = width;
-  args.residual = residual;
-  args.normed = normed;
-  args.weight = weight;
-  args.fp32_weight = fp32_weight;
-  args.eps = eps;
-  auto address = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor); };
-  uintptr_t addresses = address(out) | address(residual) | address(normed) | address(weight);
-  args.rows_aligned = (addresses | uint64_t(width) * dtype_bytes(dtype)) % kPackBytes == 0;
-  if (dtype == 0) launch_nvrar<Float32>(protocol, blocks, threads, stream, group, args);
-  if (dtype == 1) launch_nvrar<Float16>(protocol, blocks, threads, stream, group, args);
-  if (dtype == 2) launch_nvrar<Bfloat16>(protocol, blocks, threads, stream, group, args);
-  return check_launch("launching the all-reduce with its norm");
+  KernelArgs args{};
+  args.out = x;
+  NormTensors{residual, weight, summed, normed, fp32_weight, eps}.set(args, rows, width, dtype);
+  if (dtype == 0) add_norm_kernel<Float32><<<blocks, threads, 0, stream>>>(args);
+  if (dtype == 1) add_norm_kernel<Float16><<<blocks, threads, 0, stream>>>(args);
+  if (dtype == 2) add_norm_kernel<Bfloat16><<<blocks, threads, 0, stream>>>(args);
+  return check_launch("launching the norm");
 }
 
 // Baselines for benchmarks. algorithm: see enum Algorithm.
@@ -300,6 +388,7 @@ int nvrar_create_flat_group(int algorithm, int size, int rank, uint64_t capacity
   if (!group->state) return fail("out of memory for the state of a group");
   group->status = status_on_device;
   group->timeout = timeout;
+  group->host_heap = arena_on_host;
   flat_groups.push_back(std::move(group));
   return int(flat_groups.size()) - 1;
 }

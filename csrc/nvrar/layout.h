@@ -25,6 +25,8 @@ constexpr int kMaxLocalRanks = 64; // ranks per node
 constexpr int kMaxInterSteps = 18; // enough for 2^16 nodes: 16 rounds of recursive doubling, fold in and fold out
 constexpr int kMaxChunks = 1024;   // chunks per shard; each has its own signal
 
+// How a message travels: with recursive doubling or halving between nodes, or, on one node, as one shot.
+enum Schedule { kDoubling = 0, kHalving = 1, kOneShotInNode = 2 };
 enum Phase : uint32_t { kReduceScatter = 1, kInterNode = 2, kAllGather = 3, kEpilogue = 4, kBaseline = 5 };
 
 // One inter-node step of this rank. Ranks are NVSHMEM PEs.
@@ -33,6 +35,7 @@ struct InterStep {
   int32_t send_to;      // the PE that gets this rank's partial sum, or -1
   int32_t receive_from; // the PE whose partial sum is received, or -1
   int32_t overwrites;   // the received data is the final sum (fold out), not a term to add
+  int32_t keeps_upper;  // halving: this rank sums the upper half of its chunks, its partner the lower half
   char* remote_memory;  // the partner's group memory, as a symmetric address
 };
 
@@ -74,7 +77,9 @@ struct Status {
 
 struct Group {
   int32_t id, local_rank, local_size, shards; // local rank i < shards owns shard i
+  int32_t nodes;
   int32_t inter_steps;
+  int32_t first_round, rounds; // the steps of inter_step that exchange with a partner; the others fold in or out
   InterStep inter_step[kMaxInterSteps];
   char* own_memory;                  // this rank's group memory
   char* peer_memory[kMaxLocalRanks]; // group memory of each rank of the node, accessible by loads and stores
@@ -82,7 +87,8 @@ struct Group {
   Region ll_region, signal_region;
   GroupState* state;
   Status* status;
-  uint64_t timeout; // ns
+  uint64_t timeout;  // ns
+  int32_t host_heap; // the memory of groups is host memory
 };
 
 // The arguments of one operation.
@@ -93,13 +99,13 @@ struct KernelArgs {
   uint32_t packs;       // the last one may be partial
   uint32_t chunk_packs; // packs per chunk
   int32_t aligned;      // x and out are aligned to kPackBytes
-  // The epilogue, skipped if rows is 0: residual += out; normed = residual / rms(residual) * weight.
+  // The epilogue, skipped if rows is 0: summed = residual + out; normed = summed / rms(summed) * weight.
   uint32_t rows, width;
   int32_t rows_aligned; // every row of the epilogue's tensors is aligned to kPackBytes
   int32_t fp32_weight;  // the weight is float32, whatever the dtype of the other tensors
   float eps;
-  void *residual, *normed;
-  const void* weight;
+  const void *residual, *weight;
+  void *summed, *normed;
 };
 
 // A range of the message or of a shard, in packs.

@@ -9,6 +9,8 @@
 //   load_line(from), store_line(to, line)         16 bytes of the LL protocol; each 8-byte half is never torn
 //   load_data(from), store_data(to, pack)         16 bytes without flags, ordered by signals
 //   load_signal(from), store_signal(to, value)    acquire; release of all stores before the last sync()
+//   release_sources()                             after sync(), before put: makes the block's stores visible to a CPU or
+//                                                 NIC that reads the sources of puts
 //   put(to, from, bytes, pe)                      to the memory of another PE; called by the whole block
 //   put_signal(to, from, bytes, signal, value, pe)
 //   acquire_put(signal, value)                    call after the signal of a put was seen, before its data is read
@@ -25,13 +27,28 @@ namespace nvrar {
 constexpr int kBatch = 2;                     // packs that a thread has in flight
 constexpr uint32_t kPollsPerClockRead = 1024; // a wait reads the clock and the stop flag this rarely
 
-// Two 8-byte stores of the LL protocol, as in NCCL: 4 bytes of data and 4 bytes of flag each.
+// Two words of the LL protocol, as in NCCL: 4 bytes of data and 4 bytes of flag each. A word is accessed as one 64-bit
+// unit, because the elements of a vector of 32-bit values are separate accesses in PTX's memory model.
 struct alignas(16) LLLine {
-  uint32_t data0, flag0, data1, flag1;
+  uint64_t word[2];
+  NVRAR_DEVICE static uint64_t make(uint32_t data, uint32_t flag) { return uint64_t(flag) << 32 | data; }
+  NVRAR_DEVICE uint32_t data(int i) const { return uint32_t(word[i]); }
+  NVRAR_DEVICE uint32_t flag(int i) const { return uint32_t(word[i] >> 32); }
 };
 
 struct Chunk {
   uint32_t index, begin, end; // index within the shard; range of packs, relative to the shard
+};
+
+// Chunks [begin, end) of a shard.
+struct ChunkRange {
+  uint32_t begin, end;
+  NVRAR_DEVICE bool has(uint32_t index) const { return begin <= index && index < end; }
+  // The lower or upper half. The lower one is the larger, so the first chunk is never in an empty half.
+  NVRAR_DEVICE ChunkRange half(bool upper) const {
+    uint32_t middle = begin + (end - begin + 1) / 2;
+    return upper ? ChunkRange{middle, end} : ChunkRange{begin, middle};
+  }
 };
 
 // The packs that one thread handles at once: `first`, `first + stride`, ... below `end`.
@@ -84,10 +101,19 @@ template <class TransportT, class ValueT> struct Operation {
     }
   }
 
-  // Calls `use` with each chunk of the shard that belongs to this block.
+  NVRAR_DEVICE ChunkRange chunks_of(Span shard) const {
+    return {0, (shard.end - shard.begin + args.chunk_packs - 1) / args.chunk_packs};
+  }
+
+  // Calls `use` with each chunk of the shard that belongs to this block, in order; with `range`, only with its chunks.
   template <class Use> NVRAR_DEVICE void for_each_chunk(Span shard, Use use) {
-    uint32_t packs = shard.end - shard.begin;
-    for (uint32_t index = transport.block(); index * args.chunk_packs < packs; index += transport.blocks()) {
+    for_each_chunk(shard, chunks_of(shard), use);
+  }
+  template <class Use> NVRAR_DEVICE void for_each_chunk(Span shard, ChunkRange range, Use use) {
+    uint32_t packs = shard.end - shard.begin, blocks = transport.blocks();
+    uint32_t first = transport.block();
+    if (first < range.begin) first += (range.begin - first + blocks - 1) / blocks * blocks;
+    for (uint32_t index = first; index < range.end; index += blocks) {
       uint32_t begin = index * args.chunk_packs;
       use(Chunk{index, begin, begin + args.chunk_packs < packs ? begin + args.chunk_packs : packs});
     }

@@ -25,8 +25,11 @@ struct LLProtocol {
     for (int k = 0; k < kBatch; ++k) {
       if (!batch.has(k)) continue;
       LLLine* line = reinterpret_cast<LLLine*>(slot + uint64_t(batch.pack(k)) * kSlotPackBytes);
-      op.transport.store_line(line, LLLine{packs[k].word[0], op.flag, packs[k].word[1], op.flag});
-      op.transport.store_line(line + 1, LLLine{packs[k].word[2], op.flag, packs[k].word[3], op.flag});
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t* data = &packs[k].word[2 * half];
+        op.transport.store_line(line + half, LLLine{{LLLine::make(data[0], op.flag), LLLine::make(data[1], op.flag)}});
+      }
     }
   }
 
@@ -40,8 +43,8 @@ struct LLProtocol {
         if (!batch.has(k)) continue;
         const LLLine* line = reinterpret_cast<const LLLine*>(slot + uint64_t(batch.pack(k)) * kSlotPackBytes);
         LLLine a = op.transport.load_line(line), b = op.transport.load_line(line + 1);
-        ready = ready && a.flag0 == op.flag && a.flag1 == op.flag && b.flag0 == op.flag && b.flag1 == op.flag;
-        packs[k] = Pack{{a.data0, a.data1, b.data0, b.data1}};
+        ready = ready && a.flag(0) == op.flag && a.flag(1) == op.flag && b.flag(0) == op.flag && b.flag(1) == op.flag;
+        packs[k] = Pack{{a.data(0), a.data(1), b.data(0), b.data(1)}};
       }
       return ready;
     });
@@ -54,6 +57,7 @@ struct LLProtocol {
   template <class Op>
   static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t*, int pe) {
     op.transport.sync();
+    op.transport.release_sources();
     uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;
     op.transport.put(to + begin, from + begin, uint64_t(chunk.end - chunk.begin) * kSlotPackBytes, pe);
   }
@@ -103,6 +107,7 @@ struct SignalProtocol {
   template <class Op>
   static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t* signal, int pe) {
     op.transport.sync();
+    op.transport.release_sources();
     uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;
     uint64_t bytes = uint64_t(chunk.end - chunk.begin) * kSlotPackBytes;
     op.transport.put_signal(to + begin, from + begin, bytes, signal, op.sequence + 1, pe);

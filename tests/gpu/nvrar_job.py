@@ -23,6 +23,7 @@ from torch import Tensor
 from yalis.comm.allreduce_op import AllReduceOp
 from yalis.comm.base import CommBackend
 from yalis.comm.nvrar.group import MAX_MESSAGE_BYTES, LaunchConfig, NvrarGroup
+from yalis.comm.nvrar.launch_config import schedules_for
 from yalis.comm.selection import open_backend
 from yalis.comm.topology import Topology
 from yalis.errors import first_line
@@ -81,7 +82,9 @@ class StressTest:
         start = draw.randrange(POOL - count)
         protocol = draw.choice(("ll", "signal"))
         config = LaunchConfig(protocol, draw.choice((1, 2, 4, 8, 16)), draw.choice((128, 2048, 8192, 65536)))
-        config = LaunchConfig(config.protocol, min(config.blocks, group._session.max_blocks), config.chunk)
+        schedule = draw.choice(schedules_for(group._nodes))
+        blocks = min(config.blocks, group._session.max_blocks)
+        config = LaunchConfig(config.protocol, blocks, config.chunk, schedule=schedule)
         pools, key = self.pools[which], (dtype, integers)
         x = pools.own[key][start : start + count]
         out = torch.full((count + 1,), float("nan"), dtype=dtype, device=self.device)[draw.randrange(2) :][:count]
@@ -185,8 +188,8 @@ def stress(
 def norm(
     world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
 ) -> object:
-    """Compare all_reduce_norm with plain torch."""
-    group, worst, identical = groups[0][0], 0.0, True
+    """Compare the fused all-reduce with plain torch, and its bits with those of an all-reduce and a norm kernel."""
+    group, worst, identical, fused = groups[0][0], 0.0, True, 0
     for dtype in DTYPES:
         for rows, width in ((1, 8), (1, 4096), (7, 576), (33, 1000), (16, 8192)):
             for fp32_weight in (False, True):
@@ -198,13 +201,19 @@ def norm(
                 kept = residual + summed
                 scale = torch.rsqrt(kept.float().pow(2).mean(-1, keepdim=True) + 1e-5)
                 expected = (kept.float() * scale * weight.float()).to(dtype)
-                normed = group.all_reduce_norm(x, residual, weight, 1e-5)
-                assert torch.equal(residual, kept), f"{dtype} {rows}x{width}: wrong residual"
+                fused += group._norm_launch(x, residual, weight) is not None
+                group._fuse_norm = False
+                separate = group.all_reduce_add_norm(x.clone(), residual, weight, 1e-5)
+                group._fuse_norm = True
+                normed, total = group.all_reduce_add_norm(x, residual, weight, 1e-5)
+                assert torch.equal(total, kept), f"{dtype} {rows}x{width}: wrong residual"
+                assert torch.equal(normed, separate[0]), f"{dtype} {rows}x{width}: other bits than separate kernels"
+                assert torch.equal(total, separate[1])
                 error = (normed.float() - expected.float()).abs() / expected.float().abs().clamp(min=0.1)
                 worst = max(worst, float(error.max()) / torch.finfo(dtype).eps)
                 digest = hashlib.sha256(normed.float().cpu().numpy().tobytes()).hexdigest()
                 identical = identical and len(set(world.all_gather_object(digest))) == 1
-    return {"worst_ulps": worst, "identical": identical}
+    return {"worst_ulps": worst, "identical": identical, "fused": fused}
 
 
 def compiled(
@@ -280,7 +289,49 @@ def leave(
     return {}
 
 
-JOBS = {"stress": stress, "norm": norm, "compiled": compiled, "long": long, "small": small, "leave": leave}
+def puts(
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
+) -> object:
+    """Operations of one size with default parameters. Returns the puts that a rank of two nodes needs for them."""
+    group, size, ops = groups[0][0], options.get("size", 1 << 20), options.get("ops", 100)
+    x = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
+    config = group._launch(x.nbytes)
+    for _ in range(ops):
+        group.all_reduce(x, torch.empty_like(x))
+    torch.cuda.synchronize(device)
+    return {"protocol": config.protocol, "expected": ops * -(-size // config.chunk)}
+
+
+def protocols(
+    world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, options: dict[str, int]
+) -> object:
+    """Return the median time in us of an eager operation with LL and with put-with-signal, in the same chunks."""
+    group, size = groups[0][0], options.get("size", 128 << 10)
+    x = torch.ones(size // 2, dtype=torch.bfloat16, device=device)
+    out, medians = torch.empty_like(x), {}
+    for protocol in ("ll", "signal"):
+        config, times = LaunchConfig(protocol, 2, options.get("chunk", 16 << 10)), []
+        for _ in range(options.get("ops", 40)):
+            group.barrier()
+            begin = time.perf_counter()
+            group.launch(x, out, config)
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+            assert bool((out == world.size).all())
+        medians[protocol] = sorted(times)[len(times) // 2] * 1e6
+    return medians
+
+
+JOBS = {
+    "puts": puts,
+    "protocols": protocols,
+    "stress": stress,
+    "norm": norm,
+    "compiled": compiled,
+    "long": long,
+    "small": small,
+    "leave": leave,
+}
 
 
 def free_dirty_pinned_memory(value: int = 2, count: int = 20_000) -> None:

@@ -9,6 +9,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from tests.multiprocess.engine_job import ForkServer, environment
 from yalis.study.accept import child_job
 
@@ -65,6 +67,7 @@ def test_wrong_sums_fail_their_lines_and_the_command(fork_server: ForkServer, tm
         assert set(archive.getnames()) >= {"acceptance/acceptance.html", "acceptance/acceptance.json"}
 
 
+@pytest.mark.full
 def test_a_stopped_run_keeps_what_was_done(tmp_path: Path) -> None:
     out = tmp_path / "stopped"
     argv = ["accept", "--ranks", "2", "--device", "cpu", "--backends", "torch", "--out", str(out)]

@@ -2,7 +2,9 @@
 // seeded scheduler picks the fiber that runs next, and the 8 bytes of a put or store that arrive next. So a seed
 // reproduces a run exactly, and a deadlock is detected.
 //
-// Usage: nvrar_twin nodes=2,2 ops=200 seed=1 ... On failure it prints the reason and returns 1.
+// Usage: nvrar_twin nodes=2,2 ops=200 seed=1 ... On failure it prints the reason and returns 1. Faults of the network:
+// torn=1 delivers the words of a put in halves, early=1 delivers signals of puts before their data, replay=1 delivers
+// words of a put twice. host_heap=1: puts read memory as the host sees it, where stores of the GPU arrive late.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -86,6 +88,24 @@ void resume(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
+struct Arena {
+  std::vector<char> bytes;
+  std::map<const char*, uint64_t> late; // words as the host sees them, where it does not see the newest store yet
+  char* base() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 255) & ~uintptr_t(255)); }
+};
+std::vector<Arena> arenas;
+
+// What a put reads: 8 bytes of some rank's arena, as the host sees them.
+uint64_t read_source(const char* from) {
+  uint64_t value;
+  std::memcpy(&value, from, 8);
+  for (auto& arena : arenas) {
+    auto found = arena.late.find(from);
+    if (found != arena.late.end()) return found->second;
+  }
+  return value;
+}
+
 // ---- the network: delivers 8 bytes at a time, in any order
 
 struct Message {
@@ -93,18 +113,38 @@ struct Message {
   const char* from; // source of a put, read at arrival; null for a store, which carries `value`
   uint64_t value;
   std::shared_ptr<int> pending; // items that must arrive before the signal that follows them
-  bool signal;
+  bool signal, by_put;
+  int bytes = 8;
+  bool replayed = false; // a late second delivery, for which nothing waits
 };
 std::vector<Message> in_flight;
+struct Faults {
+  bool torn, early, replay;
+} faults{};
 
 void deliver(size_t index) {
   Message message = in_flight[index];
-  if (message.signal && *message.pending > 0) return;
+  bool early = faults.early && message.by_put;
+  if (message.signal && *message.pending > 0 && !early) return;
+  if (message.replayed && rng.below(500)) return; // long after the first delivery
   in_flight[index] = in_flight.back();
   in_flight.pop_back();
-  if (message.from) std::memcpy(&message.value, message.from, 8);
-  std::memcpy(message.to, &message.value, 8);
-  if (!message.signal) --*message.pending;
+  if (message.from && faults.torn && message.bytes == 8) { // one half now, the other later
+    int half = rng.below(2) ? 4 : 0;
+    std::memcpy(message.to + half, message.from + half, 4);
+    message.from += 4 - half, message.to += 4 - half, message.bytes = 4;
+    in_flight.push_back(message);
+    return;
+  }
+  if (message.from && message.bytes == 8) message.value = read_source(message.from);
+  if (message.from && message.bytes == 4) std::memcpy(&message.value, message.from, 4);
+  std::memcpy(message.to, &message.value, message.bytes);
+  if (!message.signal && !message.replayed) --*message.pending;
+  if (message.from && faults.replay && !message.replayed && rng.below(8) == 0) {
+    message.replayed = true; // a duplicate of the packet: it has the bytes of the first delivery
+    message.from = nullptr;
+    in_flight.push_back(message);
+  }
 }
 
 void post(Message message) {
@@ -114,11 +154,6 @@ void post(Message message) {
 }
 
 // ---- a rank
-
-struct Arena {
-  std::vector<char> bytes;
-  char* base() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + 255) & ~uintptr_t(255)); }
-};
 
 struct Barrier {
   int size = 0, waiting = 0;
@@ -141,7 +176,6 @@ struct Block {
   std::vector<float> parts;
 };
 
-std::vector<Arena> arenas;
 uint64_t ticks = 0;
 
 struct TwinTransport {
@@ -160,9 +194,14 @@ struct TwinTransport {
   }
   void store8(char* to, uint64_t value) {
     if (is_own(to)) {
+      if (option("host_heap", 0)) {
+        uint64_t before;
+        std::memcpy(&before, to, 8);
+        arenas[rank_].late.emplace(to, before); // keeps what the host saw first
+      }
       std::memcpy(to, &value, 8);
     } else {
-      post(Message{to, nullptr, value, shared->stores, false});
+      post(Message{to, nullptr, value, shared->stores, false, false});
     }
   }
   LLLine load_line(const LLLine* from) {
@@ -170,8 +209,7 @@ struct TwinTransport {
     return *from;
   }
   void store_line(LLLine* to, LLLine line) {
-    store8(reinterpret_cast<char*>(to), uint64_t(line.flag0) << 32 | line.data0);
-    store8(reinterpret_cast<char*>(to) + 8, uint64_t(line.flag1) << 32 | line.data1);
+    for (int i = 0; i < 2; ++i) store8(reinterpret_cast<char*>(to) + 8 * i, line.word[i]);
     if (rng.below(8) == 0) yield();
   }
   Pack load_data(const Pack* from) { return *from; }
@@ -182,13 +220,19 @@ struct TwinTransport {
   }
   uint64_t load_signal(const uint64_t* from) { return *from; }
   void store_signal(uint64_t* to, uint64_t value) {
-    post(Message{reinterpret_cast<char*>(to), nullptr, value, shared->stores, true});
+    post(Message{reinterpret_cast<char*>(to), nullptr, value, shared->stores, true, false});
+  }
+  void release_sources() {
+    if (thread_ == 0) arenas[rank_].late.clear();
+    sync();
   }
   // As on the GPU, each thread copies some of the bytes without waiting for the others.
   void copy(char* to, const char* from, uint64_t bytes, int pe, const std::shared_ptr<int>& pending) {
     if (!is_own(to)) fail("a put to an address that is not symmetric");
     char* target = arenas[pe].base() + (to - arenas[rank_].base());
-    for (uint64_t i = 8 * thread_; i < bytes; i += 8 * threads_) post(Message{target + i, from + i, 0, pending, false});
+    for (uint64_t i = 8 * thread_; i < bytes; i += 8 * threads_) {
+      post(Message{target + i, from + i, 0, pending, false, true});
+    }
     if (rng.below(2)) yield();
   }
   void put(char* to, const char* from, uint64_t bytes, int pe) {
@@ -200,7 +244,7 @@ struct TwinTransport {
     copy(to, from, bytes, pe, shared->put_pending);
     sync();
     char* target = arenas[pe].base() + (reinterpret_cast<char*>(signal) - arenas[rank_].base());
-    if (thread_ == 0) post(Message{target, nullptr, value, shared->put_pending, true});
+    if (thread_ == 0) post(Message{target, nullptr, value, shared->put_pending, true, true});
   }
   void acquire_put(uint64_t*, uint64_t) {} // this network never delivers a signal before its data
   uint32_t fetch_increment(uint32_t* counter) { return (*counter)++; }
@@ -236,6 +280,7 @@ struct Member {
 // The parameters of one operation, the same on all ranks.
 struct Work {
   int group, dtype, protocol, algorithm; // protocol 0: LL, 1: put-with-signal; algorithm 0: nvrar, 1: ring, 2: one-shot
+  int schedule;                          // of nvrar, see enum Schedule
   bool integers, in_place;               // integers: their sum is exact
   uint64_t count;
   uint32_t chunk, shift, width;
@@ -263,7 +308,7 @@ struct Rank {
   std::vector<Block> blocks;
   Barrier stream;
   Status status{};
-  std::vector<char> x, out, residual, normed, weight;
+  std::vector<char> x, out, residual, summed, normed, weight;
   KernelArgs args{};
 };
 
@@ -288,6 +333,7 @@ Work draw_work(int op) {
   work.dtype = int(option("dtype", long(random.below(3))));
   work.protocol = int(option("protocol", long(random.below(2))));
   work.algorithm = int(option("algorithm", 0));
+  work.schedule = int(option("schedule", 0));
   work.integers = random.below(2);
   work.in_place = random.below(2);
   uint64_t limit = random.below(3) ? max_count : 40;
@@ -307,7 +353,7 @@ void prepare(int me, int op, const Work& work) {
   Rank& rank = ranks[me];
   int bytes = dtype_bytes(work.dtype);
   size_t size = (work.count + 1) * bytes + 32;
-  for (auto* buffer : {&rank.x, &rank.out, &rank.residual, &rank.normed}) buffer->assign(size, char(0xff));
+  for (auto* buffer : {&rank.x, &rank.out, &rank.residual, &rank.summed, &rank.normed}) buffer->assign(size, char(0xff));
   auto aligned = [](std::vector<char>& buffer) {
     return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(buffer.data()) + 15) & ~uintptr_t(15));
   };
@@ -327,6 +373,7 @@ void prepare(int me, int op, const Work& work) {
     rank.args.width = work.width;
     rank.args.eps = 1e-5f;
     rank.args.residual = aligned(rank.residual);
+    rank.args.summed = aligned(rank.summed);
     rank.args.normed = aligned(rank.normed);
     rank.weight.assign(work.width * 4 + 16, 0);
     rank.args.fp32_weight = op & 1;
@@ -349,8 +396,8 @@ void check(int me, int op, const Work& work) {
   const char* out = static_cast<const char*>(rank.args.out);
   char where[160];
   std::snprintf(where, sizeof where,
-                "operation %d on rank %d: %llu elements of dtype %d, protocol %d, algorithm %d", op, me,
-                static_cast<unsigned long long>(work.count), work.dtype, work.protocol, work.algorithm);
+                "operation %d on rank %d: %llu elements of dtype %d, protocol %d, algorithm %d, schedule %d", op, me,
+                static_cast<unsigned long long>(work.count), work.dtype, work.protocol, work.algorithm, work.schedule);
   if (rank.status.reported) fail(std::string(where) + ": a wait timed out");
   uint64_t digest = 0;
   double step = work.dtype == 0 ? 6e-8 : work.dtype == 1 ? 5e-4 : 4e-3; // half an ulp at 1
@@ -389,7 +436,7 @@ void check(int me, int op, const Work& work) {
       write_value(work.dtype, rounded, read_value(work.dtype, original) + read_value(work.dtype, out + index * bytes));
       kept[i] = read_value(work.dtype, rounded);
       squares += kept[i] * kept[i];
-      if (std::memcmp(rounded, static_cast<const char*>(rank.args.residual) + index * bytes, bytes)) {
+      if (std::memcmp(rounded, static_cast<const char*>(rank.args.summed) + index * bytes, bytes)) {
         fail(std::string(where) + ": residual sum");
       }
     }
@@ -405,14 +452,21 @@ void check(int me, int op, const Work& work) {
   ++checked;
 }
 
+template <class Value, class Protocol>
+void launch_nvrar(TwinTransport& transport, int schedule, const Group& group, const KernelArgs& args) {
+  if (schedule == kDoubling) return all_reduce<Value, Protocol, kDoubling>(transport, group, args);
+  if (schedule == kHalving) return all_reduce<Value, Protocol, kHalving>(transport, group, args);
+  all_reduce<Value, Protocol, kOneShotInNode>(transport, group, args);
+}
+
 template <class Value>
 void launch(TwinTransport& transport, const Work& work, const Member& member, const KernelArgs& args) {
 #ifndef TWIN_SMALL
   if (work.algorithm == 1) return ring<Value>(transport, member.ring, args);
   if (work.algorithm == 2) return one_shot<Value>(transport, member.shot, args);
 #endif
-  if (work.protocol == 0) return all_reduce<Value, LLProtocol>(transport, member.group, args);
-  all_reduce<Value, SignalProtocol>(transport, member.group, args);
+  if (work.protocol == 0) return launch_nvrar<Value, LLProtocol>(transport, work.schedule, member.group, args);
+  launch_nvrar<Value, SignalProtocol>(transport, work.schedule, member.group, args);
 }
 
 // One thread of one block of a rank: runs all operations.
@@ -565,6 +619,7 @@ int main(int argc, char** argv) {
   ops = option("ops", 100);
   capacity = option("capacity", 4096);
   max_count = option("max_count", 600);
+  faults = {option("torn", 0) != 0, option("early", 0) != 0, option("replay", 0) != 0};
   build();
   run();
   if (option("absent", -1) >= 0) {

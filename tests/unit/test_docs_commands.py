@@ -97,6 +97,10 @@ NOT_RUN = {
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
     "make lint": "is part of `make test`",
     "make gpu-test": GPU,
+    "make gpu-test-proxy": GPU,
+    "make gpu-test-nvrar gpu-test-proxy": GPU,
+    "TESTNET_REORDER=1 TESTNET_JITTER_US=20 python -m tests.gpu.proxied build/proxy python -m tests.gpu.nvrar_job "
+    "stress 1+1+1 ops=2000": GPU,
     "make peers VLLM='vllm==0.24.0'": NETWORK,
     ". .venv/bin/activate": "this process is in such an environment",
     ".venv/bin/python -m pytest tests/unit/test_engine_llm.py -k cancel": THIS,
@@ -118,6 +122,7 @@ NOT_RUN = {
     "WORK=16x512x64 ALLREDUCE=nvrar benchmarks/breakdown_on_one_gpu.sh results tp1 tp2 tp4": GPU,
     "benchmarks/breakdown_on_one_gpu.sh results": GPU,
     "benchmarks/slices_on_one_gpu.sh results": GPU,
+    "benchmarks/nvrar_on_one_gpu.sh results": GPU,
     "benchmarks/nvrar_on_one_gpu.sh results build bench": GPU,
     "benchmarks/nvrar_on_one_gpu.sh results plain": GPU,
     "benchmarks/nvrar_on_one_gpu.sh results decode": GPU,

@@ -148,5 +148,5 @@ def test_pdl_is_used_only_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -
             assert not pdl_enabled()
     assert not pdl_enabled()
     monkeypatch.setenv("YALIS_PDL", "off")
-    with pytest.raises(YalisError, match="YALIS_PDL is 'off'; accepted: 0 or 1"):
+    with pytest.raises(YalisError, match="YALIS_PDL is 'off'; accepted: 0, 1 or all"):
         env.pdl()

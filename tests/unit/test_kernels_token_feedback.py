@@ -36,3 +36,26 @@ def test_greedy_pick_is_stored_in_last_tokens(rows: int) -> None:
     assert tokens.tolist() == best
     assert last[request_slots].tolist() == [max(0, token) for token in best]
     assert (last == 99).sum() == 2
+
+
+@pytest.mark.parametrize("rows", [1, 5, 130])
+def test_greedy_pick_over_shards_of_the_vocabulary(rows: int) -> None:
+    """As the pick from all logits: ties go to the first id, also between ranks, and NaN of any rank wins."""
+    torch.manual_seed(rows)
+    logits = torch.randn(rows, 70).round()
+    logits[-1, 60] = math.nan
+    logits[0] = -math.inf
+    if rows > 1:
+        logits[1, ::7] = 9.0  # the best of every rank
+    slots = torch.randperm(rows + 2)[:rows]
+    expected_last, last = torch.full((rows + 2,), 99), torch.full((rows + 2,), 99)
+    expected = token_feedback.pick_greedy(logits, expected_last, slots, none=-1)
+    shards = [range(30), range(30, 50), range(50, 70)]
+    parts = [
+        token_feedback.find_best(logits[:, shard.start : shard.stop], rank, 3, shard.start)
+        for rank, shard in enumerate(shards)
+    ]
+    tokens = token_feedback.pick_best(torch.stack(parts).sum(0), last, slots, none=-1)
+    assert tokens.dtype == expected.dtype
+    assert torch.equal(tokens, expected)
+    assert torch.equal(last, expected_last)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from yalis.comm.nvrar import build
-from yalis.comm.nvrar.group import NvrarBackend, Session
-from yalis.comm.nvrar.launch_config import candidate_launches, choose_launch
+from yalis.comm.nvrar.group import NvrarBackend, NvrarGroup, Session
+from yalis.comm.nvrar.launch_config import LaunchConfig, candidate_launches, candidate_schedules, choose_launch
 from yalis.comm.nvrar.library import _SIGNATURES, PHASES, Library, Status, int32s
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
@@ -91,6 +93,46 @@ def test_launch_parameters() -> None:
             ]
             assert launches
             assert len(set(launches)) == len(launches), f"{size} bytes in {num_shards} shards: a duplicate candidate"
+
+
+def test_schedules() -> None:
+    """Defaults are unchanged; a table may choose another schedule, but only one that the group's nodes allow."""
+    assert choose_launch(None, 1 << 20, 1, 64, nodes=4).schedule == "doubling"
+    assert choose_launch(None, 1 << 20, 4, 64, nodes=1).schedule == "two-shot"
+    halving = choose_launch(Choice("nvrar", {"schedule": "halving", "blocks": 2}), 64 << 10, 1, 64, nodes=7)
+    assert halving.chunk == 16 << 10, "each of 4 nodes finishes a chunk"
+    one_shot = choose_launch(Choice("nvrar", {"schedule": "one-shot"}), 64 << 10, 4, 64, nodes=1)
+    assert one_shot.blocks == 8, "every rank reduces the whole message"
+    with pytest.raises(YalisError, match="schedule='halving' for 1 node; accepted: two-shot or one-shot"):
+        choose_launch(Choice("nvrar", {"schedule": "halving"}), 1 << 10, 1, 8, nodes=1)
+    assert candidate_schedules(1 << 20, 1, 2) == ("doubling",), "with two nodes halving sends the same bytes"
+    assert candidate_schedules(1 << 20, 1, 3) == ("doubling", "halving")
+    assert candidate_schedules(64 << 10, 8, 1) == ("two-shot", "one-shot")
+    assert candidate_schedules(1 << 20, 8, 1) == ("two-shot",), "an input does not fit into the slot of a shard"
+
+
+def test_which_sums_are_fused_with_the_norm() -> None:
+    group: Any = object.__new__(NvrarGroup)
+    group._session, group._num_shards = SimpleNamespace(max_blocks=16), 2
+    group._launch = lambda size: choose_launch(None, size, 2, 16)
+
+    def launch(rows: int, width: int = 2048, weight: torch.dtype = torch.bfloat16) -> LaunchConfig | None:
+        x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+        config: LaunchConfig | None = group._norm_launch(x, x, torch.empty(width, dtype=weight, device="meta"))
+        return config
+
+    plain, fused = choose_launch(None, 4096, 2, 16), launch(1)
+    assert fused == plain
+    many = launch(16)
+    assert many is not None
+    assert many.blocks == 16, "a row for each block"
+    assert many.chunk == choose_launch(None, 16 * 4096, 2, 16).chunk, "ranks with other limits use the same chunk"
+    assert launch(32) is not None
+    assert launch(33) is None, "blocks would norm more than two rows"
+    assert launch(1, weight=torch.float32) is not None
+    assert launch(1, weight=torch.float16) is None
+    assert launch(8, width=1 << 17) is not None
+    assert launch(16, width=1 << 18) is None, "more than one operation"
 
 
 def test_timeout_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,8 @@ SETTINGS: dict[str, dict[str, int]] = {
     "sequence numbers beyond 32 bits": {"sequence": 2**32 - 60, "threads": 3, "blocks": 1},
     "ring": {"algorithm": 1},
     "one-shot": {"algorithm": 2},
+    "heap in host memory": {"host_heap": 1},
+    "halving": {"schedule": 1, "groups": 2, "uneven_blocks": 1, "epilogue": 1},
 }
 
 
@@ -61,6 +63,29 @@ def test_every_rank_has_the_sum(twin: Path, setting: str) -> None:
     for seed, nodes in enumerate(SHAPES):
         done = run(twin, nodes, ops=60, seed=seed, **SETTINGS[setting])
         assert done.returncode == 0, f"{nodes} seed={seed}: {done.stdout}{done.stderr}"
+
+
+def test_one_shot_within_a_node(twin: Path) -> None:
+    for seed, nodes in enumerate(("2", "3", "8")):
+        done = run(twin, nodes, ops=60, seed=seed, schedule=2, capacity=32768, epilogue=1, groups=2)
+        assert done.returncode == 0, f"{nodes}: {done.stdout}"
+
+
+# What the protocols demand of a network: LL that the 8 bytes of a word arrive together, put-with-signal that a signal
+# arrives after its data, both that nothing arrives twice. Protocol 0 is LL.
+@pytest.mark.parametrize(
+    ("fault", "broken"), [("torn", {0}), ("early", {1}), ("replay", {0, 1})], ids=["torn", "early", "replay"]
+)
+@pytest.mark.parametrize("schedule", [0, 1], ids=["doubling", "halving"])
+def test_network_faults_are_noticed_where_the_protocol_forbids_them(
+    twin: Path, fault: str, broken: set[int], schedule: int
+) -> None:
+    for protocol in (0, 1):
+        options = {"ops": 150, "protocol": protocol, "schedule": schedule, "dtype": 0, "timeout": 3_000_000}
+        done = run(twin, "1,1,1,1", seed=1, **{fault: 1}, **options)
+        assert (done.returncode != 0) == (protocol in broken), done.stdout
+        if done.returncode:
+            assert re.match(r"operation \d+ on rank \d+: ", done.stdout), done.stderr
 
 
 def test_thousands_of_operations(twin: Path) -> None:
@@ -101,8 +126,8 @@ BREAKS: dict[str, tuple[str, str, str, dict[str, int]]] = {
     ),
     "half of the flags": (
         "protocol.h",
-        "a.flag0 == op.flag && a.flag1 == op.flag && b.flag0 == op.flag && b.flag1 == op.flag",
-        "a.flag0 == op.flag && b.flag0 == op.flag",
+        "a.flag(0) == op.flag && a.flag(1) == op.flag && b.flag(0) == op.flag && b.flag(1) == op.flag",
+        "a.flag(0) == op.flag && b.flag(0) == op.flag",
         {"protocol": 0},
     ),
     "a signal of the previous operation": (
@@ -113,7 +138,8 @@ BREAKS: dict[str, tuple[str, str, str, dict[str, int]]] = {
     ),
     "no barrier before a put": (
         "protocol.h",
-        "op.transport.sync();\n    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    op.transport.put(",
+        "op.transport.sync();\n    op.transport.release_sources();\n"
+        "    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    op.transport.put(",
         "uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    op.transport.put(",
         {"protocol": 0, "threads": 4},
     ),
@@ -137,9 +163,22 @@ BREAKS: dict[str, tuple[str, str, str, dict[str, int]]] = {
         "transport.fetch_increment(&state->blocks_done) == 0",
         {},
     ),
+    "no system fence before a put": (
+        "protocol.h",
+        "op.transport.release_sources();\n"
+        "    uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    uint64_t bytes",
+        "uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;\n    uint64_t bytes",
+        {"host_heap": 1, "protocol": 1},
+    ),
+    "finished chunks in the slot of the last round": (
+        "inter_node.h",
+        "if (sent_on) Protocol::write(op, stage_of(begin), batch, packs);",
+        "if (sent_on) Protocol::write(op, stage_of(end - 1), batch, packs);",
+        {"schedule": 1},
+    ),
     "no barrier before the epilogue": ("allreduce.h", "    grid_barrier(op);\n", "", {"epilogue": 1}),
 }
-IN_CI = ("one buffer", "one stage buffer", "half of the flags")
+IN_CI = ("one buffer", "one stage buffer", "half of the flags", "no system fence before a put")
 
 
 @pytest.mark.parametrize(

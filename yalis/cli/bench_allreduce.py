@@ -34,8 +34,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", type=_names, metavar="NAMES", help="float32, bfloat16, float16 (default: float32)")
     add(
         "--backends", type=_names, metavar="NAMES",
-        help="those of `yalis doctor`; gloo without our small-message path; ring, oneshot and nvshmem on nvrar's "
-        "symmetric memory (default: all usable ones)",
+        help="those of `yalis doctor`; gloo without our small-message path; nccl-registered: NCCL with registered "
+        "buffers; ring, oneshot and nvshmem on nvrar's symmetric memory (default: all usable ones)",
     )  # fmt: skip
     add(
         "--baseline", metavar="NAME", help="backend that speed-ups are relative to (default: gloo on a CPU, else torch)"

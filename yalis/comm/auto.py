@@ -28,6 +28,9 @@ class AutoGroup(CustomAllReduceGroup):
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self.groups[self.pick(x.nbytes)].all_reduce(x, out)
 
+    def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self.groups[self.pick(x.nbytes)].all_reduce_add_norm(x, residual, weight, eps)
+
 
 class AutoBackend(CustomAllReduceBackend):
     name = "auto"

@@ -13,6 +13,7 @@ from torch import Tensor
 from yalis.comm.topology import Topology
 from yalis.comm.tuning import TuningTable
 from yalis.errors import PeerLost, first_line
+from yalis.kernels import ops
 from yalis.launch.heartbeat import Progress
 from yalis.launch.world import World
 from yalis.registry import Registry
@@ -32,6 +33,9 @@ class Communicator(ABC):
     progress: Progress
     #: whether `all_reduce` can be part of a recorded step (a CUDA graph or a CPU recording); if not, steps run eagerly
     capturable: bool
+    #: whether the kernels of all collectives start after the previous kernel of the stream has finished and end before
+    #: a kernel that waits for them reads anything, as programmatic dependent launch needs (kernels/pdl.py)
+    pdl_safe = False
 
     @property
     def gather_capturable(self) -> bool:
@@ -41,6 +45,13 @@ class Communicator(ABC):
     @abstractmethod
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Sum `x` over all ranks into `out`, or in place if `out` is None. Returns the tensor that holds the sum."""
+
+    def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Sum `x` [T, C] over all ranks, in place, and add `residual` [T, C].
+
+        Returns (the RMSNorm of that, that), as ops.add_rms_norm. A backend may do all of it in one kernel.
+        """
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
@@ -93,6 +104,7 @@ class SingleRank(Communicator):
     rank = 0
     size = 1
     capturable = True
+    pdl_safe = True
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x)

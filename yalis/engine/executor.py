@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from yalis import env
 from yalis.attention.base import AttentionBackend, LayerCache
 from yalis.config import EngineConfig
 from yalis.engine.forward import ModelForward, StepResult
@@ -17,6 +18,9 @@ from yalis.engine.step_layouts import StepLimits
 from yalis.models.decoder import Decoder
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid
+
+#: Token ids travel between ranks as fp32.
+MAX_GREEDY_VOCAB = 1 << 24
 
 
 class StepExecutor:
@@ -106,8 +110,9 @@ def make_executor(
         forward = ModelForward(model, backend, last_tokens)
         recorder = CpuRecorder(forward, limits.max_blocks) if recordable else StepRecorder(forward)
         return StepExecutor(config, forward, recorder)
-    # With tp 1 a rank has the logits of the whole vocabulary, so the graph can pick the argmax, also on the last
-    # pipeline stage. PDL is used only if the replica has one rank: between ranks other streams carry data too.
-    single = grid.tp_group.size == 1
-    forward = ModelForward(model, backend, last_tokens, pdl=single and stage.count == 1, greedy=single and stage.last)
+    # The graph picks the argmax on the last pipeline stage. PDL is used if the replica has one rank or its collectives
+    # are safe: those of pipelines carry data on other streams.
+    safe = grid.tp_group.size == 1 or (grid.pdl_safe and env.pdl_between_ranks())
+    greedy = stage.last and model.spec.vocab_size <= MAX_GREEDY_VOCAB
+    forward = ModelForward(model, backend, last_tokens, safe and stage.count == 1, greedy, grid)
     return StepExecutor(config, forward, CudaGraphRecorder(forward, config, limits))

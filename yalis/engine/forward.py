@@ -14,6 +14,7 @@ from yalis.engine.step_layouts import StepInputs
 from yalis.kernels import ops
 from yalis.kernels.pdl import enable_pdl, pdl_enabled
 from yalis.models.decoder import Decoder
+from yalis.parallel.plan import Grid
 from yalis.sampling.sampled_tokens import NO_TOKEN
 
 
@@ -32,16 +33,22 @@ class ModelForward:
     """Runs the model of this rank on batches."""
 
     def __init__(
-        self, model: Decoder, backend: AttentionBackend, last_tokens: Tensor, pdl: bool = False, greedy: bool = False
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        last_tokens: Tensor,
+        pdl: bool = False,
+        greedy: bool = False,
+        grid: Grid | None = None,
     ) -> None:
         """`last_tokens` [max_num_seqs + 1]: the token last sampled for each request slot, and a row for padding.
 
-        `pdl`: use programmatic dependent launch. `greedy`: recorded steps pick the argmax of each row, which needs the
-        logits of the whole vocabulary.
+        `pdl`: use programmatic dependent launch. `greedy`: recorded steps pick the argmax of each row, over the ranks
+        of `grid` that share the vocabulary.
         """
         self.model, self.backend, self.last_tokens = model, backend, last_tokens
         self.kv_caches: Sequence[LayerCache] = ()  # set once they are allocated
-        self._pdl, self._greedy = pdl, greedy
+        self._pdl, self._greedy, self._grid = pdl, greedy, grid or Grid()
 
     @property
     def device(self) -> torch.device:
@@ -77,9 +84,19 @@ class ModelForward:
             out = self.run(batch)
             if not self._greedy:
                 return out, None
-            from yalis.kernels import token_feedback
+            return out, self._pick_greedy(out, sampling_slots)
 
-            return out, token_feedback.pick_greedy(out, self.last_tokens, sampling_slots, NO_TOKEN, pdl_enabled())
+    def _pick_greedy(self, logits: Tensor, sampling_slots: Tensor) -> Tensor:
+        """Return the argmax of each row [R] over the whole vocabulary, and store it in last_tokens."""
+        from yalis.kernels import token_feedback
+
+        group, pdl = self._grid.tp_group, pdl_enabled()
+        if group.size == 1:
+            return token_feedback.pick_greedy(logits, self.last_tokens, sampling_slots, NO_TOKEN, pdl)
+        first = self._grid.vocabulary(self.model.spec.vocab_size).start
+        best = token_feedback.find_best(logits, group.rank, group.size, first, pdl)
+        best = group.all_reduce(best)
+        return token_feedback.pick_best(best, self.last_tokens, sampling_slots, NO_TOKEN, pdl)
 
     def launch_mode(self) -> AbstractContextManager[None]:
         """Return a context in which kernels are launched with PDL if this model uses it."""

@@ -3,7 +3,8 @@
 A kernel launched this way prefetches its weights, which no kernel writes, and then waits for the previous launch to
 finish before it touches anything else. Every PDL kernel waits, so waiting for the previous launch is waiting for all
 earlier ones. An ordinary launch starts after the previous one has finished, so both types of launch may be mixed in a
-stream. PDL stays off where ranks communicate: the buffers of nvrar rely on launches that start in order.
+stream. The all-reduce of nvrar may be launched this way too: it waits before it touches its buffers, because they need
+operations that do not overlap. Between ranks PDL is off unless YALIS_PDL=all, until it has been measured.
 """
 
 from __future__ import annotations

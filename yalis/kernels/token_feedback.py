@@ -68,3 +68,73 @@ def pick_greedy(logits: Tensor, last_tokens: Tensor, request_slots: Tensor, none
         NONE=none, BLOCK=_BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl),
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["RANK", "FIRST", "R"])
+def _find_best(
+    best_ptr, best_ids_ptr, logits_ptr, logits_row, RANK, FIRST, R, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_sync(PDL)
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = r < R
+    best_id = tl.load(best_ids_ptr + r, mask=mask, other=0)
+    best = tl.load(logits_ptr + r.to(tl.int64) * logits_row + best_id, mask=mask, other=0.0).to(tl.float32)
+    token = (best_id + FIRST).to(tl.float32)
+    for rank in range(RANKS):
+        row = best_ptr + rank * 2 * R
+        tl.store(row + r, tl.where(rank == RANK, best, 0.0), mask=mask)
+        tl.store(row + R + r, tl.where(rank == RANK, token, 0.0), mask=mask)
+
+
+def find_best(logits: Tensor, rank: int, ranks: int, first: int, pdl: bool = False) -> Tensor:
+    """Return the best value and token of each row of this rank's logits [R, W], to be summed over the ranks.
+
+    The result is fp32 [ranks, 2, R], zero for the other ranks: values, then tokens. `first`: the token id of the first
+    logit. Token ids must be below 2^24, which fp32 represents exactly.
+    """
+    logits = with_contiguous_rows(logits)
+    best_ids = argmax(logits, pdl)
+    rows = logits.shape[0]
+    best = torch.empty((ranks, 2, rows), dtype=torch.float32, device=logits.device)
+    _find_best[(cdiv(rows, _BLOCK),)](
+        best, best_ids, logits, logits.stride(0), rank, first, rows,
+        RANKS=ranks, BLOCK=_BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl),
+    )  # fmt: skip
+    return best
+
+
+@triton.jit(do_not_specialize=["R"])
+def _pick_best(
+    out_ptr, best_ptr, last_ptr, request_slots_ptr, R, NONE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_sync(PDL)
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = r < R
+    best = tl.load(best_ptr + r, mask=mask, other=0.0)
+    token = tl.load(best_ptr + R + r, mask=mask, other=0.0)
+    for rank in range(1, RANKS):
+        row = best_ptr + rank * 2 * R
+        value = tl.load(row + r, mask=mask, other=0.0)
+        better = (value > best) | ((value != value) & (best == best))  # NaN before any number
+        token = tl.where(better, tl.load(row + R + r, mask=mask, other=0.0), token)
+        best = tl.where(better, value, best)
+    picked = tl.where(best == best, token.to(tl.int64), NONE)
+    tl.store(out_ptr + r, picked, mask=mask)
+    request_slots = tl.load(request_slots_ptr + r, mask=mask, other=0)
+    tl.store(last_ptr + request_slots, tl.maximum(picked, 0), mask=mask)
+
+
+def pick_best(best: Tensor, last_tokens: Tensor, request_slots: Tensor, none: int, pdl: bool = False) -> Tensor:
+    """Return the token of the best value of each row, the first among equals, or `none` for a row with NaN.
+
+    `best` [ranks, 2, R]: the sum of every rank's `find_best`. The tokens are also stored in last_tokens.
+    """
+    ranks, _, rows = best.shape
+    out = torch.empty(rows, dtype=torch.int64, device=best.device)
+    _pick_best[(cdiv(rows, _BLOCK),)](
+        out, best, last_tokens, request_slots, rows,
+        NONE=none, RANKS=ranks, BLOCK=_BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl),
+    )  # fmt: skip
+    return out

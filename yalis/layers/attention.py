@@ -10,7 +10,7 @@ from yalis.attention.base import AttentionParams, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
 from yalis.parallel.linear import column_parallel, row_parallel
-from yalis.parallel.norm import HeadNorm, JointHeadNorm
+from yalis.parallel.norm import HeadNorm, JointHeadNorm, norm_reduces
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import RowShard
 from yalis.spec import ModelSpec
@@ -31,7 +31,10 @@ class SelfAttention(nn.Module):
         self.qkv = column_parallel(grid, shards, spec.hidden_size, spec.qkv_bias, dtype, device)
         kept = range(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         width = spec.num_heads * spec.head_dim
-        self.out = row_parallel(grid, f"{prefix}.o_proj", width, kept, spec.hidden_size, spec.out_bias, dtype, device)
+        self.out = row_parallel(
+            grid, f"{prefix}.o_proj", width, kept, spec.hidden_size, spec.out_bias, dtype, device,
+            norm_reduces(spec, grid),
+        )  # fmt: skip
         self.q_norm, self.k_norm = (
             HeadNorm(f"{prefix}.{name}", spec.head_dim, dtype, device) if spec.qk_norm else None
             for name in ("q_norm", "k_norm")
@@ -49,6 +52,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Return the attention output of x [T, hidden / c], already normed; with `rows`, of these rows of x only.
 
+        It is this rank's summand if the next norm sums over the ranks (`norm_reduces`).
         Keys and values of all tokens are written to the cache in either case.
         """
         H, K = self.num_heads, self.num_kv_heads

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from yalis.kernels import ops, routed
 from yalis.parallel.linear import ExpertLinear, ReplicatedLinear, column_parallel, row_parallel
+from yalis.parallel.norm import norm_reduces
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import AliasedShard, ExpertShard, RowShard
 from yalis.spec import ModelSpec
@@ -26,7 +27,7 @@ class MLP(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden / c] to [T, hidden / c]."""
+        """[T, hidden / c] to [T, hidden / c]: this rank's summand if the next norm sums them (`norm_reduces`)."""
 
 
 class GatedMLP(MLP):
@@ -52,8 +53,9 @@ class GatedMLP(MLP):
             shards = [RowShard(f"{prefix}.{part}_proj", size, width) for part in ("gate", "up")]
         self.gate_up = column_parallel(grid, shards, spec.hidden_size, spec.mlp_bias, dtype, device)
         self.down = row_parallel(
-            grid, f"{prefix}.down_proj", size, width, spec.hidden_size, spec.mlp_bias, dtype, device
-        )
+            grid, f"{prefix}.down_proj", size, width, spec.hidden_size, spec.mlp_bias, dtype, device,
+            norm_reduces(spec, grid),
+        )  # fmt: skip
         self.activation = spec.activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ class MoE(MLP):
         )  # fmt: skip
         self.down = ExpertLinear(
             moe.num_experts, [shard(expert, 2) for expert in every],
-            moe.width, width, grid.row_group, dtype, device,
+            moe.width, width, grid.row_group, dtype, device, norm_reduces(spec, grid),
         )  # fmt: skip
         self.shared = (
             GatedMLP(spec, grid, f"{prefix}.shared_expert", dtype, device, moe.shared_width)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
 from yalis.attention.step import StepAttention
+from yalis.comm.allreduce_op import AllReduceOp
 from yalis.kernels import ops
 from yalis.layers.attention import SelfAttention
 from yalis.layers.mlp import MLP, MLPS
 from yalis.layers.rotary import Rotary
 from yalis.parallel.embedding import LMHead, VocabEmbedding
-from yalis.parallel.norm import RMSNorm
+from yalis.parallel.norm import RMSNorm, norm_reduces
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import ParallelLayer, TensorSource
@@ -33,7 +34,8 @@ class Block(nn.Module):
     Gemma 2 also norms the outputs of attention and MLP, and Granite multiplies them by a constant.
 
     The addition is fused with the norm that follows it. A block therefore returns the output of its MLP and the
-    residual that it has yet to be added to, and the next block starts from both.
+    residual that it has yet to be added to, and the next block starts from both. With tensor parallelism this output
+    may be the summand of this rank (`norm_reduces`): then the norm sums over the ranks too.
     """
 
     def __init__(self, spec: ModelSpec, grid: Grid, layer: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,6 +57,7 @@ class Block(nn.Module):
         else:
             self.mlp_norm = norm("post_attention_layernorm")
         self.residual_multiplier = spec.residual_multiplier
+        self.partial = norm_reduces(spec, grid)
 
     def forward(
         self,
@@ -65,12 +68,13 @@ class Block(nn.Module):
         step: StepAttention,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual) of the next block, [T, hidden] each; their sum is the layer's output.
+        """Return (x, residual) of the next block, [T, hidden] each; their sum is the layer's output (with `partial`,
+        the sum of every rank's x and the residual).
 
         `residual` is None in the first block, which has only x. `rows` [R] int64: compute the output of these tokens
         alone. The other tokens only write their keys and values.
         """
-        normed, residual = self.attention_norm.add_norm(x, residual)
+        normed, residual = self.attention_norm.add_norm(x, residual, self.partial)
         x = self.attention(normed, rope, cache, step, rows)
         if self.attention_out_norm is not None:
             x = self.attention_out_norm(x)
@@ -78,7 +82,7 @@ class Block(nn.Module):
             x = x * self.residual_multiplier
         if rows is not None:
             residual = ops.gather_rows(residual, rows)
-        normed, residual = self.mlp_norm.add_norm(x, residual)
+        normed, residual = self.mlp_norm.add_norm(x, residual, self.partial)
         del x  # so that the MLP can reuse its memory
         x = self.mlp(normed)
         if self.mlp_out_norm is not None:
@@ -106,6 +110,7 @@ class Decoder(nn.Module):
         self.embedding = VocabEmbedding(grid, EMBEDDING, vocab, hidden, dtype, device) if stage.first else None
         layers = stage.layers(spec.num_layers)
         self.layers = nn.ModuleList(Block(spec, grid, layer, dtype, device) for layer in layers)
+        self.partial, self.all_reduce = norm_reduces(spec, grid), AllReduceOp(grid.row_group)
         self.norm: RMSNorm | None = None
         self.head: LMHead | None = None
         if stage.last:
@@ -152,9 +157,11 @@ class Decoder(nn.Module):
         for layer, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
             rows = batch.logit_rows if skip_rows and layer == len(self.layers) else None
             x, residual = block(x, residual, rope, cache, step, rows)
-        if self.norm is None:
-            return x if residual is None else ops.add(residual, x)
-        return self.norm.add_norm(x, residual)[0]
+        if self.norm is not None:
+            return self.norm.add_norm(x, residual, self.partial)[0]
+        if residual is None:
+            return x
+        return ops.add(residual, self.all_reduce(x) if self.partial else x)
 
     @torch.inference_mode()
     def compute_logits(self, x: Tensor) -> Tensor:

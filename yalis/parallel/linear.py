@@ -20,7 +20,10 @@ from yalis.parallel.weights import ParallelLayer, RowShard, TensorSource, make_w
 
 
 class GridLinear(ParallelLayer):
-    """x @ weight.T + bias, for some rows and columns of the matrix; partial sums are all-reduced over `reduce`."""
+    """x @ weight.T + bias, for some rows and columns of the matrix; partial sums are all-reduced over `reduce`.
+
+    With `deferred` they are not: the output is this rank's summand, which the norm that follows sums over the ranks.
+    """
 
     def __init__(
         self,
@@ -31,9 +34,10 @@ class GridLinear(ParallelLayer):
         reduce: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        deferred: bool = False,
     ) -> None:
         super().__init__()
-        self.reduce, self.all_reduce = reduce, AllReduceOp(reduce)
+        self.reduce, self.all_reduce, self.deferred = reduce, AllReduceOp(reduce), deferred
         self.weight = make_weight(shards, total_cols, cols, dtype, device)
         # Only the first rank of the group adds the bias, so that the sum contains it once.
         rows = sum(len(shard.rows) for shard in shards)
@@ -56,8 +60,8 @@ class GridLinear(ParallelLayer):
         return self.sum_partials(self.weight(x, self.bias))
 
     def sum_partials(self, y: Tensor) -> Tensor:
-        """All-reduce this rank's product over the group."""
-        return y if self.reduce.size == 1 else self.all_reduce(y)
+        """All-reduce this rank's product over the group, unless that is deferred."""
+        return y if self.reduce.size == 1 or self.deferred else self.all_reduce(y)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return activation(gate) * up, where the shards are gate and up. Fused unless an all-reduce comes between."""
@@ -78,8 +82,9 @@ class ExpertLinear(GridLinear):
         reduce: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        deferred: bool = False,
     ) -> None:
-        super().__init__(shards, total_cols, cols, False, reduce, dtype, device)
+        super().__init__(shards, total_cols, cols, False, reduce, dtype, device, deferred)
         self.num_experts = num_experts
 
     def routed(self, x: Tensor, experts: Tensor) -> Tensor:
@@ -123,7 +128,8 @@ def row_parallel(
     bias: bool,
     dtype: torch.dtype,
     device: torch.device,
+    deferred: bool = False,
 ) -> GridLinear:
     """Make a layer from heads or MLP width (split over rows) back to the hidden size (split over columns)."""
     shard = RowShard(name, hidden, grid.hidden(hidden))
-    return GridLinear([shard], total_in, in_shard, bias, grid.row_group, dtype, device)
+    return GridLinear([shard], total_in, in_shard, bias, grid.row_group, dtype, device, deferred)

@@ -12,6 +12,16 @@ from yalis.parallel.weights import ParallelLayer, TensorSource
 from yalis.spec import ModelSpec
 
 
+def norm_reduces(spec: ModelSpec, grid: Grid) -> bool:
+    """Whether the norm after attention or an MLP sums their partial results over the grid's rows.
+
+    Then a backend can fuse all-reduce, residual and norm. It needs the whole hidden size on every rank, and no
+    operation between the two.
+    """
+    direct = not spec.sandwich_norms and spec.residual_multiplier == 1.0
+    return grid.cols == 1 and grid.rows > 1 and direct
+
+
 class RMSNorm(ParallelLayer):
     """x / rms(x) * (offset + weight), computed in fp32; the mean square is all-reduced over the grid's columns."""
 
@@ -22,6 +32,7 @@ class RMSNorm(ParallelLayer):
         self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
         self.shard = grid.hidden(size)
         self.all_reduce = AllReduceOp(grid.col_group)
+        self.reduce_rows = AllReduceOp(grid.row_group)
         # offset + weight would lose precision in a 16-bit float.
         stored = torch.float32 if offset else dtype
         self.weight = nn.Parameter(torch.empty(len(self.shard), dtype=stored, device=device), requires_grad=False)
@@ -36,8 +47,13 @@ class RMSNorm(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.add_norm(x, None)[0]
 
-    def add_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (the norm of x + residual, x + residual); without a residual, (the norm of x, x)."""
+    def add_norm(self, x: Tensor, residual: Tensor | None, partial: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (the norm of x + residual, x + residual); without a residual, (the norm of x, x).
+
+        `partial`: if there is a residual, x is this rank's summand of a sum over the grid's rows (`norm_reduces`).
+        """
+        if partial and residual is not None:
+            return self.reduce_rows.add_norm(x, residual, self.weight, self.eps)
         if self.grid.cols == 1:
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         if residual is not None:

@@ -147,6 +147,11 @@ class Grid:
         all_reduces = all(group.capturable for group in (self.row_group, self.col_group, self.tp_group))
         return all_reduces and (self.cols == 1 or self.col_group.gather_capturable)
 
+    @property
+    def pdl_safe(self) -> bool:
+        """Whether kernels next to the collectives of a step may use programmatic dependent launch."""
+        return all(group.pdl_safe for group in (self.row_group, self.col_group, self.tp_group))
+
     def hidden(self, size: int) -> range:
         """Return this rank's shard of the hidden size."""
         return shard(size, self.cols, self.col)

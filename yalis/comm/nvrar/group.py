@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -17,10 +18,12 @@ from yalis.comm.nvrar.build import build, missing
 from yalis.comm.nvrar.launch_config import (
     LL_OP_BYTES,
     PROTOCOLS,
+    SCHEDULES,
     SIGNAL_OP_BYTES,
     LaunchConfig,
     candidate_launches,
     candidate_protocols,
+    candidate_schedules,
     choose_launch,
     defaults_for,
 )
@@ -35,7 +38,7 @@ from yalis.comm.nvrar.transport import (
 from yalis.comm.torch_dist import TorchGroup
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError, YalisFailure
-from yalis.kernels import ops
+from yalis.kernels.pdl import pdl_enabled
 from yalis.launch.world import World
 from yalis.log import get_logger
 
@@ -49,6 +52,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 MIN_COMPUTE_CAPABILITY = (7, 0)
 # Added to the arena for NVSHMEM's own use of the symmetric heap.
 HEAP_SLACK = 64 << 20
+# The norm is fused into an all-reduce of at most so many rows per block, because a block norms whole rows.
+NORM_ROWS_PER_BLOCK = 2
 
 
 class Session:
@@ -161,9 +166,14 @@ class NvrarGroup(CustomAllReduceGroup):
         """`node_of`: the node of each of `ranks`. `best` returns the tuned choice for a message of that many bytes."""
         super().__init__(torch_group)
         self.capturable = True
+        self.pdl_safe = True
         self._session, self._library, self._ranks, self._name = session, session.library, tuple(ranks), name
         nodes, world_ranks = int32s(node_of), int32s(ranks)
         self._num_shards = min(list(node_of).count(node) for node in node_of)
+        self._nodes = len(set(node_of))
+        self._fuse_norm = env.nvrar_fuse_norm()
+        # The next kernel must not wait on SMs that other ranks need to finish this all-reduce.
+        self._pdl_code = 1 if session.transport.ranks_per_gpu > 1 else 2
         limits = (LL_OP_BYTES, SIGNAL_OP_BYTES)
         size = self._library.call("group_bytes", nodes, self.size, self.rank, *limits)
         if not size:
@@ -176,7 +186,9 @@ class NvrarGroup(CustomAllReduceGroup):
         session.group_names[self.handle] = name
         self._flat_handles: dict[str, int] = {}
         self._launch = lru_cache(1024)(
-            lambda size: choose_launch(best(size), size, self._num_shards, session.max_blocks, session.defaults)
+            lambda size: choose_launch(
+                best(size), size, self._num_shards, session.max_blocks, session.defaults, self._nodes
+            )
         )
         self.barrier()  # every rank's memory is set up before the first message arrives
 
@@ -212,36 +224,72 @@ class NvrarGroup(CustomAllReduceGroup):
         """Launch the all-reduce of `x` into `out`. Both must be contiguous and of a supported dtype."""
         self._library.call(
             "all_reduce", self.handle, x.data_ptr(), out.data_ptr(), x.numel(), DTYPES[x.dtype],
-            PROTOCOLS.index(config.protocol), config.blocks, config.threads, config.chunk, _stream(x),
+            PROTOCOLS.index(config.protocol), SCHEDULES[config.schedule], config.blocks, config.threads, config.chunk,
+            self._pdl(), _stream(x),
         )  # fmt: skip
 
-    def all_reduce_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """All-reduce `x` in place, add it to `residual` in place, and return the RMSNorm of that, in one kernel.
+    def _pdl(self) -> int:
+        """Return how the C interface launches kernels now, see launch.cu."""
+        return self._pdl_code if pdl_enabled() else 0
 
-        `x` and `residual` are [rows, width]; the weight has their dtype or float32.
+    def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """All-reduce, residual and norm in one kernel where that is faster, else in two or more.
+
+        With YALIS_NVRAR_FUSE_NORM=0 the norm is a kernel of its own, with the same bits.
         """
+        config = self._norm_launch(x, residual, weight)
+        if config is None:
+            return super().all_reduce_add_norm(x, residual, weight, eps)
+        return self._all_reduce_add_norm(x, residual, weight, eps, config)
+
+    def _norm_launch(self, x: Tensor, residual: Tensor, weight: Tensor) -> LaunchConfig | None:
+        """Return the launch parameters for an all-reduce with its norm, or None if another norm has to follow."""
+        supported = x.dtype in DTYPES and residual.dtype == x.dtype and weight.dtype in (x.dtype, torch.float32)
+        if not supported or not all(tensor.is_contiguous() for tensor in (x, residual, weight)) or not x.numel():
+            return None
         config = self._launch(x.nbytes)
-        fits = x.nbytes <= (LL_OP_BYTES if config.protocol == "ll" else SIGNAL_OP_BYTES) and x.numel() > 0
-        plain = all(tensor.is_contiguous() for tensor in (x, residual, weight)) and residual.dtype == x.dtype
-        if not (fits and plain and x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float32)):
-            residual += self.all_reduce(x)
-            return ops.rms_norm(residual, weight, eps)
-        normed = torch.empty_like(x)
-        self._library.call(
-            "all_reduce_norm", self.handle, x.data_ptr(), x.data_ptr(), x.shape[0], x.shape[1], DTYPES[x.dtype],
-            PROTOCOLS.index(config.protocol), config.blocks, config.threads, config.chunk, residual.data_ptr(),
-            normed.data_ptr(), weight.data_ptr(), int(weight.dtype == torch.float32), eps, _stream(x),
+        limit = LL_OP_BYTES if config.protocol == "ll" else SIGNAL_OP_BYTES
+        if config.schedule == "one-shot":
+            limit //= self._num_shards
+        # Blocks beyond those of the plain all-reduce only wait, and then norm rows.
+        config = replace(config, blocks=max(config.blocks, min(x.shape[0], self._session.max_blocks)))
+        return config if x.nbytes <= limit and x.shape[0] <= NORM_ROWS_PER_BLOCK * config.blocks else None
+
+    @counted
+    def _all_reduce_add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, config: LaunchConfig
+    ) -> tuple[Tensor, Tensor]:
+        normed, summed = torch.empty_like(x), torch.empty_like(x)
+        rows, width, dtype = *x.shape, DTYPES[x.dtype]
+        norm = (
+            residual.data_ptr(), summed.data_ptr(), normed.data_ptr(), weight.data_ptr(),
+            int(weight.dtype == torch.float32), eps,
         )  # fmt: skip
-        return normed
+        if self._fuse_norm:
+            self._library.call(
+                "all_reduce_norm", self.handle, x.data_ptr(), x.data_ptr(), rows, width, dtype,
+                PROTOCOLS.index(config.protocol), SCHEDULES[config.schedule], config.blocks, config.threads,
+                config.chunk, *norm, self._pdl(), _stream(x),
+            )  # fmt: skip
+        else:
+            self.launch(x, x, config)
+            self._library.call(
+                "add_norm", x.data_ptr(), rows, width, dtype, rows, config.threads, *norm, _stream(x)
+            )  # fmt: skip
+        return normed, summed
 
     def candidate_options(self, size: int, algorithm: str = "nvrar") -> list[dict[str, int | str]]:
         """Return the options that `yalis bench allreduce --tune` measures. The baselines use the LL protocol only."""
         session, num_shards = self._session, self._num_shards_of(algorithm)
-        launches = candidate_launches(size, num_shards, session.max_blocks, session.defaults)
         if algorithm != "nvrar":
-            return launches
-        protocols = candidate_protocols(size, session.defaults)
-        return [{"protocol": protocol, **launch} for protocol in protocols for launch in launches]
+            return candidate_launches(size, num_shards, session.max_blocks, session.defaults)
+        options: list[dict[str, int | str]] = []
+        for schedule in candidate_schedules(size, num_shards, self._nodes):
+            shards = 1 if schedule == "one-shot" else num_shards
+            launches = candidate_launches(size, shards, session.max_blocks, session.defaults)
+            for protocol in candidate_protocols(size, session.defaults):
+                options += [{"protocol": protocol, "schedule": schedule, **launch} for launch in launches]
+        return options
 
     def _num_shards_of(self, algorithm: str) -> int:
         """Return the number of shards that a message is reduced in."""
@@ -260,7 +308,10 @@ class NvrarGroup(CustomAllReduceGroup):
         if algorithm not in ("nvrar", *BASELINES):
             raise YalisError(f"unknown algorithm {algorithm!r}; accepted: nvrar, ring, oneshot, nvshmem")
         session, num_shards = self._session, self._num_shards_of(algorithm)
-        config = choose_launch(Choice("nvrar", options), x.nbytes, num_shards, session.max_blocks, session.defaults)
+        config = choose_launch(
+            Choice("nvrar", options), x.nbytes, num_shards, session.max_blocks, session.defaults,
+            self._nodes if algorithm == "nvrar" else 2,
+        )  # fmt: skip
         if algorithm == "nvrar":
             self.launch(x, out, config)
             return out

@@ -10,6 +10,8 @@ from yalis.errors import YalisError
 
 # In the order of the C interface: low-latency (data and flag in one 8-byte store), and put-with-signal.
 PROTOCOLS = ("ll", "signal")
+# In the order of enum Schedule. "two-shot" is what the kernel of "doubling" does within one node.
+SCHEDULES = {"doubling": 0, "two-shot": 0, "halving": 1, "one-shot": 2}
 # The most bytes of one operation. Longer messages are split into several operations.
 LL_OP_BYTES, SIGNAL_OP_BYTES = 1 << 20, 4 << 20
 MAX_CHUNK_BYTES, THREADS = 64 << 10, 512
@@ -45,18 +47,35 @@ class LaunchConfig:
     blocks: int
     chunk: int  # bytes
     threads: int = THREADS
+    schedule: str = "doubling"  # see SCHEDULES; the same on all ranks
+
+
+def schedules_for(nodes: int) -> tuple[str, ...]:
+    """Return the schedules of a group on so many nodes, the default first."""
+    return ("two-shot", "one-shot") if nodes == 1 else ("doubling", "halving")
 
 
 def choose_launch(
-    choice: Choice | None, size: int, num_shards: int, max_blocks: int, defaults: LaunchDefaults = DIRECT
-) -> LaunchConfig:
+    choice: Choice | None, size: int, num_shards: int, max_blocks: int, defaults: LaunchDefaults = DIRECT,
+    nodes: int = 2,
+) -> LaunchConfig:  # fmt: skip
     """Return the launch parameters for a message of `size` bytes that is reduced in `num_shards` shards."""
     options = choice.options if choice is not None else {}
+    schedule = options.get("schedule", schedules_for(nodes)[0])
+    if schedule not in schedules_for(nodes):
+        raise YalisError(
+            f"the tuning table has nvrar with schedule={schedule!r} for {nodes} node{'s' * (nodes > 1)}; accepted: "
+            f"{' or '.join(schedules_for(nodes))}; run yalis bench allreduce --tune again"
+        )
+    if schedule == "one-shot":
+        num_shards = 1
     is_short = defaults.ll_max_bytes is None or size <= defaults.ll_max_bytes
     protocol = options.get("protocol", "ll" if is_short else "signal")
     shard = -(-size // num_shards)
     blocks = options.get("blocks", min(defaults.max_blocks, -(-shard // defaults.bytes_per_block)))
-    chunk = options.get("chunk", min(max(-(-shard // max(int(blocks), 1)), 1), MAX_CHUNK_BYTES))
+    # With halving, each of the nodes finishes its own chunks.
+    parts = max(int(blocks), 1 << nodes.bit_length() - 1 if schedule == "halving" else 1)
+    chunk = options.get("chunk", min(max(-(-shard // parts), 1), MAX_CHUNK_BYTES))
     threads = options.get("threads", THREADS)
     valid = all(isinstance(number, int) and number > 0 for number in (blocks, chunk, threads))
     if protocol not in PROTOCOLS or not valid or int(threads) % 32 or int(threads) > THREADS:
@@ -65,7 +84,7 @@ def choose_launch(
             f"threads={threads!r}; accepted: protocol {' or '.join(PROTOCOLS)}, numbers above 0, and threads in "
             f"multiples of 32 up to {THREADS}; run yalis bench allreduce --tune again"
         )
-    return LaunchConfig(str(protocol), min(int(blocks), max_blocks), int(chunk), int(threads))
+    return LaunchConfig(str(protocol), min(int(blocks), max_blocks), int(chunk), int(threads), str(schedule))
 
 
 def candidate_launches(
@@ -81,6 +100,13 @@ def candidate_launches(
         candidates.append({"blocks": count})  # one chunk per block
         candidates += [{"blocks": count, "chunk": chunk} for chunk in defaults.tuned_chunks if chunk < shard // count]
     return candidates
+
+
+def candidate_schedules(size: int, num_shards: int, nodes: int) -> tuple[str, ...]:
+    """Return the schedules worth measuring: another needs few bytes within a node, many bytes between nodes."""
+    default, other = schedules_for(nodes)
+    useful = size * num_shards <= LL_OP_BYTES if nodes == 1 else nodes > 2 and size >= 256 << 10
+    return (default, other) if useful else (default,)
 
 
 def candidate_protocols(size: int, defaults: LaunchDefaults) -> tuple[str, ...]:

@@ -25,11 +25,12 @@ from yalis.study.accept.line import FAILED, IMPOSSIBLE, PASSED, Line
 from yalis.study.accept.plan import MACHINE, Job
 from yalis.study.accept.storms import Inputs, Storm, check_contract
 from yalis.study.allreduce import benchmark
+from yalis.study.allreduce.registered import find_obstacle
 from yalis.study.cluster import finding as findings
 from yalis.study.cluster.finding import Finding, RankFinding, merge_ranks
 from yalis.study.cluster.gpu_checks import check_gpus
 from yalis.study.cluster.rank_checks import check_rank
-from yalis.study.results.kinds.allreduce import NVRAR_PEERS, PLAIN_GLOO, fastest, label, size_name
+from yalis.study.results.kinds.allreduce import NCCL_REGISTERED, NVRAR_PEERS, PLAIN_GLOO, fastest, label, size_name
 from yalis.study.results.result import Result
 from yalis.study.this_machine import CalibrationPlan, calibrate
 from yalis.types import SamplingParams
@@ -117,7 +118,13 @@ def sweep(job: Job) -> Iterator[Line]:
     if not job.usable:
         yield Line("all-reduce", "all", IMPOSSIBLE, "no backend can be used")
         return
-    peers = [PLAIN_GLOO] if job.device.type == "cpu" else list(NVRAR_PEERS) if "nvrar" in job.usable else []
+    on_cpu = job.device.type == "cpu"
+    peers = [PLAIN_GLOO] if on_cpu else list(NVRAR_PEERS) if "nvrar" in job.usable else []
+    obstacle = None if on_cpu else find_obstacle(job.world, job.device)
+    if obstacle is not None:
+        yield Line("all-reduce", NCCL_REGISTERED, IMPOSSIBLE, obstacle)
+    elif not on_cpu:
+        peers.append(NCCL_REGISTERED)
     plan = benchmark.AllReducePlan(
         sizes=job.plan.sizes, backends=(*job.usable, *peers), repeats=job.plan.repeats, tune=not job.plan.quick,
         device=job.device.type, ranks_per_node=job.plan.ranks_per_node, ranks_per_gpu=job.plan.ranks_per_gpu,

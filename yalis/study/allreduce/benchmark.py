@@ -21,7 +21,14 @@ from yalis.launch.launchers import detect_launcher
 from yalis.launch.serving import serving
 from yalis.study import results
 from yalis.study.results import Result, Row
-from yalis.study.results.kinds.allreduce import NVRAR_PEERS, PLAIN_GLOO, add_speedups, fully_measured, label
+from yalis.study.results.kinds.allreduce import (
+    NCCL_REGISTERED,
+    NVRAR_PEERS,
+    PLAIN_GLOO,
+    add_speedups,
+    fully_measured,
+    label,
+)
 from yalis.study.spread import spread
 from yalis.study.topology import topology_of
 
@@ -31,7 +38,7 @@ WORKER = ("yalis.study.allreduce.rank",)
 INEXACT_BACKENDS = ("nvshmem",)
 MAX_BYTES = 1 << 30
 #: Measured for comparison only; an engine cannot use them.
-PEERS = (PLAIN_GLOO, *NVRAR_PEERS)
+PEERS = (PLAIN_GLOO, NCCL_REGISTERED, *NVRAR_PEERS)
 DTYPES = ("float32", "bfloat16", "float16")
 #: Measured operations, unless a number is given.
 MAX_REPEATS, MIN_REPEATS = 30, 9

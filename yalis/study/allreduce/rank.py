@@ -36,10 +36,11 @@ from yalis.launch.world import World
 from yalis.study import bandwidth
 from yalis.study.allreduce.benchmark import INEXACT_BACKENDS, WORKER, AllReducePlan, Report, make_row
 from yalis.study.allreduce.links import measure_by_pairs, measure_by_ping
+from yalis.study.allreduce.registered import RegisteredNcclGroup, find_obstacle
 from yalis.study.allreduce.timing import SynchronizedTimer
 from yalis.study.allreduce.trial import ExpectedSum, Trial, start_trial
 from yalis.study.results import Row
-from yalis.study.results.kinds.allreduce import NVRAR_PEERS, PLAIN_GLOO
+from yalis.study.results.kinds.allreduce import NCCL_REGISTERED, NVRAR_PEERS, PLAIN_GLOO
 from yalis.study.topology import shape_of
 
 ROUNDS = 3  # the repeats of all trials are interleaved in so many rounds
@@ -140,6 +141,7 @@ class TrialRunner:
         self._groups: dict[str, Communicator] = {"torch": torch_group}
         if device.type == "cpu":
             self._groups[PLAIN_GLOO] = PlainGlooGroup(torch_group)
+        self._registered: RegisteredNcclGroup | None = None
         self.timer = SynchronizedTimer(world, torch_group)
         self.unequal: set[str] = set()  # backends whose ranks ended with different bits
 
@@ -207,7 +209,8 @@ class TrialRunner:
         names = list(plan.backends)
         if not names:
             usable = [name for name in BACKENDS.names() if name != "auto" and self._find_obstacle(name) is None]
-            names = [PLAIN_GLOO, *usable] if self.device.type == "cpu" else usable
+            peer = PLAIN_GLOO if self.device.type == "cpu" else NCCL_REGISTERED
+            names = [*([peer] if self._find_obstacle(peer) is None else []), *usable]
             names += NVRAR_PEERS if "nvrar" in usable else ()
         for name in names:
             if reason := self._find_obstacle(name):
@@ -216,13 +219,15 @@ class TrialRunner:
 
     def _find_obstacle(self, name: str) -> str | None:
         """Return why a backend cannot be used here, or None."""
+        if name == NCCL_REGISTERED:
+            return find_obstacle(self.world, self.device)
         if name == PLAIN_GLOO:
             return None if self.device.type == "cpu" else f"gloo needs CPUs, and these ranks use {self.device.type}"
         return unusable_on_any_rank("nvrar" if name in NVRAR_PEERS else name, self.world, self.device)
 
     def _candidate_options(self, name: str, size: int) -> list[Options]:
         """Return the options of a backend that --tune tries for this size; [{}] if it has none."""
-        if name in (PLAIN_GLOO, "nvshmem"):
+        if name in (PLAIN_GLOO, NCCL_REGISTERED, "nvshmem"):
             return [{}]
         if name == "nvrar" or name in NVRAR_PEERS:
             group: Any = self._group("nvrar", {})
@@ -239,6 +244,9 @@ class TrialRunner:
         return self._groups[key]
 
     def _make_group(self, name: str, options: Options) -> Communicator:
+        if name == NCCL_REGISTERED:
+            self._registered = RegisteredNcclGroup(self._torch_group, self.device)
+            return self._registered
         if name in NVRAR_PEERS:
             return FixedOptionsGroup(self._group("nvrar", {}), {"algorithm": name, **options})
         if options and hasattr(self._group(name, {}), "all_reduce_with"):
@@ -259,6 +267,8 @@ class TrialRunner:
         return group
 
     def close(self) -> None:
+        if self._registered is not None:
+            self._registered.close()
         for backend in reversed(self._backends):
             backend.close()
 

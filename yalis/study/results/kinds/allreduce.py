@@ -19,8 +19,10 @@ from yalis.study.results.result import Result, Row, ranks_per_gpu
 PLAIN_GLOO = "gloo"
 #: Compared with nvrar: other algorithms on its symmetric memory, and NVSHMEM's own all-reduce.
 NVRAR_PEERS = ("ring", "oneshot", "nvshmem")
+#: NCCL's all-reduce of buffers that are registered with all ranks (symmetric memory).
+NCCL_REGISTERED = "nccl-registered"
 #: What our backends are compared with.
-_RIVALS = {"hierarchical": (PLAIN_GLOO, "mpi"), "nvrar": (*NVRAR_PEERS, "torch")}
+_RIVALS = {"hierarchical": (PLAIN_GLOO, "mpi"), "nvrar": (*NVRAR_PEERS, "torch", NCCL_REGISTERED)}
 _LINK = {"latency": float, "seconds_per_byte": float, "*": float}
 
 
