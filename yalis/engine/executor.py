@@ -106,8 +106,8 @@ def make_executor(
         forward = ModelForward(model, backend, last_tokens)
         recorder = CpuRecorder(forward, limits.max_blocks) if recordable else StepRecorder(forward)
         return StepExecutor(config, forward, recorder)
-    # With tp 1 a rank has the logits of the whole vocabulary, so the graph can pick the argmax, also on the last
-    # pipeline stage. PDL is used only if the replica has one rank: between ranks other streams carry data too.
+    # With tp 1 a rank has the logits of the whole vocabulary, so recorded steps can sample, also on the last pipeline
+    # stage. PDL is used only if the replica has one rank: between ranks other streams carry data too.
     single = grid.tp_group.size == 1
-    forward = ModelForward(model, backend, last_tokens, pdl=single and stage.count == 1, greedy=single and stage.last)
+    forward = ModelForward(model, backend, last_tokens, pdl=single and stage.count == 1, picks=single and stage.last)
     return StepExecutor(config, forward, CudaGraphRecorder(forward, config, limits))

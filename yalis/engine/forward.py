@@ -23,7 +23,7 @@ class StepResult:
 
     out: Tensor  # logits [R, vocabulary share], or hidden states [T, hidden] on all but the last pipeline stage
     sampling_slots: Tensor  # [R], the rows of last_tokens that the sampled tokens belong to
-    tokens: Tensor | None = None  # [R], the argmax of each row if a recorded step picked it; last_tokens has it then
+    tokens: Tensor | None = None  # [R], the token of each row if a recorded step sampled it; last_tokens has it then
     #: [N, hidden], the input of the LM head in the rows that score prompt tokens; their logits are computed in chunks
     scored: Tensor | None = None
 
@@ -32,16 +32,16 @@ class ModelForward:
     """Runs the model of this rank on batches."""
 
     def __init__(
-        self, model: Decoder, backend: AttentionBackend, last_tokens: Tensor, pdl: bool = False, greedy: bool = False
+        self, model: Decoder, backend: AttentionBackend, last_tokens: Tensor, pdl: bool = False, picks: bool = False
     ) -> None:
         """`last_tokens` [max_num_seqs + 1]: the token last sampled for each request slot, and a row for padding.
 
-        `pdl`: use programmatic dependent launch. `greedy`: recorded steps pick the argmax of each row, which needs the
-        logits of the whole vocabulary.
+        `pdl`: use programmatic dependent launch. `picks`: recorded steps sample tokens, which needs the logits of the
+        whole vocabulary.
         """
         self.model, self.backend, self.last_tokens = model, backend, last_tokens
         self.kv_caches: Sequence[LayerCache] = ()  # set once they are allocated
-        self._pdl, self._greedy = pdl, greedy
+        self._pdl, self.picks = pdl, picks
 
     @property
     def device(self) -> torch.device:
@@ -75,11 +75,22 @@ class ModelForward:
                 token_ids = ops.use_last_tokens(batch.token_ids, self.last_tokens, sampling_slots)
                 batch = replace(batch, token_ids=token_ids)
             out = self.run(batch)
-            if not self._greedy:
+            if not self.picks:
                 return out, None
             from yalis.kernels import token_feedback
 
             return out, token_feedback.pick_greedy(out, self.last_tokens, sampling_slots, NO_TOKEN, pdl_enabled())
+
+    def sample_recorded(self, out: Tensor, best_ids: Tensor, random: Tensor, sampling_slots: Tensor) -> tuple[Tensor]:
+        """Sample from the output of run_recorded(), some rows at random, and return the tokens [R].
+
+        `best_ids`: the tokens that it picked. `random` [6, R]: the columns of kernels/sampling.py.
+        """
+        from yalis.kernels import sampling
+
+        with self.launch_mode():
+            tokens = sampling.sample(out, best_ids, random, NO_TOKEN, self.last_tokens, sampling_slots, pdl_enabled())
+        return (tokens,)
 
     def launch_mode(self) -> AbstractContextManager[None]:
         """Return a context in which kernels are launched with PDL if this model uses it."""

@@ -17,10 +17,13 @@ from torch import Tensor
 
 from yalis.attention.base import ForwardBatch
 from yalis.kernels import ops
+from yalis.sampling.batch import RANDOM_COLUMNS, encode_random, stack_random
 from yalis.scheduling.plan import SequenceStep
+from yalis.types import SamplingParams
 
 Integers = NDArray[np.int64]
 _NO_ROWS: Integers = np.zeros(0, dtype=np.int64)
+_NEVER = 2**62  # more output tokens than any request has
 
 
 class StepKind(Enum):
@@ -49,6 +52,10 @@ class PackedStep:
     sampling_rows: Integers  # [R'], those of the logit rows that a token is sampled from
     scored_rows: Integers  # [R - R'], the others, which score prompt tokens
     query_lens: tuple[int, ...]
+    #: whether a recorded step may sample the tokens: SamplingParams.recorded_pick_from of every row is reached
+    picks: bool = False
+    #: [6, R'], the columns of kernels/sampling.py; None if all rows are greedy
+    random: Integers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +125,10 @@ class Packer:
         self._block_size, self._rope_length = block_size, rope_length
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self._cached: list[tuple[int, ...]] = [()] * max_num_seqs
+        # The sampling parameters of each request slot, which change only with the request.
+        self._params: list[SamplingParams | None] = [None] * max_num_seqs
+        self._random = np.zeros((len(RANDOM_COLUMNS) - 1, max_num_seqs), dtype=np.int64)
+        self._pick_from = np.zeros(max_num_seqs, dtype=np.int64)
 
     def pack(self, steps: Sequence[SequenceStep], logit_rows: Sequence[int] | None = None) -> PackedStep:
         """Pack the parts of all sequences in a step.
@@ -148,6 +159,7 @@ class Packer:
         # A row that samples scores nothing, so the search is left out of decode steps.
         scored_rows = _find_scored_rows(steps, starts) if len(sampling_rows) < total else _NO_ROWS
         all_rows = np.sort(np.concatenate((sampling_rows, scored_rows))) if len(scored_rows) else sampling_rows
+        picks, random = self._gather_params(steps, slots[sequence[sampling_rows]], positions[sampling_rows] + 1)
         return PackedStep(
             kind=_find_kind(token_ids, len(steps), len(sampling_rows), len(scored_rows)),
             token_ids=token_ids,
@@ -162,18 +174,42 @@ class Packer:
             sampling_rows=sampling_rows,
             scored_rows=scored_rows,
             query_lens=tuple(counts),
+            picks=picks,
+            random=random,
         )
 
     def _gather_tables(self, steps: Sequence[SequenceStep], slots: Integers) -> Integers:
         """Return the block tables of these sequences, [S, W]."""
         for step in steps:
-            cached = self._cached[step.request_slot]
+            slot = step.request_slot
+            cached = self._cached[slot]
             if step.blocks is not cached:
-                row = self._tables[step.request_slot]
+                row = self._tables[slot]
                 row[: len(step.blocks)] = step.blocks
                 row[len(step.blocks) : len(cached)] = 0
-                self._cached[step.request_slot] = step.blocks
+                self._cached[slot] = step.blocks
+            if step.params is not self._params[slot]:
+                self._cache_params(slot, step.params)
         return self._tables[slots, : max(len(step.blocks) for step in steps)]
+
+    def _cache_params(self, slot: int, params: SamplingParams) -> None:
+        self._params[slot] = params
+        first = params.recorded_pick_from
+        self._pick_from[slot] = _NEVER if first is None else first
+        self._random[:, slot] = encode_random(params)
+
+    def _gather_params(
+        self, steps: Sequence[SequenceStep], slots: Integers, positions: Integers
+    ) -> tuple[bool, Integers | None]:
+        """Return PackedStep.picks and PackedStep.random of rows with these request slots, which sample `positions`."""
+        first = self._pick_from[slots]
+        if first.any() and (
+            first.max() == _NEVER
+            or any(step.samples and step.output_len < self._pick_from[step.request_slot] for step in steps)
+        ):
+            return False, None
+        encoded = self._random[:, slots]
+        return True, stack_random(encoded, positions) if encoded[1].any() else None
 
 
 def _find_scored_rows(steps: Sequence[SequenceStep], starts: Integers) -> Integers:

@@ -139,7 +139,7 @@ class Runner:
         self.profiler = StepProfiler(device, groups)
         self._block_bytes = 0  # of one KV block, once the cache is allocated
         self.grammars = None if grammars is None else GrammarStates(grammars)
-        #: whether to use the tokens that recorded steps pick, where the sampling parameters allow it
+        #: whether to use the tokens that recorded steps sample, where the sampling parameters allow it
         self.use_recorded_picks = True
         self.recorded_picks = 0  # steps in which they were used
         grid = self.grid
@@ -290,7 +290,7 @@ class Runner:
         sampling = [step for step in plan.sequences if step.samples]
         if not sampling:
             return None, []
-        if result.tokens is not None and self.use_recorded_picks and all(map(_accepts_recorded_pick, sampling)):
+        if result.tokens is not None and self.use_recorded_picks:
             self.recorded_picks += 1
             return SampledTokens(result.tokens, None), []
         # The masks of structured outputs are computed here, on the host, while a GPU runs the step.
@@ -331,9 +331,3 @@ def dummy_prompt(request_slot: int, tokens: int, block_size: int) -> SequenceSte
         blocks=tuple(range(-(-tokens // block_size))), samples=True, output_len=0, long_rope=False,
         params=SamplingParams(), history=None,
     )  # fmt: skip
-
-
-def _accepts_recorded_pick(step: SequenceStep) -> bool:
-    """Whether the argmax that a recorded step picked is the token that this sequence would sample."""
-    first = step.params.recorded_pick_from
-    return first is not None and step.output_len >= first

@@ -285,6 +285,11 @@ def _is_skinny(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     return skinny.supports(x, weight, gated)
 
 
+def uses_triton(device: torch.device) -> bool:
+    """Whether our Triton kernels run on this device."""
+    return device.type == "cuda" and _has_triton()
+
+
 def _triton(x: Tensor) -> bool:
     """Whether our Triton kernels support this tensor's device and dtype."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and _has_triton()

@@ -36,6 +36,8 @@ class Sampler:
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample from logits [R, W] of any float type, which are not modified."""
         adjusted, shards = _adjust(logits, batch), self._shards
+        if batch.fused is not None:
+            return self._sample_fused(logits, adjusted, batch.fused, batch)
         random = RandomSampling(adjusted, batch.random, shards) if batch.random is not None else None
         logprobs = LogprobsBuilder(logits, batch.logprobs, shards) if batch.logprobs is not None else None
         for_random = random.first_message() if random is not None else []
@@ -49,6 +51,18 @@ class Sampler:
         # A row of NaN has no best token. to_host() raises an error for it.
         tokens = torch.where(values.isnan(), NO_TOKEN, tokens)[:, 0]
         return SampledTokens(tokens, logprobs.build(for_logprobs, winner, last) if logprobs is not None else None)
+
+    def _sample_fused(self, logits: Tensor, adjusted: Tensor, params: Tensor, batch: SamplingBatch) -> SampledTokens:
+        """Sample from the whole vocabulary with the kernels of a GPU."""
+        from yalis.kernels import fused, sampling
+
+        tokens = sampling.sample(adjusted, fused.argmax(adjusted), params, NO_TOKEN)
+        if batch.logprobs is None:
+            return SampledTokens(tokens, None)
+        logprobs = LogprobsBuilder(logits, batch.logprobs, self._shards)
+        first = logprobs.first_message()
+        last = logprobs.last_message(tokens[:, None].clamp(min=0), first)
+        return SampledTokens(tokens, logprobs.build(first, None, last))
 
     def _select(self, logits: Tensor, random: RandomSampling | None, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the best value of each row in this shard and its index: [R, W] -> [R, 1], [R, 1]."""
