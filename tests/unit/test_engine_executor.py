@@ -87,6 +87,7 @@ def open_llm(path, monkeypatch, **fields) -> LLM:
         **{"max_batch_tokens": 22, **fields},
     )
     runner = llm._engine.runner
+    runner.sampler.fused = True
     forward = ModelForward(runner.model, runner.backend, runner.last_tokens, picks=True)
     forward.kv_caches = runner.executor._forward.kv_caches
     with torch.inference_mode():

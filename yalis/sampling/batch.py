@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -26,6 +26,7 @@ from yalis.types import SamplingParams
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-10, 3e38
 # Up to this top_k, ranks exchange their best candidates. A larger one is found by histograms instead.
 _MAX_CANDIDATES = 1024
+_ALL_TOKENS = 2**31 - 1  # a top_k above any vocabulary, which may not fit in 64 bits
 #: The parameters for which sampling needs the most memory per logit. The engine profiles its memory with them.
 LARGEST_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
 
@@ -197,16 +198,18 @@ class RandomRows:
         )
 
 
-def encode_random(params: SamplingParams) -> tuple[int, int, int, int, int]:
+def encode_random(params: Sequence[SamplingParams], seeds: Sequence[int]) -> NDArray[np.int64]:
     """Return the parameters of random sampling as the columns of kernels/sampling.py have them, without the position:
-    seed, temperature, top_k, top_p and log_min_p. All are zero for greedy sampling."""
-    if params.greedy:
-        return 0, 0, 0, 0, 0
-    assert params.seed is not None, "the engine sets a seed for every request"
-    log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    temperature, log_min_p = torch.tensor([_clamp_temperature(params), log_min_p]).view(torch.int32).tolist()
-    top_p = torch.tensor(params.top_p if params.top_p < 1.0 else math.inf, dtype=torch.float64).view(torch.int64)
-    return params.seed, temperature, params.top_k, int(top_p), log_min_p
+    seed, temperature, top_k, top_p and log_min_p, [5, R]. Greedy rows have temperature 0."""
+    temperature = [0.0 if p.greedy else _clamp_temperature(p) for p in params]
+    log_min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+    encoded = np.empty((len(RANDOM_COLUMNS) - 1, len(params)), dtype=np.int64)
+    encoded[0] = seeds
+    encoded[1] = np.array(temperature, dtype=np.float32).view(np.int32)
+    encoded[2] = [min(p.top_k, _ALL_TOKENS) for p in params]
+    encoded[3] = np.array([p.top_p if p.top_p < 1.0 else math.inf for p in params]).view(np.int64)
+    encoded[4] = np.array(log_min_p, dtype=np.float32).view(np.int32)
+    return encoded
 
 
 def stack_random(encoded: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -223,7 +226,7 @@ def _clamp_temperature(params: SamplingParams) -> float:
 def _build_fused(rows: Sequence[SamplingRow], device: torch.device) -> Tensor | None:
     if all(row.params.greedy for row in rows):
         return None
-    encoded = np.array([encode_random(replace(row.params, seed=row.seed)) for row in rows], dtype=np.int64).T
+    encoded = encode_random([row.params for row in rows], [row.seed for row in rows])
     positions = np.array([row.position for row in rows], dtype=np.int64)
     return to_device(torch.from_numpy(stack_random(encoded, positions)), device)
 

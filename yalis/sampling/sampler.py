@@ -13,11 +13,14 @@ Shapes: R rows, W tokens in this rank's vocabulary shard.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from yalis.comm.base import Communicator
-from yalis.sampling.batch import AllowedTokens, Penalties, SamplingBatch
+from yalis.kernels import ops
+from yalis.sampling.batch import AllowedTokens, Penalties, SamplingBatch, to_device
 from yalis.sampling.logprobs import LogprobsBuilder
 from yalis.sampling.noise import hash_tokens
 from yalis.sampling.random_sampling import RandomSampling
@@ -30,7 +33,9 @@ class Sampler:
 
     def __init__(self, vocab_shard: range, vocab_size: int, tp_group: Communicator, device: torch.device | str) -> None:
         """`vocab_shard`: the token ids whose logits this rank has. Shards are in the order of ranks in `tp_group`."""
-        self._shards = VocabShards(vocab_shard, vocab_size, tp_group)
+        self._shards, self._device = VocabShards(vocab_shard, vocab_size, tp_group), torch.device(device)
+        #: whether sample_packed() may be called: this rank has the whole vocabulary, and Triton runs on its device
+        self.fused = not self._shards.sharded and ops.uses_triton(self._device)
         self._token_hashes = hash_tokens(torch.arange(vocab_shard.start, vocab_shard.stop, device=device))
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -51,6 +56,20 @@ class Sampler:
         # A row of NaN has no best token. to_host() raises an error for it.
         tokens = torch.where(values.isnan(), NO_TOKEN, tokens)[:, 0]
         return SampledTokens(tokens, logprobs.build(for_logprobs, winner, last) if logprobs is not None else None)
+
+    def sample_packed(
+        self, logits: Tensor, random: NDArray[np.int64] | None, last_tokens: Tensor, request_slots: Tensor
+    ) -> Tensor:
+        """Sample from logits [R, V] with nothing but `random`, the columns of kernels/sampling.py; None: all greedy.
+
+        Returns the tokens [R], NO_TOKEN for a row with NaN, and stores them in `last_tokens` at `request_slots`.
+        """
+        from yalis.kernels import fused, sampling
+
+        if random is None:
+            random = np.zeros((len(sampling.COLUMNS), len(logits)), dtype=np.int64)
+        params = to_device(torch.from_numpy(random), self._device)
+        return sampling.sample(logits, fused.argmax(logits), params, NO_TOKEN, last_tokens, request_slots)
 
     def _sample_fused(self, logits: Tensor, adjusted: Tensor, params: Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample from the whole vocabulary with the kernels of a GPU."""
