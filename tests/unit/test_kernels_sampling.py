@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ranks import Memory, run_ranks
 from yalis.comm.base import SingleRank
+from yalis.parallel.plan import shard
 from yalis.sampling.batch import RANDOM_COLUMNS, SamplingBatch, SamplingRow
+from yalis.sampling.random_sampling import FusedShardSampling
 from yalis.sampling.sampled_tokens import NO_TOKEN, SampledTokens
 from yalis.sampling.sampler import Sampler
 from yalis.types import SamplingParams
@@ -150,3 +154,44 @@ def test_rows_may_be_part_of_a_wider_tensor_and_tokens_are_fed_to_the_next_step(
     assert tokens[2] == -1
     assert last[slots].tolist() == tokens.clamp(min=0).tolist()
     assert (last == 99).sum() == 4
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads here, and the interpreter runs one kernel at a time."""
+    lock = threading.Lock()
+    for name in ("draw_shard", "score_histogram"):
+        kernel = getattr(kernels, name)
+
+        def locked(*args: Any, kernel: Any = kernel) -> Any:
+            with lock:
+                return kernel(*args)
+
+        monkeypatch.setattr(kernels, name, locked)
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
+def test_vocabulary_shards_sample_the_tokens_of_one_rank(
+    ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("yalis.sampling.batch._MAX_CANDIDATES", 9)  # top_k 20 is found by histograms
+    vocab, count = 101, 12
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(3)).mul_(2).to(dtype)
+    logits[0], logits[1, 70], logits[2, 3], logits[3] = -math.inf, math.nan, math.inf, 1.0
+    kinds: list[dict[str, Any]] = [*FILTERS, {"top_p": 0.95, "logprobs": 1}]
+    rows = [
+        SamplingRow(SamplingParams(temperature=0.8 * (i % 4 < 3), **kinds[i % len(kinds)]), i, 9 + i)
+        for i in range(count)
+    ]
+
+    def sample_shard(rank: int, group: Memory) -> list[int]:
+        held = shard(vocab, ranks, rank)
+        sampler = Sampler(held, vocab, group, "cpu")
+        sampler._random_type = FusedShardSampling
+        batch = SamplingBatch.build(rows, held, vocab, "cpu")
+        return sampler.sample(logits[:, held.start : held.stop], batch).tokens.tolist()
+
+    expected = sample(logits, rows, fused=False).tokens.tolist()
+    assert expected[:3] == [0, NO_TOKEN, NO_TOKEN]
+    assert run_ranks(ranks, sample_shard) == [expected] * ranks

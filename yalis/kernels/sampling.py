@@ -17,6 +17,9 @@ for top_k, among the k best.
 
 Greedy rows leave the first two kernels at once. Nothing waits for the host, so CUDA graphs can hold the launches.
 
+With a shard of the vocabulary, ranks agree on the thresholds first (sampling/vocab_shards.py): score_histogram() is one
+round of their search, and draw_shard() then draws from the shard.
+
 Scores are (logit - row maximum) / temperature, as in sampling/filters.py.
 Shapes: R rows, V tokens, C chunks of BLOCK tokens.
 """
@@ -352,3 +355,80 @@ def sample(
         rows, vocab, chunks, NONE=none, FEED=feed, BLOCK=_FINISH_CHUNK, BLOCK_C=block_c, num_warps=8, **options,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["W", "first_token"])
+def _draw_shard_kernel(
+    drawn_ptr, logits_ptr, stride, top_ptr, temperature_ptr, threshold_ptr, keys_ptr, W, first_token,
+    BLOCK: tl.constexpr, LIBDEVICE: tl.constexpr,
+):  # fmt: skip
+    """Write the best token with noise of each chunk, packed. NaN is above all numbers. Grid: (S, C)."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    index = chunk * BLOCK + tl.arange(0, BLOCK)
+    top, temperature = tl.load(top_ptr + row), tl.load(temperature_ptr + row)
+    score = _load_scores(logits_ptr, stride, row, index, W, top, temperature)
+    noisy = score + _gumbel(tl.load(keys_ptr + row), first_token + index, LIBDEVICE)
+    noisy = tl.where(score < tl.load(threshold_ptr + row), -float("inf"), noisy)
+    order = tl.where(noisy != noisy, _MAX32, _order(tl.where(noisy != noisy, 0.0, noisy)))
+    packed = (order.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    tl.store(drawn_ptr + row * tl.num_programs(1) + chunk, tl.max(tl.where(index < W, packed, _INT64_MIN), 0))
+
+
+def draw_shard(
+    logits: Tensor,  # [S, W]
+    top: Tensor,  # [S, 1], the maximum of each row over all shards
+    temperature: Tensor,  # [S, 1]
+    threshold: Tensor,  # [S, 1], the lowest score that a row keeps
+    keys: Tensor,  # [S], of the noise
+    first_token: int,  # of the shard
+) -> tuple[Tensor, Tensor]:
+    """Return the highest score with noise of each row in this shard and its index: [S, 1], [S, 1]."""
+    logits = with_contiguous_rows(logits)
+    rows, width = logits.shape
+    drawn = torch.empty((rows, cdiv(width, _CHUNK)), dtype=torch.int64, device=logits.device)
+    _draw_shard_kernel[drawn.shape](
+        drawn, logits, logits.stride(0), top.contiguous(), temperature.contiguous(), threshold.contiguous(), keys,
+        width, first_token, BLOCK=_CHUNK, LIBDEVICE=logits.is_cuda, num_warps=4,
+    )  # fmt: skip
+    best = drawn.amax(1, keepdim=True)
+    order = (best >> 32).to(torch.int32)
+    values = (order ^ ((order >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return values, 0x7FFFFFFF - (best & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["W", "shift"])
+def _histogram_kernel(
+    histogram_ptr, logits_ptr, stride, rows_ptr, top_ptr, temperature_ptr, prefix_ptr, W, shift,
+    BLOCK: tl.constexpr, LIBDEVICE: tl.constexpr,
+):  # fmt: skip
+    """Add the mass of each chunk to the histogram of its row. Grid: (N, C)."""
+    out = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + out)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    score = _load_scores(logits_ptr, stride, row, index, W, tl.load(top_ptr + row), tl.load(temperature_ptr + row))
+    bins = (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> shift
+    mass = _mass(score, LIBDEVICE)
+    counted = (index < W) & ((bins >> 8).to(tl.int64) == tl.load(prefix_ptr + out)) & (mass > 0)
+    tl.atomic_add(histogram_ptr + out * 256 + (bins & 0xFF), mass, mask=counted)
+
+
+def score_histogram(
+    logits: Tensor,  # [S, W]
+    rows: Tensor,  # int64 [N], the rows to count
+    top: Tensor,  # [S, 1]
+    temperature: Tensor,  # [S, 1]
+    prefix: Tensor,  # int64 [N, 1]
+    shift: int,
+) -> Tensor:
+    """Return the mass of the scores by 8 bits of their magnitude above `shift`, int64 [N, 256].
+
+    Only scores whose higher bits are `prefix` count. Integers are added, so the order does not matter.
+    """
+    logits = with_contiguous_rows(logits)
+    histogram = torch.zeros((len(rows), 256), dtype=torch.int64, device=logits.device)
+    _histogram_kernel[(len(rows), cdiv(logits.shape[1], _CHUNK))](
+        histogram, logits, logits.stride(0), rows, top.contiguous(), temperature.contiguous(), prefix.contiguous(),
+        logits.shape[1], shift, BLOCK=_CHUNK, LIBDEVICE=logits.is_cuda, num_warps=4,
+    )  # fmt: skip
+    return histogram

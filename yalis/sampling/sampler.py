@@ -23,7 +23,7 @@ from yalis.kernels import ops
 from yalis.sampling.batch import AllowedTokens, Penalties, SamplingBatch, to_device
 from yalis.sampling.logprobs import LogprobsBuilder
 from yalis.sampling.noise import hash_tokens
-from yalis.sampling.random_sampling import RandomSampling
+from yalis.sampling.random_sampling import FusedShardSampling, RandomSampling
 from yalis.sampling.sampled_tokens import NO_TOKEN, SampledTokens
 from yalis.sampling.vocab_shards import VocabShards, row_max
 
@@ -36,6 +36,8 @@ class Sampler:
         self._shards, self._device = VocabShards(vocab_shard, vocab_size, tp_group), torch.device(device)
         #: whether sample_packed() may be called: this rank has the whole vocabulary, and Triton runs on its device
         self.fused = not self._shards.sharded and ops.uses_triton(self._device)
+        on_shard = self._shards.sharded and ops.uses_triton(self._device)
+        self._random_type = FusedShardSampling if on_shard else RandomSampling
         self._token_hashes = hash_tokens(torch.arange(vocab_shard.start, vocab_shard.stop, device=device))
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -43,7 +45,7 @@ class Sampler:
         adjusted, shards = _adjust(logits, batch), self._shards
         if batch.fused is not None:
             return self._sample_fused(logits, adjusted, batch.fused, batch)
-        random = RandomSampling(adjusted, batch.random, shards) if batch.random is not None else None
+        random = self._random_type(adjusted, batch.random, shards) if batch.random is not None else None
         logprobs = LogprobsBuilder(logits, batch.logprobs, shards) if batch.logprobs is not None else None
         for_random = random.first_message() if random is not None else []
         for_logprobs = logprobs.first_message() if logprobs is not None else []
@@ -87,7 +89,7 @@ class Sampler:
         """Return the best value of each row in this shard and its index: [R, W] -> [R, 1], [R, 1]."""
         if random is None:
             return row_max(logits)
-        random_values, random_indices = row_max(random.perturbed_scores(self._token_hashes, gathered))
+        random_values, random_indices = random.select(self._token_hashes, gathered)
         if random.rows is None:
             return random_values, random_indices
         values, indices = row_max(logits)
