@@ -95,6 +95,11 @@ def _pdl() -> str:
     return given
 
 
+def experimental() -> bool:
+    """$YALIS_EXPERIMENTAL: 1 uses on GPUs what has been tested on CPUs only, and has never run on a GPU."""
+    return _switch("YALIS_EXPERIMENTAL", False)
+
+
 def nvrar_fuse_norm() -> bool:
     """$YALIS_NVRAR_FUSE_NORM: 0 runs the norm after an all-reduce of nvrar as a kernel of its own, to compare."""
     return _switch("YALIS_NVRAR_FUSE_NORM", True)

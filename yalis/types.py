@@ -162,7 +162,7 @@ class SamplingParams:
 
     @cached_property
     def recorded_pick_from(self) -> int | None:
-        """The number of output tokens from which on a recorded step picks this request's tokens itself; None: never."""
+        """The number of output tokens from which on recorded steps sample this request's tokens; None: never."""
         first = 0
         for one in fields(self):
             number = RECORDED_PICK_RULES[one.name](getattr(self, one.name))
@@ -188,10 +188,11 @@ def _once_reached(value: int) -> int | None:
     return value
 
 
-#: Which sampling fields a recorded step honours. A CUDA graph of a rank with the whole vocabulary picks the argmax of
-#: the logits on the device; tokens of CPU recordings always go through the sampler. Every field of SamplingParams has a
-#: rule here that returns the number of output tokens from which on the argmax is the right token, or None if it never
-#: is. All other tokens go through the sampler.
+#: Which sampling fields a recorded step honours. CUDA graphs of a rank with the whole vocabulary sample on the device:
+#: one graph picks the argmax of the logits, and another samples at random (kernels/sampling.py). Tokens of CPU
+#: recordings always go through the sampler. Every field of SamplingParams has a rule here that returns the number of
+#: output tokens from which on the graphs sample the right token, or None if they never do. All other tokens go through
+#: the sampler.
 RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     # Applied on the host, before or after the step.
     "max_tokens": _always,
@@ -202,13 +203,13 @@ RECORDED_PICK_RULES: dict[str, Callable[[Any], int | None]] = {
     "keep_special_tokens": _always,
     # Computed by the steps of the prompt, which run eagerly.
     "prompt_logprobs": _always,
-    # Used only by random sampling, which `temperature` excludes.
+    # Parameters of random sampling, on the device for each row.
+    "temperature": _always,
     "top_k": _always,
     "top_p": _always,
     "min_p": _always,
     "seed": _always,
     # Honoured by the sampler alone, unless neutral.
-    "temperature": _only_at(0.0),
     "repetition_penalty": _only_at(1.0),
     "presence_penalty": _only_at(0.0),
     "frequency_penalty": _only_at(0.0),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.families import CASES, make_prompts, make_reference
 from tests.ranks import run_ranks
+from yalis import LLM
 from yalis.comm.base import Communicator, SingleRank
 from yalis.parallel.plan import shard
 from yalis.sampling.batch import SamplingBatch, SamplingRow
@@ -43,9 +46,9 @@ def mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
     return [SamplingRow(params[i], i, 100 + i, HISTORY, (i,), None if i % 3 else masks[i]) for i in range(count)]
 
 
-def tokens_on(device: str, logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+def tokens_on(device: str, logits: torch.Tensor, rows: list[SamplingRow], fused: bool | None = None) -> list[int]:
     vocab = logits.shape[1]
-    batch = SamplingBatch.build(rows, range(vocab), vocab, device)
+    batch = SamplingBatch.build(rows, range(vocab), vocab, device, fused)
     return Sampler(range(vocab), vocab, SingleRank(), device).sample(logits.to(device), batch).to_host()[0]
 
 
@@ -109,3 +112,92 @@ def test_building_and_sampling_do_not_synchronise() -> None:
     tokens, logprobs = waiting.to_host()
     assert len(tokens) == 18
     assert [found is not None for found in logprobs] == [row.params.logprobs is not None for row in rows]
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_k": 3000},
+    {"top_p": 0.95},
+    {"top_p": 0.3},
+    {"top_k": 20, "top_p": 0.95},
+    {"top_k": 3000, "top_p": 0.5},
+    {"min_p": 0.1},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 6.0])
+@pytest.mark.parametrize("vocab", [1009, 128_256])
+def test_kernels_draw_the_tokens_of_torch(vocab: int, scale: float, dtype: torch.dtype) -> None:
+    """Bit for bit, with equal, flat and peaked logits; in bfloat16 many logits are equal."""
+    logits = torch.randn(80, vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).mul_(scale)
+    logits = logits.to(dtype)
+    logits[3], logits[4, 7], logits[5, 9], logits[6] = float("nan"), float("nan"), float("inf"), float("-inf")
+    logits[10:20, ::3] = float("-inf")
+    rows = [
+        SamplingRow(
+            SamplingParams(temperature=(0.6, 0.8, 1.0, 2.0, 0.0)[i % 5], **FILTERS[i % len(FILTERS)]), i, 50 + i
+        )
+        for i in range(80)
+    ]
+    found = tokens_on_raw(logits, rows, fused=True)
+    assert found == tokens_on_raw(logits, rows, fused=False)
+    for i in (0, 3, 11, 42):
+        assert tokens_on_raw(logits[i : i + 1], rows[i : i + 1], fused=True) == [found[i]]
+
+
+def tokens_on_raw(logits: torch.Tensor, rows: list[SamplingRow], fused: bool) -> list[int]:
+    """Return the tokens, -1 for rows with NaN, which to_host() would refuse."""
+    vocab = logits.shape[1]
+    batch = SamplingBatch.build(rows, range(vocab), vocab, "cuda", fused)
+    return Sampler(range(vocab), vocab, SingleRank(), "cuda").sample(logits, batch).tokens.tolist()
+
+
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+def test_draws_follow_the_filtered_softmax(fields: dict[str, Any]) -> None:
+    """100,000 draws for each filter, by a chi-square test against the exact probabilities."""
+    vocab, draws, at_once = 5000, 100_000, 5000
+    logits = torch.linspace(4.0, -4.0, vocab, dtype=torch.float64, device="cuda").float()
+    kept = logits.double() / 0.9
+    if k := fields.get("top_k"):
+        kept[k:] = -torch.inf
+    probabilities = kept.softmax(0)
+    if "top_p" in fields:
+        kept[(probabilities.cumsum(0) - probabilities) >= fields["top_p"]] = -torch.inf
+    if "min_p" in fields:
+        kept[(logits.double() / 0.9).softmax(0) < fields["min_p"] * (logits.double() / 0.9).softmax(0)[0]] = -torch.inf
+    expected = kept.softmax(0) * draws
+    params = SamplingParams(temperature=0.9, **fields)
+    counts = torch.zeros(vocab, dtype=torch.int64)
+    for start in range(0, draws, at_once):
+        rows = [SamplingRow(params, 17, start + i) for i in range(at_once)]
+        counts += torch.tensor(tokens_on("cuda", logits.expand(at_once, vocab), rows, True)).bincount(minlength=vocab)
+    assert counts[expected.cpu() == 0].sum() == 0
+    bins = (expected.cumsum(0) / 50).floor().clamp(max=draws // 50 - 1).long().cpu()  # about 50 draws in each
+    seen = torch.zeros(draws // 50, dtype=torch.float64).index_add_(0, bins, counts.double())
+    wanted = torch.zeros(draws // 50, dtype=torch.float64).index_add_(0, bins, expected.cpu())
+    seen, wanted = seen[wanted > 5], wanted[wanted > 5]
+    statistic, freedom = ((seen - wanted) ** 2 / wanted).sum().item(), len(wanted) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5 + 1
+
+
+def test_steps_with_any_sampling_replay_and_give_the_tokens_of_eager_steps(tmp_path: Path) -> None:
+    """Mixed temperatures, filters and seeds, with prompts that arrive while others decode."""
+    case = next(case for case in CASES if case.name == "llama3-gqa4")
+    ref = make_reference(case, tmp_path, 5, make_prompts(5, (21, 1, 30, 7, 6, 26, 3, 44, 12), shared=0), 4)
+    params = [
+        SamplingParams(max_tokens=8 + i % 5, ignore_eos=True, seed=i, temperature=(0.0, 0.8, 1.5)[i % 3], **FILTERS[i])
+        for i in range(9)
+    ]
+    outputs = []
+    for eager in (False, True):
+        settings = {"block_size": 16, "kv_blocks": 64, "max_model_len": 64, "max_num_seqs": 4, "eager": eager}
+        with LLM(str(ref.path), device="cuda", dtype="float32", **settings) as llm:
+            runner = llm._engine.runner
+            outputs.append([output.token_ids for output in llm.generate(ref.prompts, params)])
+            assert (runner.recorded_picks > 8) != eager
+            assert (llm.stats.replayed_steps > 8) != eager
+    assert outputs[0] == outputs[1]

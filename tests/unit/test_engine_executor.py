@@ -87,7 +87,8 @@ def open_llm(path, monkeypatch, **fields) -> LLM:
         **{"max_batch_tokens": 22, **fields},
     )
     runner = llm._engine.runner
-    forward = ModelForward(runner.model, runner.backend, runner.last_tokens, greedy=True)
+    runner.sampler.fused = True
+    forward = ModelForward(runner.model, runner.backend, runner.last_tokens, picks=True)
     forward.kv_caches = runner.executor._forward.kv_caches
     with torch.inference_mode():
         limits = StepLimits(4, llm.config.max_batch_tokens, 32, 32 // runner.block_size)

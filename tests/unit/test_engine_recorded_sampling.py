@@ -33,10 +33,10 @@ CASES: dict[str, list[tuple[dict[str, Any], bool]]] = {
         ({"min_tokens": MAX_TOKENS, "stop_token_ids": STOP}, False),
         ({"min_tokens": MAX_TOKENS - 3, "stop_token_ids": STOP}, True),  # the last three tokens
     ],
-    "temperature": [(DRAW, False)],
-    "top_k": [({"top_k": 2}, True), ({"top_k": 2, **DRAW}, False)],
-    "top_p": [({"top_p": 0.5}, True), ({"top_p": 0.5, **DRAW}, False)],
-    "min_p": [({"min_p": 0.5}, True), ({"min_p": 0.5, **DRAW}, False)],
+    "temperature": [(DRAW, True), ({**DRAW, "n": 3}, True), ({**DRAW, "logprobs": 1}, False)],
+    "top_k": [({"top_k": 2}, True), ({"top_k": 9, **DRAW}, True)],
+    "top_p": [({"top_p": 0.5}, True), ({"top_p": 0.5, **DRAW}, True), ({"top_p": 0.7, "top_k": 9, **DRAW}, True)],
+    "min_p": [({"min_p": 0.5}, True), ({"min_p": 0.01, **DRAW}, True)],
     "repetition_penalty": [({"repetition_penalty": 1.5}, False)],
     "presence_penalty": [({"presence_penalty": 1.5}, False)],
     "frequency_penalty": [({"frequency_penalty": 1.5}, False)],
@@ -50,7 +50,7 @@ CASES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "stop_token_ids": [({"stop_token_ids": STOP}, True)],
     "keep_special_tokens": [({"keep_special_tokens": ("<end>",)}, True)],
     "ignore_eos": [({"ignore_eos": True}, True)],
-    "seed": [({"seed": 7}, True), ({"seed": 7, "temperature": 0.9}, False)],
+    "seed": [({"seed": 7}, True), ({"seed": 7, "temperature": 0.9}, True)],
     "n": [({"n": 2}, True)],
     "prompt_logprobs": [({"prompt_logprobs": 2}, True)],
     "logprobs": [({"logprobs": 2}, False), ({"logprobs": 0}, False)],
@@ -99,9 +99,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 def test_every_field_has_a_rule_and_a_case() -> None:
     advice = (
-        "Decide whether a CUDA graph that picks the argmax of the logits honours {}: add a rule to RECORDED_PICK_RULES "
-        "in yalis/types.py (`_always` if it matters only when tokens are sampled at random, `_only_at(default)` "
-        "if it also changes greedy output) and a case to CASES in this file."
+        "Decide whether the CUDA graphs that sample honour {}: add a rule to RECORDED_PICK_RULES in yalis/types.py "
+        "(`_always` if kernels/sampling.py has a column for it or the host applies it, else `_only_at(default)`) and a "
+        "case to CASES in this file."
     )
     for known in (RECORDED_PICK_RULES, CASES):
         missing = [name for name in NAMES if name not in known]

@@ -51,6 +51,23 @@ ACTIONS = st.lists(
 )  # fmt: skip
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(setups(), pipelines()), ACTIONS)
+def test_plain_decoding_is_planned_as_any_other_step(
+    setup: tuple[SchedulerConfig, int], actions: list[tuple[str, int]]
+) -> None:
+    """Scheduler._decode is only faster: without it, the plans are the same."""
+    fast, slow = Sim(*setup), Sim(*setup)
+    slow.scheduler._decode = lambda request: None  # type: ignore[method-assign]
+    for sim in (fast, slow):
+        for action in actions:
+            act(sim, *action)
+        sim.drain()
+    assert fast.plans == slow.plans
+    assert fast.emitted == slow.emitted
+    assert asdict(fast.scheduler.counters) == asdict(slow.scheduler.counters)
+
+
 def act(sim: Sim, action: str, seed: int) -> None:
     rng = random.Random(seed)
     if action == "add":

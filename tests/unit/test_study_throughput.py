@@ -52,6 +52,33 @@ def test_a_workload_is_a_name_or_three_numbers() -> None:
         parse_workload("0x4x4")
 
 
+def test_sampled_work(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same seeds in every run, so that the tokens do not change; the sampling is recorded and printed."""
+    answers = []
+    for name in ("one", "two"):
+        args = ("--temperature", "0.8", "--top-k", "40", "--top-p", "0.9", "--warmup", "0", "--repeats", "1")
+        assert run(model, "--workload", "3x9x5", *args, "--out", str(tmp_path / name)) == 0
+        (path,) = (tmp_path / name).iterdir()
+        result = results.read(path)
+        facts = result.parameters
+        assert (facts["temperature"], facts["top_k"], facts["top_p"]) == (0.8, 40, 0.9)
+        answers.append(facts["answers"])
+        out = capsys.readouterr().out
+        assert " · temperature 0.8, top_k 40, top_p 0.9\n" in out
+        assert f"floor {result.rows[0]['floor_s']:.3f} s: " in out
+    assert answers[0] == answers[1]
+    requests = make_requests(ThroughputPlan((Workload(3, 9, 5),), temperature=0.8, seed=4), None, 100, 0)
+    assert [request.sampling.seed for request in requests] == [4, 5, 6]
+    assert make_requests(ThroughputPlan((Workload(1, 9, 5),)), None, 100, 0)[0].sampling.seed is None
+    for args, message in (
+        (("--top-p", "0.9"), "have no effect on greedy sampling; give --temperature too"),
+        (("--temperature", "0.8", "--top-p", "1.5"), "top_p is 1.5; give a number above 0 and at most 1"),
+        (("--temperature", "0.8", "--dataset", "x.jsonl"), "have their own sampling parameters; omit --temperature"),
+    ):
+        assert run(model, *args) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_workload_all_at_once(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(model, "--workload", "3x9x5", "--out", str(tmp_path)) == 0
     out, err = capsys.readouterr()
@@ -86,8 +113,9 @@ def test_yalis_and_its_peer(model: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_an_answer_of_one_token_has_no_time_per_token(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(model, "--workload", "2x4x1", "--peer", "transformers") == 0
+    assert run(model, "--workload", "2x4x1", "--peer", "transformers", "--temperature", "0.8", "--top-p", "0.9") == 0
     out = capsys.readouterr().out
+    assert "tokens not compared" in out  # each engine has its own noise
     assert "time to first token, transformers" in out
     assert "time per output token" not in out
     # vLLM gives only the time to first token and the total time.

@@ -61,6 +61,9 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests per second, with Poisson arrivals (default: all at once)",
     )
+    add("--temperature", type=parse_float, metavar="T", help="sample at this temperature (default: 0, greedy)")
+    add("--top-k", type=parse_int, metavar="N", help="sample from the N most likely tokens (default: 0, all)")
+    add("--top-p", type=parse_float, metavar="P", help="sample from the tokens that add up to P (default: 1, all)")
     add("--warmup", type=parse_int, metavar="N", help="unmeasured runs at the start (default: 1)")
     add("--repeats", type=parse_int, metavar="N", help="measured runs (default: 3)")
     add("--seed", type=parse_int, metavar="N", help="seed of prompts, lengths and arrivals (default: 0)")
@@ -72,7 +75,9 @@ def work_plan(args: argparse.Namespace) -> ThroughputPlan:
     sources = ("workload", "dataset", "trace")
     if len(given := [f"--{name}" for name in sources if getattr(args, name)]) > 1:
         raise YalisError(f"{' and '.join(given)} exclude each other; give one of them")
-    names = ("dataset", "trace", "requests", "vary", "rate", "warmup", "repeats", "seed")
+    names = (
+        "dataset", "trace", "requests", "vary", "rate", "temperature", "top_k", "top_p", "warmup", "repeats", "seed",
+    )  # fmt: skip
     fields: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.workload:
         fields["workloads"] = tuple(args.workload)

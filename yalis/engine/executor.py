@@ -20,7 +20,7 @@ from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid
 
 #: Token ids travel between ranks as fp32.
-MAX_GREEDY_VOCAB = 1 << 24
+MAX_PICKED_VOCAB = 1 << 24
 
 
 class StepExecutor:
@@ -111,8 +111,10 @@ def make_executor(
         recorder = CpuRecorder(forward, limits.max_blocks) if recordable else StepRecorder(forward)
         return StepExecutor(config, forward, recorder)
     # The graph picks the argmax on the last pipeline stage. PDL is used if the replica has one rank or its collectives
-    # are safe: those of pipelines carry data on other streams.
-    safe = grid.tp_group.size == 1 or (grid.pdl_safe and env.pdl_between_ranks())
-    greedy = stage.last and model.spec.vocab_size <= MAX_GREEDY_VOCAB
-    forward = ModelForward(model, backend, last_tokens, safe and stage.count == 1, greedy, grid)
+    # are safe: those of pipelines carry data on other streams. With tp 1 a rank has the logits of the whole vocabulary,
+    # so another graph can sample from them.
+    single = grid.tp_group.size == 1
+    safe = single or (grid.pdl_safe and env.pdl_between_ranks())
+    picks = stage.last and (single or (env.experimental() and model.spec.vocab_size <= MAX_PICKED_VOCAB))
+    forward = ModelForward(model, backend, last_tokens, safe and stage.count == 1, picks, grid)
     return StepExecutor(config, forward, CudaGraphRecorder(forward, config, limits))

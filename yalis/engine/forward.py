@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from yalis import env
 from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
 from yalis.engine.step_layouts import StepInputs
 from yalis.kernels import ops
@@ -24,7 +25,7 @@ class StepResult:
 
     out: Tensor  # logits [R, vocabulary share], or hidden states [T, hidden] on all but the last pipeline stage
     sampling_slots: Tensor  # [R], the rows of last_tokens that the sampled tokens belong to
-    tokens: Tensor | None = None  # [R], the argmax of each row if a recorded step picked it; last_tokens has it then
+    tokens: Tensor | None = None  # [R], the token of each row if a recorded step sampled it; last_tokens has it then
     #: [N, hidden], the input of the LM head in the rows that score prompt tokens; their logits are computed in chunks
     scored: Tensor | None = None
 
@@ -38,17 +39,23 @@ class ModelForward:
         backend: AttentionBackend,
         last_tokens: Tensor,
         pdl: bool = False,
-        greedy: bool = False,
+        picks: bool = False,
         grid: Grid | None = None,
     ) -> None:
         """`last_tokens` [max_num_seqs + 1]: the token last sampled for each request slot, and a row for padding.
 
-        `pdl`: use programmatic dependent launch. `greedy`: recorded steps pick the argmax of each row, over the ranks
+        `pdl`: use programmatic dependent launch. `picks`: recorded steps pick the argmax of each row, over the ranks
         of `grid` that share the vocabulary.
         """
         self.model, self.backend, self.last_tokens = model, backend, last_tokens
         self.kv_caches: Sequence[LayerCache] = ()  # set once they are allocated
-        self._pdl, self._greedy, self._grid = pdl, greedy, grid or Grid()
+        self._pdl, self.picks, self._grid = pdl, picks, grid or Grid()
+
+    @property
+    def samples(self) -> bool:
+        """Whether recorded steps can sample at random, which needs the logits of the whole vocabulary."""
+        whole = self._grid.tp_group.size == 1
+        return self.picks and whole and (env.experimental() or self.device.type == "cpu")
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +89,7 @@ class ModelForward:
                 token_ids = ops.use_last_tokens(batch.token_ids, self.last_tokens, sampling_slots)
                 batch = replace(batch, token_ids=token_ids)
             out = self.run(batch)
-            if not self._greedy:
+            if not self.picks:
                 return out, None
             return out, self._pick_greedy(out, sampling_slots)
 
@@ -97,6 +104,17 @@ class ModelForward:
         best = token_feedback.find_best(logits, group.rank, group.size, first, pdl)
         best = group.all_reduce(best)
         return token_feedback.pick_best(best, self.last_tokens, sampling_slots, NO_TOKEN, pdl)
+
+    def sample_recorded(self, out: Tensor, best_ids: Tensor, random: Tensor, sampling_slots: Tensor) -> tuple[Tensor]:
+        """Sample from the output of run_recorded(), some rows at random, and return the tokens [R].
+
+        `best_ids`: the tokens that it picked. `random` [6, R]: the columns of kernels/sampling.py.
+        """
+        from yalis.kernels import sampling
+
+        with self.launch_mode():
+            tokens = sampling.sample(out, best_ids, random, NO_TOKEN, self.last_tokens, sampling_slots, pdl_enabled())
+        return (tokens,)
 
     def launch_mode(self) -> AbstractContextManager[None]:
         """Return a context in which kernels are launched with PDL if this model uses it."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from operator import is_, itemgetter
 
 import numpy as np
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor
 
 from yalis.attention.base import ForwardBatch
 from yalis.kernels import ops
+from yalis.sampling.batch import RANDOM_COLUMNS, encode_random, stack_random
 from yalis.scheduling.plan import SequenceStep
+from yalis.types import SamplingParams
 
 Integers = NDArray[np.int64]
 _NO_ROWS: Integers = np.zeros(0, dtype=np.int64)
+_NEVER = 2**62  # more output tokens than any request has
 
 
 class StepKind(Enum):
@@ -49,6 +53,10 @@ class PackedStep:
     sampling_rows: Integers  # [R'], those of the logit rows that a token is sampled from
     scored_rows: Integers  # [R - R'], the others, which score prompt tokens
     query_lens: tuple[int, ...]
+    #: whether a recorded step may sample the tokens: SamplingParams.recorded_pick_from of every row is reached
+    picks: bool = False
+    #: [6, R'], the columns of kernels/sampling.py; None if all rows are greedy
+    random: Integers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -118,36 +126,43 @@ class Packer:
         self._block_size, self._rope_length = block_size, rope_length
         self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
         self._cached: list[tuple[int, ...]] = [()] * max_num_seqs
+        # The sampling parameters of each request slot, which change only with the request.
+        self._params: list[SamplingParams | None] = [None] * max_num_seqs
+        self._random = np.zeros((len(RANDOM_COLUMNS) - 1, max_num_seqs), dtype=np.int64)
+        self._pick_from = np.zeros(max_num_seqs, dtype=np.int64)
 
     def pack(self, steps: Sequence[SequenceStep], logit_rows: Sequence[int] | None = None) -> PackedStep:
         """Pack the parts of all sequences in a step.
 
         `logit_rows`: the rows to compute logits for, instead of the last row of each sequence that samples.
         """
-        counts = [step.num_tokens for step in steps]
-        slots = np.array([step.request_slot for step in steps], dtype=np.int64)
-        first = np.array([step.start for step in steps], dtype=np.int64)
-        tables = self._gather_tables(steps, slots)
+        # One pass of C over all fields: a loop of Python for each of them would take most of the time.
+        _, by_slot, begin, by_tokens, by_blocks, by_samples, _, by_rope, by_params, _, _ = zip(*steps, strict=True)
+        counts = list(map(len, by_tokens))
+        slots = np.array(by_slot, dtype=np.int64)
+        first = np.array(begin, dtype=np.int64)
+        self._update_slots(by_slot, by_blocks, by_params)
+        tables = self._tables[slots, : max(map(len, by_blocks))]
         starts = np.zeros(len(steps) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         total = int(starts[-1])
-        token_ids = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, total)
+        token_ids = np.fromiter(chain.from_iterable(by_tokens), np.int64, total)
         sequence = np.arange(total)  # [T], which sequence a token belongs to
         if total > len(steps):
             sequence = np.repeat(sequence[: len(steps)], counts)
         positions = np.arange(total) + (first - starts[:-1])[sequence]
         block, offset = np.divmod(positions, self._block_size)
         rope_rows = positions
-        if any(step.long_rope for step in steps):
-            rope_rows = positions + np.array([step.long_rope for step in steps])[sequence] * self._rope_length
+        if any(by_rope):
+            rope_rows = positions + np.array(by_rope)[sequence] * self._rope_length
         if logit_rows is None:
-            samples = [step.samples for step in steps]
-            sampling_rows = (starts[1:] - 1)[samples]
+            sampling_rows = (starts[1:] - 1)[list(by_samples)]
         else:
             sampling_rows = np.array(logit_rows, dtype=np.int64)
         # A row that samples scores nothing, so the search is left out of decode steps.
         scored_rows = _find_scored_rows(steps, starts) if len(sampling_rows) < total else _NO_ROWS
         all_rows = np.sort(np.concatenate((sampling_rows, scored_rows))) if len(scored_rows) else sampling_rows
+        picks, random = self._gather_params(steps, slots[sequence[sampling_rows]], positions[sampling_rows] + 1)
         return PackedStep(
             kind=_find_kind(token_ids, len(steps), len(sampling_rows), len(scored_rows)),
             token_ids=token_ids,
@@ -162,18 +177,46 @@ class Packer:
             sampling_rows=sampling_rows,
             scored_rows=scored_rows,
             query_lens=tuple(counts),
+            picks=picks,
+            random=random,
         )
 
-    def _gather_tables(self, steps: Sequence[SequenceStep], slots: Integers) -> Integers:
-        """Return the block tables of these sequences, [S, W]."""
-        for step in steps:
-            cached = self._cached[step.request_slot]
-            if step.blocks is not cached:
-                row = self._tables[step.request_slot]
-                row[: len(step.blocks)] = step.blocks
-                row[len(step.blocks) : len(cached)] = 0
-                self._cached[step.request_slot] = step.blocks
-        return self._tables[slots, : max(len(step.blocks) for step in steps)]
+    def _update_slots(
+        self, slots: Sequence[int], blocks: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]
+    ) -> None:
+        """Store what changed since the last step of each request slot."""
+        get = itemgetter(*slots) if len(slots) > 1 else lambda values: (values[slots[0]],)
+        if not all(map(is_, blocks, get(self._cached))):
+            for slot, table in zip(slots, blocks, strict=True):
+                cached = self._cached[slot]
+                if table is not cached:
+                    row = self._tables[slot]
+                    row[: len(table)] = table
+                    row[len(table) : len(cached)] = 0
+                    self._cached[slot] = table
+        if not all(map(is_, params, get(self._params))):
+            for slot, one in zip(slots, params, strict=True):
+                if one is not self._params[slot]:
+                    self._cache_params(slot, one)
+
+    def _cache_params(self, slot: int, params: SamplingParams) -> None:
+        self._params[slot] = params
+        first = params.recorded_pick_from
+        self._pick_from[slot] = _NEVER if first is None else first
+        self._random[:, slot] = encode_random([params], [params.seed or 0])[:, 0]
+
+    def _gather_params(
+        self, steps: Sequence[SequenceStep], slots: Integers, positions: Integers
+    ) -> tuple[bool, Integers | None]:
+        """Return PackedStep.picks and PackedStep.random of rows with these request slots, which sample `positions`."""
+        first = self._pick_from[slots]
+        if first.any() and (
+            first.max() == _NEVER
+            or any(step.samples and step.output_len < self._pick_from[step.request_slot] for step in steps)
+        ):
+            return False, None
+        encoded = self._random[:, slots]
+        return True, stack_random(encoded, positions) if encoded[1].any() else None
 
 
 def _find_scored_rows(steps: Sequence[SequenceStep], starts: Integers) -> Integers:

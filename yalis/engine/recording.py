@@ -22,10 +22,18 @@ from yalis.config import EngineConfig
 from yalis.engine.forward import ModelForward, StepResult
 from yalis.engine.oom import OutOfMemory, explain_oom, suggest_fit
 from yalis.engine.packing import PackedStep, StepKind
-from yalis.engine.step_layouts import LAYOUTS, InputBuffer, StepInputs, StepLayout, StepLimits
+from yalis.engine.step_layouts import (
+    LAYOUTS,
+    InputBuffer,
+    StepInputs,
+    StepLayout,
+    StepLimits,
+    fill_random,
+)
 from yalis.kernels import ops
 from yalis.kernels.replay import ReplayBuffer, record
 from yalis.log import get_logger
+from yalis.sampling.batch import RANDOM_COLUMNS
 
 log = get_logger(__name__)
 
@@ -178,6 +186,21 @@ class CudaGraph:
 
 
 @dataclass(frozen=True)
+class RecordedSampling:
+    """The random sampling after a recorded step: a CUDA graph of its own, so that greedy steps do without."""
+
+    graph: CudaGraph
+    buffer: InputBuffer
+    rows: int
+    tokens: Tensor  # [rows]
+
+    def replay(self, step: PackedStep) -> Tensor:
+        self.buffer.send(fill_random, self.rows, step)
+        self.graph.replay()
+        return self.tokens
+
+
+@dataclass(frozen=True)
 class RecordedCudaStep(RecordedStep):
     """A CUDA graph of one bucket size, and the tensors that it reads and writes."""
 
@@ -188,6 +211,7 @@ class RecordedCudaStep(RecordedStep):
     inputs: StepInputs
     out: Tensor
     tokens: Tensor | None  # [R], the argmax of each row if the graph picks it
+    sampling: RecordedSampling | None  # samples from `out` if some row is random; None if forward.samples is false
 
     @property
     def num_tokens(self) -> int:
@@ -200,8 +224,12 @@ class RecordedCudaStep(RecordedStep):
             with torch.inference_mode():  # the buffer was created in this mode
                 self.inputs.batch.hidden[:count].copy_(hidden)
         self.graph.replay()
-        tokens = None if self.tokens is None else self.tokens[:count]
-        return StepResult(self.out[:count], self.inputs.sampling_slots[:count], tokens)
+        tokens = self.tokens if step.picks else None
+        if tokens is not None and step.random is not None:
+            tokens = self.sampling.replay(step) if self.sampling is not None else None
+        return StepResult(
+            self.out[:count], self.inputs.sampling_slots[:count], None if tokens is None else tokens[:count]
+        )
 
 
 class CudaGraphRecorder(StepRecorder):
@@ -216,6 +244,8 @@ class CudaGraphRecorder(StepRecorder):
         self.layouts = {layout.kind: layout(limits) for layout in LAYOUTS}
         lengths = [layout.buffer_len(layout.sizes[-1]) for layout in self.layouts.values() if layout.sizes]
         self._buffer = InputBuffer(max(lengths), forward.device)
+        largest = max([1, *self.layouts[StepKind.DECODE].sizes])
+        self._random = InputBuffer(len(RANDOM_COLUMNS) * largest, forward.device)
         self._recorded: dict[tuple[StepKind, int], RecordedCudaStep] = {}
         self._pool: Any = None
 
@@ -282,8 +312,22 @@ class CudaGraphRecorder(StepRecorder):
                 self._pool = torch.cuda.graph_pool_handle()
             step()  # compiles kernels and reserves their workspaces, which a capture must not do
             graph = self.graph_type(step, self._pool)
-        out, tokens = graph.result
-        self._recorded[layout.kind, size] = RecordedCudaStep(graph, layout, size, self._buffer, inputs, out, tokens)
+            out, tokens = graph.result
+            sampling = self._capture_sampling(inputs, out, tokens) if tokens is not None and forward.samples else None
+        self._recorded[layout.kind, size] = RecordedCudaStep(
+            graph, layout, size, self._buffer, inputs, out, tokens, sampling
+        )
+
+    def _capture_sampling(self, inputs: StepInputs, out: Tensor, best_ids: Tensor) -> RecordedSampling:
+        rows = len(out)
+        random = self._random.packed[: len(RANDOM_COLUMNS) * rows].view(-1, rows)
+
+        def sample() -> tuple[Tensor]:
+            return self._forward.sample_recorded(out, best_ids, random, inputs.sampling_slots)
+
+        sample()
+        graph = self.graph_type(sample, self._pool)
+        return RecordedSampling(graph, self._random, rows, graph.result[0])
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Runner:
         self.profiler = StepProfiler(device, groups)
         self._block_bytes = 0  # of one KV block, once the cache is allocated
         self.grammars = None if grammars is None else GrammarStates(grammars)
-        #: whether to use the tokens that recorded steps pick, where the sampling parameters allow it
+        #: whether to use the tokens that recorded steps sample, where the sampling parameters allow it
         self.use_recorded_picks = True
         self.recorded_picks = 0  # steps in which they were used
         grid = self.grid
@@ -270,7 +270,7 @@ class Runner:
         pending = None
         if self.stage.last:
             scored = None if result.scored is None else self._score(plan, result.scored)
-            sampled, stuck = self._sample(plan, result)
+            sampled, stuck = self._sample(plan, step, result)
             pending = PendingStep(plan, sampled, self.check, scored, stuck)
         else:
             self.stage.send(result.out.clone())  # the next replay overwrites the result
@@ -284,15 +284,21 @@ class Runner:
         counts = [step.params.prompt_logprobs or 0 for step in plan.sequences for _ in step.scored]
         return self.scorer.score(x, self.model.compute_logits, tokens, counts)
 
-    def _sample(self, plan: StepPlan, result: StepResult) -> tuple[SampledTokens | None, list[int]]:
+    def _sample(self, plan: StepPlan, packed: PackedStep, result: StepResult) -> tuple[SampledTokens | None, list[int]]:
         """Return the tokens of the sequences that sample, None if none of them does, and the ids of those that no token
         can continue."""
-        sampling = [step for step in plan.sequences if step.samples]
-        if not sampling:
+        if not len(packed.sampling_rows):
             return None, []
-        if result.tokens is not None and self.use_recorded_picks and all(map(_accepts_recorded_pick, sampling)):
-            self.recorded_picks += 1
-            return SampledTokens(result.tokens, None), []
+        if self.use_recorded_picks:
+            if result.tokens is not None:
+                self.recorded_picks += 1
+                return SampledTokens(result.tokens, None), []
+            if packed.picks and self.sampler.fused:
+                # An eager step, such as prompts that arrive while others decode: no Python work for each row.
+                slots = result.sampling_slots
+                tokens = self.sampler.sample_packed(result.out, packed.random, self.last_tokens, slots)
+                return SampledTokens(tokens, None), []
+        sampling = [step for step in plan.sequences if step.samples]
         # The masks of structured outputs are computed here, on the host, while a GPU runs the step.
         rows = [self._sampling_row(step) for step in sampling]
         stuck = [
@@ -331,9 +337,3 @@ def dummy_prompt(request_slot: int, tokens: int, block_size: int) -> SequenceSte
         blocks=tuple(range(-(-tokens // block_size))), samples=True, output_len=0, long_rope=False,
         params=SamplingParams(), history=None,
     )  # fmt: skip
-
-
-def _accepts_recorded_pick(step: SequenceStep) -> bool:
-    """Whether the argmax that a recorded step picked is the token that this sequence would sample."""
-    first = step.params.recorded_pick_from
-    return first is not None and step.output_len >= first

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from yalis.attention.base import ForwardBatch
 from yalis.engine.packing import Integers, PackedStep, StepKind, padded_len
+from yalis.sampling.batch import RANDOM_COLUMNS
 
 # Sequences of the largest decode graph: a larger step computes for longer than its launches take.
 MAX_GRAPH_SEQUENCES = 512
@@ -248,6 +249,16 @@ class PromptLayout(StepLayout):
 
 #: The kinds of steps that CUDA graphs are captured for.
 LAYOUTS: tuple[type[StepLayout], ...] = (DecodeLayout, PromptLayout)
+
+
+def fill_random(buffer: Integers, rows: int, step: PackedStep) -> int:
+    """Write PackedStep.random into a host buffer, padded to `rows` with greedy rows. Returns the integers used."""
+    assert step.random is not None
+    used = len(RANDOM_COLUMNS) * rows
+    columns = buffer[:used].reshape(-1, rows)
+    count = step.random.shape[1]
+    columns[:, :count], columns[:, count:] = step.random, 0
+    return used
 
 
 class InputBuffer:

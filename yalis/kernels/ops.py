@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from yalis import env
 from yalis.kernels import native, routed
 from yalis.kernels.opaque import opaque
 from yalis.kernels.pdl import pdl_enabled
@@ -283,6 +284,11 @@ def _is_skinny(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     from yalis.kernels import skinny
 
     return skinny.supports(x, weight, gated)
+
+
+def samples_with_triton(device: torch.device) -> bool:
+    """Whether tokens are sampled by the Triton kernels of kernels/sampling.py on this device."""
+    return device.type == "cuda" and _has_triton() and env.experimental()
 
 
 def _triton(x: Tensor) -> bool:

@@ -17,15 +17,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from yalis.kernels import ops
 from yalis.sampling.noise import row_keys
 from yalis.types import SamplingParams
 
-# At a lower temperature scores could overflow. Sampling is greedy long before that, except between exact ties.
-_MIN_TEMPERATURE = 1e-10
+# At a lower temperature scores could overflow. Sampling is greedy long before that, except between exact ties. A higher
+# one is infinite in float32.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-10, 3e38
 # Up to this top_k, ranks exchange their best candidates. A larger one is found by histograms instead.
 _MAX_CANDIDATES = 1024
+_ALL_TOKENS = 2**31 - 1  # a top_k above any vocabulary, which may not fit in 64 bits
 #: The parameters for which sampling needs the most memory per logit. The engine profiles its memory with them.
 LARGEST_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=0)
+
+
+#: What random sampling on a GPU reads of each row: the columns of kernels/sampling.py, which imports Triton.
+RANDOM_COLUMNS = ("seed", "position", "temperature", "top_k", "top_p", "log_min_p")
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,7 @@ class RandomRows:
         params = [rows[i].params for i in sampled]
         seeds, positions = [rows[i].seed for i in sampled], [rows[i].position for i in sampled]
         keys = row_keys(torch.tensor(seeds), torch.tensor(positions))
-        temperature = [[max(p.temperature, _MIN_TEMPERATURE)] for p in params]
+        temperature = [[_clamp_temperature(p)] for p in params]
         log_min_p = [[math.log(p.min_p) if p.min_p > 0 else -math.inf] for p in params]
         top_k = [p.top_k if p.top_k < vocab_size else 0 for p in params]
         top_p = [p.top_p if p.top_p < 1.0 else math.inf for p in params]
@@ -189,6 +196,39 @@ class RandomRows:
             large_top_k=Filter.build(by_large_k, top_k, top_p, device),
             top_p=Filter.build(by_p, top_k, top_p, device),
         )
+
+
+def encode_random(params: Sequence[SamplingParams], seeds: Sequence[int]) -> NDArray[np.int64]:
+    """Return the parameters of random sampling as the columns of kernels/sampling.py have them, without the position:
+    seed, temperature, top_k, top_p and log_min_p, [5, R]. Greedy rows have temperature 0."""
+    temperature = [0.0 if p.greedy else _clamp_temperature(p) for p in params]
+    log_min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+    encoded = np.empty((len(RANDOM_COLUMNS) - 1, len(params)), dtype=np.int64)
+    encoded[0] = seeds
+    encoded[1] = np.array(temperature, dtype=np.float32).view(np.int32)
+    encoded[2] = [min(p.top_k, _ALL_TOKENS) for p in params]
+    encoded[3] = np.array([p.top_p if p.top_p < 1.0 else math.inf for p in params]).view(np.int64)
+    encoded[4] = np.array(log_min_p, dtype=np.float32).view(np.int32)
+    return encoded
+
+
+def stack_random(encoded: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Insert the positions [R] into parameters [5, R] of encode_random(): the columns of kernels/sampling.py."""
+    stacked = np.empty((len(RANDOM_COLUMNS), len(positions)), dtype=np.int64)
+    stacked[0], stacked[1], stacked[2:] = encoded[0], positions, encoded[1:]
+    return stacked
+
+
+def _clamp_temperature(params: SamplingParams) -> float:
+    return min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
+
+
+def _build_fused(rows: Sequence[SamplingRow], device: torch.device) -> Tensor | None:
+    if all(row.params.greedy for row in rows):
+        return None
+    encoded = encode_random([row.params for row in rows], [row.seed for row in rows])
+    positions = np.array([row.position for row in rows], dtype=np.int64)
+    return to_device(torch.from_numpy(stack_random(encoded, positions)), device)
 
 
 @dataclass(frozen=True)
@@ -217,12 +257,22 @@ class SamplingBatch:
     allowed: AllowedTokens | None
     random: RandomRows | None
     logprobs: LogprobRows | None
+    #: the parameters of kernels/sampling.py, in place of `random`
+    fused: Tensor | None = None
 
     @classmethod
     def build(
-        cls, rows: Sequence[SamplingRow], vocab_shard: range, vocab_size: int, device: torch.device | str
+        cls,
+        rows: Sequence[SamplingRow],
+        vocab_shard: range,
+        vocab_size: int,
+        device: torch.device | str,
+        fused: bool | None = None,
     ) -> SamplingBatch:
+        """`fused`: whether kernels/sampling.py samples, which needs the whole vocabulary; None: wherever it can."""
         device = torch.device(device)
+        if fused is None:
+            fused = len(vocab_shard) == vocab_size and ops.samples_with_triton(device)
         banned = [
             i * len(vocab_shard) + token - vocab_shard.start
             for i, row in enumerate(rows)
@@ -234,8 +284,9 @@ class SamplingBatch:
             penalties=Penalties.build(rows, vocab_shard, device),
             banned=_make_tensor(banned, torch.int64, device) if banned else None,
             allowed=AllowedTokens.build(rows, vocab_shard, device),
-            random=RandomRows.build(rows, vocab_size, device),
+            random=None if fused else RandomRows.build(rows, vocab_size, device),
             logprobs=LogprobRows.build(rows, device),
+            fused=_build_fused(rows, device) if fused else None,
         )
 
 

@@ -13,14 +13,17 @@ Shapes: R rows, W tokens in this rank's vocabulary shard.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from yalis.comm.base import Communicator
-from yalis.sampling.batch import AllowedTokens, Penalties, SamplingBatch
+from yalis.kernels import ops
+from yalis.sampling.batch import AllowedTokens, Penalties, SamplingBatch, to_device
 from yalis.sampling.logprobs import LogprobsBuilder
 from yalis.sampling.noise import hash_tokens
-from yalis.sampling.random_sampling import RandomSampling
+from yalis.sampling.random_sampling import FusedShardSampling, RandomSampling
 from yalis.sampling.sampled_tokens import NO_TOKEN, SampledTokens
 from yalis.sampling.vocab_shards import VocabShards, row_max
 
@@ -30,13 +33,19 @@ class Sampler:
 
     def __init__(self, vocab_shard: range, vocab_size: int, tp_group: Communicator, device: torch.device | str) -> None:
         """`vocab_shard`: the token ids whose logits this rank has. Shards are in the order of ranks in `tp_group`."""
-        self._shards = VocabShards(vocab_shard, vocab_size, tp_group)
+        self._shards, self._device = VocabShards(vocab_shard, vocab_size, tp_group), torch.device(device)
+        #: whether sample_packed() may be called: this rank has the whole vocabulary, and Triton runs on its device
+        self.fused = not self._shards.sharded and ops.samples_with_triton(self._device)
+        on_shard = self._shards.sharded and ops.samples_with_triton(self._device)
+        self._random_type = FusedShardSampling if on_shard else RandomSampling
         self._token_hashes = hash_tokens(torch.arange(vocab_shard.start, vocab_shard.stop, device=device))
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample from logits [R, W] of any float type, which are not modified."""
         adjusted, shards = _adjust(logits, batch), self._shards
-        random = RandomSampling(adjusted, batch.random, shards) if batch.random is not None else None
+        if batch.fused is not None:
+            return self._sample_fused(logits, adjusted, batch.fused, batch)
+        random = self._random_type(adjusted, batch.random, shards) if batch.random is not None else None
         logprobs = LogprobsBuilder(logits, batch.logprobs, shards) if batch.logprobs is not None else None
         for_random = random.first_message() if random is not None else []
         for_logprobs = logprobs.first_message() if logprobs is not None else []
@@ -50,11 +59,37 @@ class Sampler:
         tokens = torch.where(values.isnan(), NO_TOKEN, tokens)[:, 0]
         return SampledTokens(tokens, logprobs.build(for_logprobs, winner, last) if logprobs is not None else None)
 
+    def sample_packed(
+        self, logits: Tensor, random: NDArray[np.int64] | None, last_tokens: Tensor, request_slots: Tensor
+    ) -> Tensor:
+        """Sample from logits [R, V] with nothing but `random`, the columns of kernels/sampling.py; None: all greedy.
+
+        Returns the tokens [R], NO_TOKEN for a row with NaN, and stores them in `last_tokens` at `request_slots`.
+        """
+        from yalis.kernels import fused, sampling
+
+        if random is None:
+            random = np.zeros((len(sampling.COLUMNS), len(logits)), dtype=np.int64)
+        params = to_device(torch.from_numpy(random), self._device)
+        return sampling.sample(logits, fused.argmax(logits), params, NO_TOKEN, last_tokens, request_slots)
+
+    def _sample_fused(self, logits: Tensor, adjusted: Tensor, params: Tensor, batch: SamplingBatch) -> SampledTokens:
+        """Sample from the whole vocabulary with the kernels of a GPU."""
+        from yalis.kernels import fused, sampling
+
+        tokens = sampling.sample(adjusted, fused.argmax(adjusted), params, NO_TOKEN)
+        if batch.logprobs is None:
+            return SampledTokens(tokens, None)
+        logprobs = LogprobsBuilder(logits, batch.logprobs, self._shards)
+        first = logprobs.first_message()
+        last = logprobs.last_message(tokens[:, None].clamp(min=0), first)
+        return SampledTokens(tokens, logprobs.build(first, None, last))
+
     def _select(self, logits: Tensor, random: RandomSampling | None, gathered: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the best value of each row in this shard and its index: [R, W] -> [R, 1], [R, 1]."""
         if random is None:
             return row_max(logits)
-        random_values, random_indices = row_max(random.perturbed_scores(self._token_hashes, gathered))
+        random_values, random_indices = random.select(self._token_hashes, gathered)
         if random.rows is None:
             return random_values, random_indices
         values, indices = row_max(logits)

@@ -81,32 +81,52 @@ class VocabShards:
         winner = values.argmax(1, keepdim=True)
         return values.gather(1, winner), tokens.gather(1, winner), winner, gathered
 
+    @property
+    def first_token(self) -> int:
+        """The first token id of this shard."""
+        return self._shard.start
+
     def find_threshold(
         self, scores: Tensor, weights: Tensor | None, goal: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the highest score s at which the weight of all scores >= s reaches the goal, and the weight above s.
 
-        A radix search by four all-reduces of 256 integers per row, exact however the vocabulary is split. Call it only
-        if `sharded`; a single rank sorts instead. `scores`: any float32 [N, W] <= 0. `weights`: int64 [N, W]; None
-        counts tokens. `goal`: total weight [N, 1] -> [N, 1].
+        `scores`: any float32 [N, W] <= 0. `weights`: int64 [N, W]; None counts tokens. See search_threshold().
         """
         # No score is positive, so a higher score has a smaller magnitude: its bits without the sign.
         keys = scores.view(torch.int32) & 0x7FFFFFFF
-        prefix = torch.zeros((len(keys), 1), dtype=torch.int64, device=keys.device)  # the bits determined so far
-        above = torch.zeros_like(prefix)
-        target = None
-        for shift in (24, 16, 8, 0):
+
+        def histogram(prefix: Tensor, shift: int) -> Tensor:
             bins = keys >> shift
             matches = (bins >> 8) == prefix
             weight = matches.to(torch.int64) if weights is None else weights * matches
-            histogram = above.new_zeros(len(keys), _BINS).scatter_add_(1, (bins & 0xFF).to(torch.int64), weight)
-            self._group.all_reduce(histogram)
+            counts = torch.zeros((len(keys), _BINS), dtype=torch.int64, device=keys.device)
+            return counts.scatter_add_(1, (bins & 0xFF).to(torch.int64), weight)
+
+        return self.search_threshold(
+            histogram, torch.zeros((len(keys), 1), dtype=torch.int64, device=keys.device), goal
+        )
+
+    def search_threshold(
+        self, histogram: Callable[[Tensor, int], Tensor], zeros: Tensor, goal: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the highest score s at which the weight of all scores >= s reaches the goal, and the weight above s.
+
+        A radix search by four all-reduces of 256 integers per row, exact however the vocabulary is split. Call it only
+        if `sharded`. `histogram`: (bits of a score's magnitude determined so far, int64 [N, 1]; shift) to the weight of
+        this shard's scores that have them, by the next 8 bits, int64 [N, 256]. `zeros`: int64 [N, 1]. `goal`: total
+        weight [N, 1] -> [N, 1].
+        """
+        prefix, above, target = zeros, zeros, None
+        for shift in (24, 16, 8, 0):
+            counts = histogram(prefix, shift)
+            self._group.all_reduce(counts)
             if target is None:
-                target = goal(histogram.sum(1, keepdim=True))
-            reached = above + histogram.cumsum(1)
+                target = goal(counts.sum(1, keepdim=True))
+            reached = above + counts.cumsum(1)
             # In a row of NaN no bin may reach the target.
             bin_index = (reached < target).sum(1, keepdim=True).clamp_(max=_BINS - 1)
-            above = reached.gather(1, bin_index) - histogram.gather(1, bin_index)
+            above = reached.gather(1, bin_index) - counts.gather(1, bin_index)
             prefix = prefix * _BINS + bin_index
         return -prefix.to(torch.int32).view(torch.float32), above
 

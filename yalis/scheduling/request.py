@@ -29,6 +29,9 @@ class Request:
     stop_ids: frozenset[int] = field(init=False, repr=False)
     generates: bool = field(init=False)  # False: only the prompt is scored
     needs_history: bool = field(init=False)  # as in SamplingParams
+    plain: bool = field(
+        init=False
+    )  # it generates, from its last token alone and without log-probabilities of its prompt
     ends_early: bool = field(init=False)  # before min_tokens, where its grammar allows only EOS
     arrival: int = field(default=-1, init=False)  # order of arrival
     max_len: int = field(default=0, init=False)  # prompt and output tokens at which it ends
@@ -47,6 +50,7 @@ class Request:
         self.tokens = list(self.prompt)
         self.generates = self.params.max_tokens > 0
         self.needs_history = self.params.needs_history
+        self.plain = self.generates and not self.needs_history and self.params.prompt_logprobs is None
         self.ends_early = self.params.structured_outputs is not None
         self.stop_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:

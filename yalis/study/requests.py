@@ -41,6 +41,9 @@ class ThroughputPlan:
     repeats: int = 3
     peer: tuple[str, ...] = ()  # engines to compare with
     seed: int = 0
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         for name, low in (("warmup", 0), ("repeats", 1)):
@@ -55,6 +58,11 @@ class ThroughputPlan:
             )
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise YalisError(f"rate is {self.rate:g}; give requests per second above 0, or omit --rate")
+        SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # refuses invalid values
+        if self.temperature == 0 and (self.top_k > 0 or self.top_p < 1):
+            raise YalisError("--top-k and --top-p have no effect on greedy sampling; give --temperature too")
+        if self.dataset is not None and self.temperature:
+            raise YalisError("the lines of a dataset have their own sampling parameters; omit --temperature")
         if not 0 <= self.vary < 1:
             raise YalisError(f"vary is {self.vary:g}; give a fraction of at least 0 and below 1, such as 0.5")
         if self.dataset is not None and self.trace is not None:
@@ -81,6 +89,17 @@ class ThroughputPlan:
                 "peers run one batch of equal requests; with --peer give one --workload, such as 16x64x64, and omit "
                 "--dataset, --trace, --vary and --rate"
             )
+
+    def sampling(self, max_tokens: int, index: int) -> SamplingParams:
+        """Return the sampling parameters of the request at `index`, past any end-of-sequence token."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed + index if self.temperature else None,
+        )
 
     @property
     def description(self) -> str:
@@ -173,8 +192,8 @@ def make_requests(
     return [
         TimedRequest(
             random_prompt(tokens, size.prompt_len, vocab_size),
-            SamplingParams(max_tokens=size.output_len, ignore_eos=True),
+            plan.sampling(size.output_len, index),
             size.arrival,
         )
-        for size in request_sizes(plan)
+        for index, size in enumerate(request_sizes(plan))
     ]

@@ -203,7 +203,7 @@ def measure(
         rates = rates.best(_measure_rates(device, dtype, report))  # the best seen in this run
         floor = max(turns[0][-1].arrival, find_floor(ours[-1], config, spec, dtype, rates))
     rows = [
-        _row(name, engine, engine_runs, ours, plan, floor, comparable=config.load != "random")
+        _row(name, engine, engine_runs, ours, plan, floor, comparable=config.load != "random" and not plan.temperature)
         for (name, engine), engine_runs in zip(engines, runs, strict=True)
     ]
     parameters = {
@@ -243,6 +243,9 @@ def _peer_setup(config: EngineConfig, plan: ThroughputPlan, dtype: torch.dtype, 
         max_num_seqs=min(config.max_num_seqs, plan.requests or workload.batch),
         max_batch_tokens=config.max_batch_tokens,
         num_peers=len(plan.peer),
+        temperature=plan.temperature,
+        top_k=plan.top_k,
+        top_p=plan.top_p,
     )
 
 
@@ -267,7 +270,7 @@ def _row(
     floor: float | None,
     comparable: bool,
 ) -> dict[str, Any]:
-    """Return the row of one engine. `comparable` is false if the engines have different (random) weights."""
+    """Return the row of one engine. `comparable` is false if the engines have different weights or noise."""
     row: dict[str, Any] = results.empty_row("throughput")
     row.update(engine=name, version="" if isinstance(engine, str) else engine.version, rate=plan.rate)
     last = ours[-1]

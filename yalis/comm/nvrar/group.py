@@ -237,7 +237,7 @@ class NvrarGroup(CustomAllReduceGroup):
 
         With YALIS_NVRAR_FUSE_NORM=0 the norm is a kernel of its own, with the same bits.
         """
-        config = self._norm_launch(x, residual, weight)
+        config = self._norm_launch(x, residual, weight) if env.experimental() else None
         if config is None:
             return super().all_reduce_add_norm(x, residual, weight, eps)
         return self._all_reduce_add_norm(x, residual, weight, eps, config)

@@ -21,7 +21,7 @@ from yalis.study.peers.peer import PeerSetup, Timing
 
 
 class TransformersPeer:
-    """Greedy `generate` of transformers with its default cache. Every step is timed."""
+    """`generate` of transformers with its default cache. Every step is timed."""
 
     name = "transformers"
 
@@ -33,7 +33,10 @@ class TransformersPeer:
         with contextlib.redirect_stderr(io.StringIO()):  # hides progress bars, which cannot be turned off
             self._model = _load(setup)
         # No end-of-sequence token: suppressing it instead would change which tokens are chosen.
-        self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+        sampled = {"temperature": setup.temperature, "top_k": setup.top_k, "top_p": setup.top_p}
+        self._model.generation_config = transformers.GenerationConfig(
+            do_sample=setup.temperature > 0, pad_token_id=0, **(sampled if setup.temperature > 0 else {})
+        )
 
     def run(self, prompts: list[list[int]], output_len: int) -> Timing:
         import transformers
@@ -85,7 +88,7 @@ _COOLDOWN_S = {"cpu": 1.5, "cuda": 0.0}
 
 
 class VllmPeer:
-    """The offline engine of vLLM, greedy.
+    """The offline engine of vLLM.
 
     It does not report single steps, so a run with one output token gives the time to first token, and the step time is
     the mean over the other tokens of a full run.
@@ -120,6 +123,7 @@ class VllmPeer:
             **memory,
         )
         self._cooldown = _COOLDOWN_S[setup.device.type]
+        self._sampling = {"temperature": setup.temperature, "top_k": setup.top_k, "top_p": setup.top_p}
 
     def run(self, prompts: list[list[int]], output_len: int) -> Timing:
         first, tokens = self._generate(prompts, 1)
@@ -131,7 +135,7 @@ class VllmPeer:
 
     def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
         sampling = self._vllm.SamplingParams(
-            max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0.0, detokenize=False
+            max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False, **self._sampling
         )
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         start = time.perf_counter()

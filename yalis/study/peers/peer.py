@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one greedy run of a batch, in seconds."""
+    """The times of one run of a batch, in seconds."""
 
     first_token: float  # until every sequence has its first token
     steps: list[float]  # each decode step after the first token
@@ -35,10 +35,13 @@ class PeerSetup:
     max_num_seqs: int = 64
     max_batch_tokens: int = 2048  # tokens in one step
     num_peers: int = 1  # peers that share the memory YALIS leaves free
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
 
 
 class Peer(Protocol):
-    """An engine that generates `output_len` tokens for each prompt, greedily and past any end-of-sequence token."""
+    """An engine that generates `output_len` tokens for each prompt, past any end-of-sequence token."""
 
     name: str
     version: str

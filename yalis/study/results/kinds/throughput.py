@@ -64,12 +64,13 @@ class Throughput(ResultKind):
         Metric("token_ms"),
     )
     may_differ = frozenset({"peer", "answers", "scheduler", "read_bytes_per_s", "read_by", "matmul_flops_per_s"})
-    added_parameters = frozenset({"sizes"})
+    added_parameters = frozenset({"sizes", "temperature", "top_k", "top_p"})
     section = Section("Throughput", "Whole jobs, from the first arrival to the last token.")
     report_order = 60
 
     def title(self, result: Result) -> str:
-        return f"{model_name(result)}{describe_split(result)}, {_describe_workload(result.rows[0])}"
+        parts = [f"{model_name(result)}{describe_split(result)}", _describe_workload(result.rows[0])]
+        return ", ".join(parts + _describe_sampling(result.parameters))
 
     def table(self, result: Result) -> Table:
         columns = [
@@ -105,7 +106,7 @@ class Throughput(ResultKind):
         facts, device = result.parameters, result.devices[0]
         ranks = 1 if result.topology is None else result.topology["ranks"]
         about = [facts["engine"]["model"], facts["dtype"], device["name"]] + ([f"{ranks} ranks"] if ranks > 1 else [])
-        yield " · ".join(about)
+        yield " · ".join(about + _describe_sampling(facts))
         yield _describe_workload(result.rows[0])
         heads = (("total", 12), ("p10..p90", 18), ("tokens/s", 11), ("requests/s", 12), ("of floor", 10))
         yield f"{'engine':<20}" + "".join(f"{head:>{width}}" for head, width in heads)
@@ -117,9 +118,19 @@ class Throughput(ResultKind):
             share = "" if row["share_of_floor"] is None else f"{row['share_of_floor']:.0%}"
             speeds = f"{row['tokens_per_s']:>11.1f}{row['requests_per_s']:>12.2f}"
             yield f"{engine_name(row):<20}{row['seconds']:>10.3f} s{span:>18}{speeds}{share:>10}"
+        floor = result.rows[0]["floor_s"]
+        if floor is not None:
+            yield f"floor {floor:.3f} s: the bytes or operations of this job, at the rates measured in this run"
         yield from _percentile_lines(result)
         yield from _remark_lines(result)
         yield from result.notes
+
+
+def _describe_sampling(parameters: dict[str, Any]) -> list[str]:
+    """Return a phrase such as "temperature 0.8, top_p 0.95"; none for greedy sampling."""
+    defaults = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    used = [f"{name} {parameters[name]:g}" for name, value in defaults.items() if parameters.get(name, value) != value]
+    return [", ".join(used)] if used else []
 
 
 def _describe_workload(row: Row) -> str:
