@@ -11,6 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADERS = 64 << 10  # bytes
+MAX_PIPELINED = 32  # requests of a connection that are not answered
 
 
 class Connection(HttpToolsProtocol):
@@ -37,11 +38,18 @@ class Connection(HttpToolsProtocol):
         if self._header_bytes > MAX_HEADERS and self.parser is not None:
             self.send_400_response("The headers are too large.")
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. Those after a chunked body (trailers) are dropped: they must not replace what was checked."""
+        if self._header_bytes >= 0:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if len(self._cycles) >= MAX_PIPELINED:
+            raise ValueError("too many pipelined requests")  # the parser stops, and the connection is closed with 400
         self._reading_since = time.monotonic()  # the body has its own time
         self._header_bytes = -sys.maxsize
         super().on_headers_complete()
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
 
     def on_message_complete(self) -> None:
