@@ -43,11 +43,15 @@ def bind(config: ServeConfig) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise YalisError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror}; give another --port, such as "
-            "--port 0 for any free one"
-        ) from error
+        raise _listen_error(config, error) from error
     return listener
+
+
+def _listen_error(config: ServeConfig, error: OSError) -> YalisError:
+    return YalisError(
+        f"cannot listen on {config.host} port {config.port}: {error.strerror}; give another --port, such as "
+        "--port 0 for any free one"
+    )
 
 
 def url_of(listener: socket.socket) -> str:
@@ -78,6 +82,10 @@ class Server:
 
     async def serve(self, on_ready: Callable[[], None], on_drain: Callable[[], None] = lambda: None) -> None:
         """The same without signals, in the running event loop: drain() ends it."""
+        try:
+            self._listener.listen()
+        except OSError as error:  # another process listens there since
+            raise _listen_error(self._config, error) from error
         self._loop = asyncio.get_running_loop()
         _log_uvicorn()
         metrics = ServerMetrics(self._llm, self._config.name_of(self._llm.config.model))
