@@ -92,7 +92,7 @@ def test_a_killed_rank_ends_streams_and_the_process(job: ServeJob, busy: bool) -
 
 def test_a_client_that_disconnects_frees_its_blocks(shared: ServeJob) -> None:
     for _ in range(3):
-        chunks = stream(job)
+        chunks = stream(shared)
         next(iter(chunks))
         assert shared.metric("num_requests_running") == 1
         chunks.response.close()
