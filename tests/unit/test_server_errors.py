@@ -120,6 +120,23 @@ def test_a_prompt_that_is_too_long_names_the_context(server: RunningServer) -> N
     assert (found["param"], found["code"]) == ("messages", "context_length_exceeded")
 
 
+def test_a_prompt_far_too_long_is_refused_before_it_is_tokenized(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizing 15 MB would take seconds and gigabytes, while other prompts wait."""
+    assert server.llm.tokenizer is not None
+    monkeypatch.setattr(server.llm.tokenizer.hf, "encode", None)
+    content = "hello world " * 500_000
+    for path, body, param in (
+        (TEXT, {"prompt": content}, "prompt"),
+        (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": content}]}, "messages"),
+        ("/tokenize", {"prompt": content}, "prompt"),
+    ):
+        found = error(server, path, body)
+        assert (found["param"], found["code"]) == (param, "context_length_exceeded")
+        assert "characters, but the context holds 256 tokens" in found["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [

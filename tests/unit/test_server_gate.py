@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import socket
@@ -252,6 +253,25 @@ def test_a_malformed_origin_is_refused(server: RunningServer, caplog: pytest.Log
         response = httpx.get(f"{server.url}/health", headers={"origin": origin.encode("latin-1")})
         assert (response.status_code, response.json()["error"]["code"]) == (403, "wrong_origin")
     assert "internal error" not in caplog.text
+
+
+@pytest.mark.parametrize("cut", [None, 40, -20])
+def test_a_client_that_would_rather_speak_http2_is_answered(server: RunningServer, cut: int | None) -> None:
+    """As that of Java asks for it, and curl --http2."""
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+    body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
+    content = HEAD + KEY_HEADER + upgrade + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with connect(server) as connection:
+        for _ in range(2):  # and the connection stays open
+            connection.sendall(content[:cut])
+            if cut is not None:
+                time.sleep(0.05)
+                connection.sendall(content[cut:])
+            received = b""
+            while not received.endswith(b"}"):
+                received += connection.recv(1 << 16)
+            assert received.startswith(b"HTTP/1.1 200"), received
+            assert json.loads(received.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 2
 
 
 def test_trailers_are_no_headers(server: RunningServer) -> None:

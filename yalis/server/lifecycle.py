@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import signal
@@ -48,10 +49,9 @@ def bind(config: ServeConfig) -> socket.socket:
 
 
 def _listen_error(config: ServeConfig, error: OSError) -> YalisError:
-    return YalisError(
-        f"cannot listen on {config.host} port {config.port}: {error.strerror}; give another --port, such as "
-        "--port 0 for any free one"
-    )
+    is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+    advice = "--host, such as 127.0.0.1 or 0.0.0.0" if is_host else "--port, such as --port 0 for any free one"
+    return YalisError(f"cannot listen on {config.host} port {config.port}: {error.strerror}; give another {advice}")
 
 
 def url_of(listener: socket.socket) -> str:
