@@ -173,7 +173,9 @@ class KeepingDecoder:
 def _longest_token(hf: Any) -> int | None:
     """Return the most characters that a token can stand for; None if that is not known, as with unknown words."""
     backend = getattr(hf, "backend_tokenizer", None)
-    model = getattr(backend, "model", None)
+    if backend is None:
+        return None
+    model = backend.model
     is_bytes = "ByteLevel" in str(getattr(backend, "pre_tokenizer", "")) and not getattr(model, "unk_token", None)
     if not is_bytes and not getattr(model, "byte_fallback", False):
         return None

@@ -129,9 +129,9 @@ def _prompts(value: Any) -> list[Prompt]:
     if isinstance(value, list) and value:
         if _is_ids(value):
             return [value]
+        if isinstance(value[0], (str, list)) and len(value) > _MAX_PROMPTS:
+            raise ApiError(f"prompt has {len(value)} prompts; give at most {_MAX_PROMPTS}", param="prompt")
         if all(isinstance(one, str) or _is_ids(one) for one in value) and len(set(map(type, value))) == 1:
-            if len(value) > _MAX_PROMPTS:
-                raise ApiError(f"prompt has {len(value)} prompts; give at most {_MAX_PROMPTS}", param="prompt")
             return value
     raise ApiError(
         f"prompt is {shown(value)}; give a text, a list of token ids, or a list of several of these",

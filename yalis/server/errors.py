@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ log = get_logger(__name__)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _SHOWN = 60  # characters of a value in a message
+_brief = reprlib.Repr()  # does not write all of a value with millions of parts
+_brief.maxlist = _brief.maxdict = 20
+_brief.maxstring = _brief.maxother = _brief.maxlong = 2 * _SHOWN
 #: Fields that a message can begin with.
 _FIELDS = SAMPLING_FIELDS | SAMPLING_ALIASES | {"max_output_tokens", "messages", "chat_template_kwargs"}
 
@@ -140,7 +144,7 @@ def add_handlers(app: FastAPI) -> None:
 
 def shown(value: Any) -> str:
     """Return the value for a message, shortened."""
-    text = repr(value)
+    text = _brief.repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
