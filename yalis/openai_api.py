@@ -9,12 +9,17 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from yalis.errors import YalisError
-from yalis.types import SAMPLING_FIELDS, Completion, StructuredOutputs, TokenLogprobs
+from yalis.types import SAMPLING_FIELDS, Completion, FinishReason, StructuredOutputs, TokenLogprobs
 
 #: Other names of fields of SamplingParams.
 SAMPLING_ALIASES = frozenset({"max_completion_tokens", "top_logprobs", "response_format"})
 
 _LOWEST_LOGPROB = -9999.0  # what the OpenAI API reports for minus infinity, which JSON does not have
+
+
+#: finish_reason of the API, which has no word for an answer whose grammar could not continue. Like one that reached
+#: max_tokens it is not complete.
+_FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "cancelled": "length"}
 
 
 class TokenTexts(Protocol):
@@ -63,12 +68,20 @@ def parse_format(field: str, wanted: Any, inner: str | None = None) -> Structure
             f'{field} is {_shorten(wanted)}; give {{"type": "json_schema", {example}}}, {{"type": "json_object"}} or '
             '{"type": "text"}'
         )
-    return StructuredOutputs(json=json.dumps(schema))
+    try:
+        return StructuredOutputs(json=json.dumps(schema))
+    except YalisError as error:
+        raise YalisError(f"{field} cannot be used: {error}") from error
 
 
 def _shorten(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """Return the finish reason of a completion in the words of the API."""
+    return _FINISH_REASONS[reason]
 
 
 def usage(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
@@ -90,7 +103,7 @@ class ChoiceFormat:
         return {
             "message": {"role": "assistant", "content": completion.text},
             "logprobs": self.chat_logprobs(completion.logprobs),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": finish_reason(completion.finish_reason),
             "token_ids": completion.token_ids,
         }
 
@@ -101,7 +114,7 @@ class ChoiceFormat:
         return {
             "text": completion.text,
             "logprobs": None if completion.logprobs is None else self.text_logprobs(completion.logprobs),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": finish_reason(completion.finish_reason),
             "token_ids": completion.token_ids,
         }
 

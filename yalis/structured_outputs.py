@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from yalis.errors import YalisError
+from yalis.errors import YalisError, YalisFailure
 from yalis.keywords import VllmKeywords, check_init_keywords
 
 _KEYWORDS = VllmKeywords(
@@ -24,6 +24,27 @@ _KEYWORDS = VllmKeywords(
 MAX_BYTES = 1 << 20
 
 _EXAMPLE = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}'
+
+
+class GrammarError(YalisError):
+    """What structured_outputs asks for cannot be honoured.
+
+    The message is the name of a field, by default structured_outputs, and `problem`. `code` is a word for programs:
+    "grammar_too_complex" if a limit of the compilation was exceeded.
+    """
+
+    def __init__(self, problem: str, kind: str = "", code: str = "invalid_value") -> None:
+        """`kind`: the field of StructuredOutputs."""
+        super().__init__(f"structured_outputs{kind and '.'}{kind} {problem}")
+        self.problem, self.kind, self.code = problem, kind, code
+
+    def copy(self) -> GrammarError:
+        """Return the same error without a traceback."""
+        return GrammarError(self.problem, self.kind, self.code)
+
+
+class GrammarQueueFull(YalisFailure):
+    """Other schemas were compiled for too long. The same request may succeed later."""
 
 
 @dataclass(frozen=True)

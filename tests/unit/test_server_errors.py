@@ -77,6 +77,16 @@ def error(server: RunningServer, path: str, body: Any, status: int = 400, **head
         (TEXT, {"logit_bias": {"9999": 1}}, "prompt"),
         (TEXT, {"logit_bias": {"a": 1}}, None),
         (TEXT, {"seed": -1}, "seed"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (TEXT, {"min_tokens": 20}, "min_tokens"),
+        (TEXT, {"top_k": -2}, "top_k"),
+        (TEXT, {"structured_outputs": {"regx": "a"}}, "structured_outputs"),
+        (TEXT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        (TEXT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "a" * 2**20}}}},
+         "response_format"),
+        ("/v1/responses", {"model": "tiny", "input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"model": "tiny", "input": "a", "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/responses", {"model": "tiny", "input": "a", "top_logprobs": -1}, "top_logprobs"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": ""}, "prompt"),
         (TEXT, {"prompt": [1, "a"]}, "prompt"),
@@ -110,6 +120,23 @@ def test_a_prompt_that_is_too_long_names_the_context(server: RunningServer) -> N
     assert (found["param"], found["code"]) == ("messages", "context_length_exceeded")
 
 
+def test_a_prompt_far_too_long_is_refused_before_it_is_tokenized(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizing 15 MB would take seconds and gigabytes, while other prompts wait."""
+    assert server.llm.tokenizer is not None
+    monkeypatch.setattr(server.llm.tokenizer.hf, "encode", None)
+    content = "hello world " * 500_000
+    for path, body, param in (
+        (TEXT, {"prompt": content}, "prompt"),
+        (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": content}]}, "messages"),
+        ("/tokenize", {"prompt": content}, "prompt"),
+    ):
+        found = error(server, path, body)
+        assert (found["param"], found["code"]) == (param, "context_length_exceeded")
+        assert "characters, but the context holds 256 tokens" in found["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [
@@ -117,6 +144,8 @@ def test_a_prompt_that_is_too_long_names_the_context(server: RunningServer) -> N
         (b"{", "invalid_json"),
         (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
         (b'{"prompt": "a", "temperature": Infinity}', "invalid_json"),
+        (b'{"prompt": "a", "temperature": 1e400}', "invalid_json"),
+        (b'{"prompt": "a", "metadata": {"a": -1e999}}', "invalid_json"),
         (b'{"prompt": "\xff"}', "invalid_json"),
         (b"[" * 200_000, "invalid_json"),
         (b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", "invalid_json"),
@@ -129,6 +158,25 @@ def test_a_prompt_that_is_too_long_names_the_context(server: RunningServer) -> N
 )
 def test_a_body_that_is_no_request(server: RunningServer, body: bytes, code: str) -> None:
     assert error(server, TEXT, body)["code"] in code.split(" or ")
+
+
+EXTREME = [
+    {"temperature": value} for value in (5e-324, 1e-300, 1e-10, 1e38, 1.7e308)
+] + [
+    {"top_k": 2**80}, {"max_tokens": 2**80}, {"max_tokens": 2**80, "min_tokens": 2**70}, {"seed": 2**63 - 1},
+    {"top_p": 5e-324}, {"min_p": 5e-324}, {"min_p": 1}, {"repetition_penalty": 5e-324}, {"repetition_penalty": 1e308},
+    {"logit_bias": {"5": 100, "6": -100}, "temperature": 1e-300},
+    {"logit_bias": {str(token): -100 for token in range(90)}}, {"stop": ["x" * 10_000] * 1000},
+    {"stop_token_ids": [5] * 20_000}, {"n": 64, "temperature": 1.7e308}, {"logprobs": 20, "temperature": 5e-324},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", EXTREME, ids=lambda fields: str(fields)[:60])
+def test_extreme_values_are_honoured(server: RunningServer, fields: dict[str, Any]) -> None:
+    response = server.post(TEXT, {"prompt": "hello", "max_tokens": 3, **fields})
+    assert response.status_code == 200, response.text
+    assert len(response.json()["choices"]) == fields.get("n", 1)
+    assert server.get("/health").status_code == 200
 
 
 def test_neutral_values_of_refused_fields_are_accepted(server: RunningServer) -> None:

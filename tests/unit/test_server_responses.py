@@ -176,7 +176,7 @@ def test_logprobs_of_a_response(client: OpenAI) -> None:
         ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role", "accepted: user"),
         ({"input": [{"role": "user", "content": "a", "audio": "b"}]}, "input.0.audio", "not supported"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments", "give a text"),
-        ({"max_output_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "set stream"),
         ({"surprise": 1}, "surprise", "not a field"),
     ],

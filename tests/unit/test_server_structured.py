@@ -11,10 +11,12 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.server import RunningServer, running_server
+from tests.server import RunningServer, events, running_server
 from tests.structured import save_model
 from yalis import LLM
 from yalis.cli.main import main
+from yalis.sampling import grammar as grammar_module
+from yalis.sampling.grammar import Matcher
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ENDINGS = {'"': 4, "}": 4, "]": 4}
@@ -100,14 +102,18 @@ def test_vllms_structured_outputs(server: RunningServer, wanted: dict[str, Any],
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
         ({"response_format": {"type": "xml"}}, "response_format", "give {\"type\": \"json_schema\", \"json_schema\""),
         ({"response_format": {"type": "json_schema"}}, "response_format", "give"),
-        ({"response_format": SCHEMA}, "structured_outputs", "cannot be used: Unimplemented keys"),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "invalid regex"),
-        ({"structured_outputs": {"regx": "a"}}, None, "has no argument 'regx' (did you mean regex?)"),
+        ({"response_format": SCHEMA}, "response_format", "response_format cannot be used: Unimplemented keys"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools", "tools cannot be used: Unimplemented keys"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "structured_outputs.regex cannot be used: at"),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs", "has no argument 'regx' (did you mean regex?)"),
         ({"structured_outputs": {"regex": "a"}, "response_format": SCHEMA}, "response_format", "give one of them"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, None, "ignore_eos must be false"),
     ],
@@ -121,6 +127,39 @@ def test_what_is_not_supported_is_a_400(
     error = response.json()["error"]
     assert message in error["message"]
     assert param is None or error["param"] == param
+
+
+def test_too_complex_is_not_malformed(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = ask(server, structured_outputs={"regex": ".*" * 2000})
+    error = server.post("/v1/chat/completions", body).json()["error"]
+    assert error["code"] == "grammar_too_complex"
+    assert error["message"].startswith("structured_outputs.regex exceeds a limit of the compilation")
+    monkeypatch.setattr(grammar_module, "_MAX_WAIT", 0.05)
+    with server.llm.grammars._compiling:  # as while another thread compiles
+        response = server.post("/v1/chat/completions", ask(server, structured_outputs={"regex": "waits"}))
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "grammar_queue_full")
+    assert int(response.headers["retry-after"]) > 0
+    assert server.get("/health").status_code == 200
+
+
+def test_an_answer_that_its_grammar_cannot_continue_is_incomplete(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a limit of the library is exceeded. The API has no word for it but that of max_tokens."""
+    real = Matcher.next_tokens
+    monkeypatch.setattr(Matcher, "next_tokens", lambda self: None if self.num_tokens == 4 else real(self))
+    fields = ask(server, structured_outputs={"regex": "[a-z]{9}"})
+    whole = server.post("/v1/chat/completions", fields).json()
+    assert (whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", 4)
+    chunks = events(server.post("/v1/chat/completions", {**fields, "stream": True}))
+    assert [one["choices"][0]["finish_reason"] for one in chunks][-1] == "length"
+    text = {"prompt": "the", "seed": 5, "structured_outputs": {"regex": "[a-z]{9}"}}
+    assert server.post("/v1/completions", text).json()["choices"][0]["finish_reason"] == "length"
+    chunks = events(server.post("/v1/completions", {**text, "stream": True}))
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    form: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "string", "minLength": 9}}}
+    response = server.openai.responses.create(model="tiny", input="the", text=form)
+    assert response.status == "incomplete"
 
 
 def test_batch_files_and_the_command_line(

@@ -39,11 +39,18 @@ class Tokenizer:
         self.hf = hf
         self.label = label
         eos = hf.eos_token_id
+        self._max_tokens = 0
+        self._max_chars: int | None = None  # longer texts are refused: tokenizing takes seconds and gigabytes
         self.eos_ids = eos_ids if eos is None or eos in eos_ids else (*eos_ids, int(eos))
 
     @property
     def vocab_size(self) -> int:
         return len(self.hf)
+
+    def limit_text(self, max_tokens: int) -> None:
+        """Refuse texts that certainly have more tokens than this, before they are tokenized."""
+        self._max_chars = None if (longest := _longest_token(self.hf)) is None else max_tokens * longest
+        self._max_tokens = max_tokens
 
     def encode(self, text: str) -> list[int]:
         """Encode with the special tokens that transformers adds by default, such as Llama's BOS token."""
@@ -109,6 +116,11 @@ class Tokenizer:
                 )
 
     def _ids(self, text: str, **options: bool) -> list[int]:
+        if self._max_chars is not None and len(text) > self._max_chars:
+            raise YalisError(
+                f"the prompt has {len(text)} characters, but the context holds {self._max_tokens} tokens, which are at "
+                f"most {self._max_chars} characters; shorten it"
+            )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -156,6 +168,19 @@ class KeepingDecoder:
 
     def is_byte(self, token: int) -> bool:
         return self._tokenizer.is_byte(token)
+
+
+def _longest_token(hf: Any) -> int | None:
+    """Return the most characters that a token can stand for; None if that is not known, as with unknown words."""
+    backend = getattr(hf, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    model = backend.model
+    is_bytes = "ByteLevel" in str(getattr(backend, "pre_tokenizer", "")) and not getattr(model, "unk_token", None)
+    if not is_bytes and not getattr(model, "byte_fallback", False):
+        return None
+    shortened = 1 if backend.normalizer is None else 4  # normal forms of Unicode join characters
+    return shortened * max(map(len, hf.get_vocab()))
 
 
 def load_tokenizer(model: Checkpoint | str, override: str | None = None) -> Tokenizer | None:

@@ -40,7 +40,7 @@ class GrammarStates:
         state = self._by_slot.get(step.request_slot)
         if state is None or state.request_id != step.request_id or state.matcher.num_tokens > len(output):
             self.rebuilt += bool(output)
-            state = _State(step.request_id, self._compiler.start(wanted))
+            state = _State(step.request_id, self._compiler.start(wanted, must_wait=True))
             self._by_slot[step.request_slot] = state
         matcher = state.matcher
         self.masks += 1

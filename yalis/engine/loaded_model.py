@@ -109,6 +109,8 @@ class LoadedModel:
                 self._loop = RequestLoop(
                     engine if config.dp == 1 else ReplicaRouter(engine, world.open_links(0), config.max_num_seqs), world
                 )
+            if self.tokenizer is not None:
+                self.tokenizer.limit_text(self.max_model_len)
             world.set_idle()
             reduced = reduced_context(config, self.spec, engine.device, self.max_model_len)
             if reduced is not None and config.kv_blocks is None:  # which the user, or a benchmark, has counted

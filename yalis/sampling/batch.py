@@ -24,6 +24,8 @@ from yalis.types import SamplingParams
 # At a lower temperature scores could overflow. Sampling is greedy long before that, except between exact ties. A higher
 # one is infinite in float32.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-10, 3e38
+# Beyond this repetition_penalty, or its inverse, scores could overflow. Logits are far apart long before that.
+_MAX_REPETITION = 1e10
 # Up to this top_k, ranks exchange their best candidates. A larger one is found by histograms instead.
 _MAX_CANDIDATES = 1024
 _ALL_TOKENS = 2**31 - 1  # a top_k above any vocabulary, which may not fit in 64 bits
@@ -95,7 +97,8 @@ class Penalties:
             in_shard = slice(*np.searchsorted(tokens, (vocab_shard.start, vocab_shard.stop)))
             tokens, count = tokens[in_shard] - vocab_shard.start, count[in_shard]
             flat_indices.append(i * len(vocab_shard) + tokens)
-            repetition.append(np.full(len(tokens), row.params.repetition_penalty))
+            penalty = min(max(row.params.repetition_penalty, 1 / _MAX_REPETITION), _MAX_REPETITION)
+            repetition.append(np.full(len(tokens), penalty))
             additive.append(row.params.presence_penalty * (count > 0) + row.params.frequency_penalty * count)
         if not flat_indices:
             return None

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from yalis.checkpoint.tokenizer import Tokenizer
-from yalis.errors import YalisError
-from yalis.structured_outputs import StructuredOutputs
+from yalis.structured_outputs import GrammarError, GrammarQueueFull, StructuredOutputs
 
-#: Compiled grammars kept.
+#: Compiled grammars kept, and the bytes of their texts: compiled, a text takes up to about 150 times its size.
 MAX_CACHED = 256
+MAX_CACHED_BYTES = 4 << 20
 #: Limits of llguidance: a compilation takes at most about 3 s and 300 MB, the mask of a row at most about 20 ms, and
 #: the states of a row at most about 40 MB. See LLParserLimits for what each of them counts.
 _LIMITS = {
@@ -34,6 +34,9 @@ _LIMITS = {
     "step_max_items": 50_000,
     "verbose_errors": False,
 }
+_TOO_COMPLEX = re.compile(r"too (big|large|many)|fuel|exceed|unable to determine if regex is empty", re.IGNORECASE)
+_POSITION = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")
+_ADVICE = re.compile(r"; either increase limits\.(\w+).*")  # of llguidance, to the program that uses it
 # Compiling a million remainders takes 8 s.
 _MAX_MULTIPLE = 100_000
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
@@ -103,18 +106,20 @@ class GrammarCompiler:
         self._load_tokenizer, self._vocab_size, self._eos, self._model = load_tokenizer, vocab_size, eos, model
         self._lock = threading.Lock()  # of the cache; a cached grammar waits for no compilation
         self._compiling = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str], Matcher | YalisError] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Matcher | GrammarError] = OrderedDict()
+        self._cached_bytes = 0  # of their texts
 
-    def start(self, wanted: StructuredOutputs) -> Matcher:
-        """Return a matcher in its initial state; raises YalisError for what cannot be honoured.
+    def start(self, wanted: StructuredOutputs, must_wait: bool = False) -> Matcher:
+        """Return a matcher in its initial state; raises GrammarError for what cannot be honoured.
 
-        It can take seconds, in which the GIL is released.
+        It can take seconds, in which the GIL is released. If other threads compile for longer than _MAX_WAIT, raises
+        GrammarQueueFull, unless the caller must wait: a step of the engine cannot be tried again.
         """
         key = wanted.kind, wanted.text
         found = self._find(key)
         if found is None:
-            if not self._compiling.acquire(timeout=_MAX_WAIT):
-                raise YalisError(f"structured_outputs waited {_MAX_WAIT:g} s for other schemas to compile; try again")
+            if not self._compiling.acquire(timeout=-1 if must_wait else _MAX_WAIT):
+                raise GrammarQueueFull(f"other schemas were compiled for {_MAX_WAIT:g} s; try again")
             try:
                 found = self._find(key)  # another thread may have compiled it meanwhile
                 if found is None:
@@ -122,23 +127,25 @@ class GrammarCompiler:
                     self._store(key, found)
             finally:
                 self._compiling.release()
-        if isinstance(found, YalisError):
-            raise YalisError(str(found))
+        if isinstance(found, GrammarError):
+            raise found.copy()
         return found.copy()
 
-    def _find(self, key: tuple[str, str]) -> Matcher | YalisError | None:
+    def _find(self, key: tuple[str, str]) -> Matcher | GrammarError | None:
         with self._lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
             return self._compiled.get(key)
 
-    def _store(self, key: tuple[str, str], compiled: Matcher | YalisError) -> None:
+    def _store(self, key: tuple[str, str], compiled: Matcher | GrammarError) -> None:
         with self._lock:
             self._compiled[key] = compiled
-            if len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
+            self._cached_bytes += len(key[1])
+            while len(self._compiled) > MAX_CACHED or self._cached_bytes > MAX_CACHED_BYTES:
+                (_, text), _ = self._compiled.popitem(last=False)
+                self._cached_bytes -= len(text)
 
-    def _try_compile(self, wanted: StructuredOutputs) -> Matcher | YalisError:
+    def _try_compile(self, wanted: StructuredOutputs) -> Matcher | GrammarError:
         tokenizer, library = self._tokenizer, _import_library()
         try:
             grammar = _write_grammar(wanted, self._token_ids)
@@ -151,8 +158,8 @@ class GrammarCompiler:
                 reason = matcher.error if first is None else "NoExtension"
                 if "NoExtension" in reason:
                     reason = "no text matches it"
-                raise YalisError(f"structured_outputs.{wanted.kind} cannot be used: {_shorten(reason)}")
-        except YalisError as error:
+                raise _explain(reason, wanted.kind)
+        except GrammarError as error:
             return error
         return matcher
 
@@ -161,19 +168,16 @@ class GrammarCompiler:
         """llguidance's view of the tokenizer."""
         library, tokenizer = _import_library(), self._load_tokenizer()
         if tokenizer is None:
-            raise YalisError(
-                f"structured_outputs needs a tokenizer and {self._model} has none; give the folder of one with "
-                "tokenizer="
-            )
+            raise GrammarError(f"needs a tokenizer and {self._model} has none; give the folder of one with tokenizer=")
         if not self._eos:
-            raise YalisError(
-                f"structured_outputs needs an EOS token, which ends an answer, and {self._model} names none; give the "
+            raise GrammarError(
+                f"needs an EOS token, which ends an answer, and {self._model} names none; give the "
                 "folder of a tokenizer that does with tokenizer="
             )
         backend = getattr(tokenizer.hf, "backend_tokenizer", None)
         if backend is None:
-            raise YalisError(
-                f"structured_outputs needs a fast tokenizer and that of {self._model} is a slow one; give the folder "
+            raise GrammarError(
+                f"needs a fast tokenizer and that of {self._model} is a slow one; give the folder "
                 "of one with tokenizer.json with tokenizer="
             )
         described, self._token_ids = _describe(backend.to_str())
@@ -233,9 +237,7 @@ def _import_library() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError:
-        raise YalisError(
-            "structured_outputs needs llguidance, which is not installed; type `pip install 'yalis[structured]'`"
-        ) from None
+        raise GrammarError("needs llguidance, which is not installed; type `pip install 'yalis[structured]'`") from None
     return llguidance
 
 
@@ -259,7 +261,7 @@ def _write_grammar(wanted: StructuredOutputs, token_ids: dict[str, int]) -> str:
         try:
             text = gbnf_to_lark(text)
         except Exception as error:  # its parser raises bare exceptions
-            raise YalisError(f"structured_outputs.grammar cannot be used: {_shorten(str(error))}") from None
+            raise GrammarError(f"cannot be used: {_shorten(str(error))}", "grammar") from None
     return str(matchers.grammar_from_lark(text))
 
 
@@ -299,7 +301,7 @@ def _add_options(text: str) -> dict[str, Any]:
 
 
 def _check_schema(schema: Any) -> None:
-    """Raise YalisError for what llguidance would compile for very long, or wrongly."""
+    """Raise GrammarError for what llguidance would compile for very long, or wrongly."""
     pending = [schema]
     while pending:
         value = pending.pop()
@@ -309,7 +311,7 @@ def _check_schema(schema: Any) -> None:
             pending += (*value, *value.values())
             _check_multiple(value.get("multipleOf"))
         elif isinstance(value, str) and _CONTROL.search(value):  # could only be written as \\u, see _JSON_OPTIONS
-            raise YalisError(f"structured_outputs cannot honour the control character in {value!r}; remove it")
+            raise GrammarError(f"cannot honour the control character in {value!r}; remove it")
 
 
 def _check_multiple(multiple: Any) -> None:
@@ -317,10 +319,20 @@ def _check_multiple(multiple: Any) -> None:
     if isinstance(multiple, (int, float)) and not isinstance(multiple, bool):
         digits = f"{multiple:.12f}".replace(".", "").rstrip("0") if isinstance(multiple, float) else multiple
         if int(digits or 0) > _MAX_MULTIPLE:
-            raise YalisError(
-                f"structured_outputs cannot honour multipleOf {multiple}; give one of at most {_MAX_MULTIPLE}, or "
-                "remove it"
+            raise GrammarError(
+                f"cannot honour multipleOf {multiple}; give one of at most {_MAX_MULTIPLE}, or remove it"
             )
+
+
+def _explain(reason: str, kind: str) -> GrammarError:
+    """Return the error for a message of llguidance about a field of StructuredOutputs."""
+    if kind == "tags":  # the position is in a grammar that the user has not written
+        reason = _POSITION.sub("", reason)
+    if _TOO_COMPLEX.search(reason):
+        reason = _ADVICE.sub(lambda found: f" ({found[1]} is {_LIMITS.get(found[1])})", reason)
+        problem = f"exceeds a limit of the compilation ({_shorten(reason)}); make it simpler"
+        return GrammarError(problem, kind, "grammar_too_complex")
+    return GrammarError(f"cannot be used: {_shorten(reason)}", kind)
 
 
 def _shorten(reason: str) -> str:

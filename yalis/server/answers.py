@@ -11,8 +11,9 @@ from typing import Any
 from fastapi import Request
 
 from yalis.openai_api import ChoiceFormat, usage
+from yalis.server.errors import FieldNames
 from yalis.server.protocol import StreamOptions
-from yalis.server.state import ServerState
+from yalis.server.state import PROMPT_FIELDS, ServerState
 from yalis.server.streams import until_disconnect
 from yalis.types import Prompt, RequestOutput, SamplingParams
 
@@ -64,10 +65,10 @@ async def run(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     template_kwargs: dict[str, Any] | None = None,
-    field: str = "prompt",
+    fields: FieldNames = PROMPT_FIELDS,
 ) -> list[RequestOutput]:
     """Run the prompts to completion; if the client disconnects they are cancelled."""
-    stream = await state.submit(prompts, sampling, template_kwargs, events=False, field=field)
+    stream = await state.submit(prompts, sampling, template_kwargs, events=False, fields=fields)
     try:
         return await until_disconnect(request, stream.results())
     finally:

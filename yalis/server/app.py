@@ -22,6 +22,7 @@ def build_app(state: ServerState) -> ASGIApp:
         version=__version__,
         docs_url=None,  # these pages load scripts
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would name http:// also behind a proxy with TLS
         responses={
             "4XX": {"model": ErrorBody, "description": "The request is refused; the message says why."},
             "5XX": {"model": ErrorBody, "description": "The server shuts down, or the model has failed."},

@@ -12,7 +12,7 @@ from yalis.engine.async_llm import RequestStream
 from yalis.openai_api import ChoiceFormat
 from yalis.server.answers import ChunkEncoder, Header, encode, output_usage, prompt_fields, run
 from yalis.server.chat_tools import AnswerParser, chat_tools
-from yalis.server.errors import ApiError, JsonResponse, shown
+from yalis.server.errors import ApiError, FieldNames, JsonResponse, shown
 from yalis.server.protocol import ChatRequest
 from yalis.server.route import StrictRoute
 from yalis.server.sampling import CHAT_DEFAULTS, sampling_params
@@ -38,9 +38,10 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     sampling = tools.sampling(sampling_params(state.llm, body, CHAT_DEFAULTS), "response_format")
     answer = ChatAnswer(state, body, tools)
     prompts, variables = [tools.messages(body.messages)], tools.variables(body.chat_template_kwargs)
+    fields = FieldNames("messages", tools.grammar_field(body.grammar_field))
     if not body.stream:
-        return JsonResponse(answer.response(await run(request, state, prompts, sampling, variables, "messages")))
-    stream = await state.submit(prompts, sampling, variables, field="messages")
+        return JsonResponse(answer.response(await run(request, state, prompts, sampling, variables, fields)))
+    stream = await state.submit(prompts, sampling, variables, fields=fields)
     return EventStream(answer.chunks(stream), stream.close)
 
 

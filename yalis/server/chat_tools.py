@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from yalis.openai_api import finish_reason
 from yalis.server.answers import encode
 from yalis.server.protocol import ChatRequest, TokenizeRequest
 from yalis.server.state import ServerState
@@ -31,7 +32,7 @@ class AnswerParser:
     def message(self, completion: Completion) -> dict[str, Any]:
         """Return the message and the finish reason of a choice."""
         if self._parser is None:
-            return {"message": _message(completion.text), "finish_reason": completion.finish_reason}
+            return {"message": _message(completion.text), "finish_reason": self.finish_reason(completion)}
         answer = join_deltas([*self._parser.feed(completion.text), *self._parser.finish()])
         message = _message(answer.content or (None if answer.calls else ""))
         if answer.calls:
@@ -53,7 +54,8 @@ class AnswerParser:
     def finish_reason(self, completion: Completion) -> str:
         """Return the finish reason after the whole text was read."""
         called = self._parser is not None and self._parser.num_calls > 0
-        return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
+        reason = finish_reason(completion.finish_reason)
+        return "tool_calls" if called and reason == "stop" else reason
 
 
 def _message(content: str | None) -> dict[str, Any]:

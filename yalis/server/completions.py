@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from yalis.engine.async_llm import RequestStream
-from yalis.openai_api import ChoiceFormat
+from yalis.openai_api import ChoiceFormat, finish_reason
 from yalis.server.answers import ChunkEncoder, Header, encode, output_usage, prompt_fields, run
-from yalis.server.errors import ApiError, JsonResponse, shown
+from yalis.server.errors import ApiError, FieldNames, JsonResponse, shown
 from yalis.server.protocol import CompletionRequest
 from yalis.server.route import StrictRoute
 from yalis.server.sampling import TEXT_DEFAULTS, sampling_params
@@ -31,11 +31,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     body.check_stream()
     prompts = _prompts(body.prompt)
     sampling = _sampling(state, body)
-    answer = TextAnswer(state, body, prompts)
+    answer, fields = TextAnswer(state, body, prompts), FieldNames("prompt", body.grammar_field)
     if not body.stream:
-        outputs = await run(request, state, prompts, sampling)
+        outputs = await run(request, state, prompts, sampling, fields=fields)
         return JsonResponse(answer.response(outputs))
-    stream = await state.submit(prompts, sampling)
+    stream = await state.submit(prompts, sampling, fields=fields)
     return EventStream(answer.chunks(stream), stream.close)
 
 
@@ -85,7 +85,7 @@ class TextAnswer:
                 continue  # the text is held back until it is final
             yield encoder.chunk(
                 f'"index":{index},"text":{encode(event.text)},"logprobs":{logprobs},'
-                f'"finish_reason":{encode(event.finish_reason)}{extra}'
+                f'"finish_reason":{encode(event.finish_reason and finish_reason(event.finish_reason))}{extra}'
             )
         if encoder.wants_usage:
             yield encoder.usage(output_usage(outputs))
@@ -129,9 +129,9 @@ def _prompts(value: Any) -> list[Prompt]:
     if isinstance(value, list) and value:
         if _is_ids(value):
             return [value]
+        if isinstance(value[0], (str, list)) and len(value) > _MAX_PROMPTS:
+            raise ApiError(f"prompt has {len(value)} prompts; give at most {_MAX_PROMPTS}", param="prompt")
         if all(isinstance(one, str) or _is_ids(one) for one in value) and len(set(map(type, value))) == 1:
-            if len(value) > _MAX_PROMPTS:
-                raise ApiError(f"prompt has {len(value)} prompts; give at most {_MAX_PROMPTS}", param="prompt")
             return value
     raise ApiError(
         f"prompt is {shown(value)}; give a text, a list of token ids, or a list of several of these",

@@ -8,9 +8,12 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADERS = 64 << 10  # bytes
+_UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
+MAX_PIPELINED = 32  # requests of a connection that are not answered
 
 
 class Connection(HttpToolsProtocol):
@@ -21,6 +24,9 @@ class Connection(HttpToolsProtocol):
         self._writing_since: float | None = None  # while the client does not read what was sent
         self._header_bytes = 0  # received of headers that are not complete
         self._cycles: list[RequestResponseCycle] = []  # of requests that are not answered; several if pipelined
+        self._after_upgrade: int | None = (
+            None  # where the rest of the data begins, after a request for another protocol
+        )
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -34,17 +40,52 @@ class Connection(HttpToolsProtocol):
             self._reading_since = time.monotonic()
         self._header_bytes += len(data)
         super().data_received(data)
+        if self._after_upgrade is not None:
+            self._refuse_upgrade(data[self._after_upgrade :])
         if self._header_bytes > MAX_HEADERS and self.parser is not None:
             self.send_400_response("The headers are too large.")
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called by uvicorn while it handles the exception of the parser."""
+        error = sys.exc_info()[1]
+        assert isinstance(error, HttpParserUpgrade)
+        self._after_upgrade = error.args[0]
+
+    def _refuse_upgrade(self, rest: bytes) -> None:
+        """Read a request that asks for another protocol as one that does not, as HTTP allows.
+
+        The parser takes what follows its headers for the other protocol. Clients ask for HTTP/2 in this way: that of
+        Java does by default, and `curl --http2`.
+        """
+        self._after_upgrade = None
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self.send_400_response("CONNECT is not supported.")
+            return
+        headers = [(name, value) for name, value in self.headers if name not in _UPGRADE_HEADERS]
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version), *(b"%s: %s" % header for header in headers)]
+        self.parser = HttpRequestParser(self)
+        super().data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. Those after a chunked body (trailers) are dropped: they must not replace what was checked."""
+        if self._header_bytes >= 0:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if len(self._cycles) >= MAX_PIPELINED:
+            raise ValueError("too many pipelined requests")  # the parser stops, and the connection is closed with 400
         self._reading_since = time.monotonic()  # the body has its own time
         self._header_bytes = -sys.maxsize
         super().on_headers_complete()
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._reading_since = None
         self._header_bytes = 0
         super().on_message_complete()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,14 +21,18 @@ from yalis.launch.liveness import reword
 from yalis.log import get_logger
 from yalis.openai_api import SAMPLING_ALIASES
 from yalis.server.tools.definitions import FieldError
+from yalis.structured_outputs import GrammarError, GrammarQueueFull
 from yalis.types import SAMPLING_FIELDS
 
 log = get_logger(__name__)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _SHOWN = 60  # characters of a value in a message
+_brief = reprlib.Repr()  # does not write all of a value with millions of parts
+_brief.maxlist = _brief.maxdict = 20
+_brief.maxstring = _brief.maxother = _brief.maxlong = 2 * _SHOWN
 #: Fields that a message can begin with.
-_FIELDS = SAMPLING_FIELDS | SAMPLING_ALIASES | {"messages", "chat_template_kwargs"}
+_FIELDS = SAMPLING_FIELDS | SAMPLING_ALIASES | {"max_output_tokens", "messages", "chat_template_kwargs"}
 
 
 class ErrorDetail(BaseModel):
@@ -75,6 +81,17 @@ class JsonResponse(Response):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
+@dataclass(frozen=True)
+class FieldNames:
+    """The fields of a request that an error of the engine can be about."""
+
+    prompt: str | None = None
+    grammar: str = "structured_outputs"  # the field that said what an answer must be
+
+
+_NO_FIELDS = FieldNames()
+
+
 class ClientDisconnected(Exception):
     """The client has closed its connection, so nobody reads the response."""
 
@@ -92,6 +109,8 @@ def as_api_error(error: Exception, target: str = "") -> ApiError:
         detail = f"{target} does not exist; /openapi.json lists the endpoints"
         message = detail if error.status_code in (404, 405) else str(error.detail)
         return ApiError(message, error.status_code, headers=error.headers)  # 405 lists the allowed methods
+    if isinstance(error, GrammarQueueFull):
+        return ApiError(str(error), 503, code="grammar_queue_full", headers={"retry-after": "5"})
     if isinstance(error, YalisFailure):
         return ApiError(f"the model failed: {error}", 503, code="model_failed")
     if isinstance(error, YalisError):
@@ -125,22 +144,25 @@ def add_handlers(app: FastAPI) -> None:
 
 def shown(value: Any) -> str:
     """Return the value for a message, shortened."""
-    text = repr(value)
+    text = _brief.repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def request_error(error: YalisError, field: str | None = None) -> ApiError:
+def request_error(error: YalisError, fields: FieldNames = _NO_FIELDS) -> ApiError:
     """Return the error of a prompt or of sampling parameters.
 
-    A message about sampling parameters starts with the name of one; others are about `field`.
+    A message about sampling parameters starts with the name of one; others are about the prompt.
     """
+    if isinstance(error, GrammarError):
+        message = str(error) if fields.grammar == "structured_outputs" else f"{fields.grammar} {error.problem}"
+        return ApiError(message, param=fields.grammar, code=error.code)
     message = reword(str(error))
     if isinstance(error, FieldError):
         return ApiError(message, param=error.param, code="invalid_value")
     if "but the context holds" in message:
-        return ApiError(message, param=field, code="context_length_exceeded")
+        return ApiError(message, param=fields.prompt, code="context_length_exceeded")
     name = re.match(r"[a-z_]+\b", message)
-    param = name[0] if name is not None and name[0] in _FIELDS else field
+    param = name[0] if name is not None and name[0] in _FIELDS else fields.prompt
     return ApiError(message, param=param, code="invalid_value")
 
 

@@ -17,6 +17,8 @@ from yalis.server.state import ServerState
 log = get_logger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+_ONCE = (b"host", b"origin", b"authorization")
+_LOGGED_PATH = 200  # characters
 _WITHOUT_KEY = ("/health", "/")  # the page has no secret, and asks for the key
 
 
@@ -51,11 +53,14 @@ class Gate:
                 await as_api_error(error).response()(scope, receive, send_with_id)
         finally:
             seconds = time.monotonic() - start
-            path = scope["path"].encode("unicode_escape").decode()
+            path = scope["path"][:_LOGGED_PATH].encode("unicode_escape").decode()
             log.info("%s %s %s %d %.3f s", request_id.decode(), scope["method"], path, status, seconds)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise ApiError for a request that must not reach an endpoint."""
+        for name in _ONCE:  # a proxy might check the first and this server the last
+            if sum(key == name for key, _ in scope["headers"]) > 1:
+                raise ApiError(f"the header {name.decode()} is there more than once; send it once", code="wrong_header")
         host = headers.get(b"host", b"").decode("latin-1")
         self._check_host(host)
         self._check_origin(headers.get(b"origin"), host)
@@ -88,7 +93,7 @@ class Gate:
             return
         text = origin.decode("latin-1")
         accepted = self._state.config.cors_origin
-        if urlsplit(text).netloc != host and text not in accepted and "*" not in accepted:
+        if _netloc(text) != host and text not in accepted and "*" not in accepted:
             raise ApiError(
                 f"pages of {text[:60]!r} may not use this server; `yalis serve --cors-origin` allows it",
                 403,
@@ -112,6 +117,14 @@ class Gate:
     def _too_large(self) -> ApiError:
         limit = f"{self._state.config.max_body:g} MiB"
         return ApiError(f"the body is larger than {limit}; send less", 413, code="body_too_large")
+
+
+def _netloc(origin: str) -> str | None:
+    """Return the host and port of an origin; None if it is malformed."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
 
 
 def _host_name(host: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import signal
@@ -43,11 +44,14 @@ def bind(config: ServeConfig) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise YalisError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror}; give another --port, such as "
-            "--port 0 for any free one"
-        ) from error
+        raise _listen_error(config, error) from error
     return listener
+
+
+def _listen_error(config: ServeConfig, error: OSError) -> YalisError:
+    is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+    advice = "--host, such as 127.0.0.1 or 0.0.0.0" if is_host else "--port, such as --port 0 for any free one"
+    return YalisError(f"cannot listen on {config.host} port {config.port}: {error.strerror}; give another {advice}")
 
 
 def url_of(listener: socket.socket) -> str:
@@ -78,6 +82,10 @@ class Server:
 
     async def serve(self, on_ready: Callable[[], None], on_drain: Callable[[], None] = lambda: None) -> None:
         """The same without signals, in the running event loop: drain() ends it."""
+        try:
+            self._listener.listen()
+        except OSError as error:  # another process listens there since
+            raise _listen_error(self._config, error) from error
         self._loop = asyncio.get_running_loop()
         _log_uvicorn()
         metrics = ServerMetrics(self._llm, self._config.name_of(self._llm.config.model))

@@ -142,6 +142,11 @@ class GenerationRequest(ApiRequest):
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
 
+    @property
+    def grammar_field(self) -> str:
+        """The field that says what an answer must be."""
+        return "structured_outputs" if self.response_format is None else "response_format"
+
     def check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options is set without stream; set stream to true", param="stream_options")

@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict
 
 from yalis.engine.async_llm import RequestStream
 from yalis.errors import YalisError
-from yalis.openai_api import ChoiceFormat, parse_format, sampling_fields
+from yalis.openai_api import ChoiceFormat, finish_reason, parse_format, sampling_fields
 from yalis.server.answers import encode, run
-from yalis.server.errors import ApiError, as_api_error, shown
+from yalis.server.errors import ApiError, FieldNames, as_api_error, shown
 from yalis.server.protocol import ApiRequest
 from yalis.server.response_events import ResponseEvents, new_id
 from yalis.server.response_items import read_input
 from yalis.server.route import StrictRoute
-from yalis.server.sampling import CHAT_DEFAULTS
+from yalis.server.sampling import CHAT_DEFAULTS, make_sampling
 from yalis.server.state import ServerState, server_state
 from yalis.server.streams import EventStream
 from yalis.server.tools.definitions import read_choice, read_flat_tools
@@ -97,11 +97,12 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     sampling = _sampling(state, body, tools)
     answer = ResponseAnswer(state, body, sampling, tools.parser())
     variables = tools.variables(body.chat_template_kwargs)
+    fields = FieldNames("input", tools.grammar_field("text.format"))
     if not body.stream:
-        outputs = await run(request, state, [messages], sampling, variables, "input")
+        outputs = await run(request, state, [messages], sampling, variables, fields)
         # As ASCII: metadata, which is repeated, may have half of a surrogate pair.
         return Response(encode(answer.response(outputs[0])), media_type="application/json")
-    stream = await state.submit([messages], sampling, variables, field="input")
+    stream = await state.submit([messages], sampling, variables, fields=fields)
     return EventStream(answer.events(stream), stream.close)
 
 
@@ -139,7 +140,7 @@ class ResponseAnswer:
 
     def _finish(self, output: RequestOutput) -> bytes:
         events = self._events.add(self._parser.finish()) if self._parser is not None else b""
-        reason = "max_output_tokens" if output.finish_reason == "length" else None
+        reason = "max_output_tokens" if finish_reason(output.finish_reason) == "length" else None
         return events + self._events.finish(_usage(output), int(time.time()), reason)
 
     def _logprobs(self, tokens: list[TokenLogprobs] | None) -> list[dict[str, Any]]:
@@ -179,7 +180,7 @@ def _sampling(state: ServerState, body: ResponsesRequest, tools: ToolRequest) ->
     given = sampling_fields(body.__dict__ | {"max_tokens": body.max_output_tokens, "top_logprobs": None})
     if body.wants_logprobs:
         given["logprobs"] = body.top_logprobs or 0
-    sampling = SamplingParams(**{**CHAT_DEFAULTS, **state.llm.sampling_defaults, **given})
+    sampling = make_sampling(state.llm, CHAT_DEFAULTS, given, "max_output_tokens", "top_logprobs")
     if body.wants_logprobs and tools.active:
         raise _unsupported("include", "log-probabilities are not returned with tools; leave out one of them")
     return tools.sampling(dataclasses.replace(sampling, structured_outputs=_text_format(body)), "text.format")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -47,7 +48,7 @@ def _check_content_type(request: Request) -> None:
 def parse_json(body: bytes) -> Any:
     """Return the JSON value of a body; raise ApiError with the reason if it is not JSON."""
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_parse_finite)
     except UnicodeDecodeError as error:
         raise _bad(f"the body is not UTF-8 (byte {error.start + 1})") from None
     except json.JSONDecodeError as error:
@@ -56,6 +57,13 @@ def parse_json(body: bytes) -> Any:
         raise _bad("the body is nested too deeply") from None
     except ValueError as error:  # a number with thousands of digits
         raise _bad(f"the body is not accepted: {error}") from None
+
+
+def _parse_finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # such as 1e400, which could not be sent back as JSON
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
 
 
 def _refuse_constant(name: str) -> Any:

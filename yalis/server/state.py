@@ -13,12 +13,15 @@ from yalis.engine.async_llm import AsyncLLM, RequestStream
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
 from yalis.server.config import ServeConfig
-from yalis.server.errors import ApiError, request_error, shown
+from yalis.server.errors import ApiError, FieldNames, request_error, shown
 from yalis.server.keys import ApiKeys
 from yalis.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from yalis.server.metrics import ServerMetrics
+
+
+PROMPT_FIELDS = FieldNames("prompt")
 
 
 @dataclass
@@ -58,11 +61,11 @@ class ServerState:
         sampling: SamplingParams,
         template_kwargs: dict[str, Any] | None = None,
         events: bool = True,
-        field: str = "prompt",
+        fields: FieldNames = PROMPT_FIELDS,
     ) -> RequestStream:
         """Queue the prompts; raise ApiError if the server drains, too many requests wait, or a prompt is not usable.
 
-        `field`: of the request, for the error of a prompt.
+        `fields`: of the request, for errors.
         """
         if self.draining:
             raise ApiError("the server is shutting down", 503, code="draining", headers={"retry-after": "10"})
@@ -84,7 +87,7 @@ class ServerState:
         except YalisFailure:
             raise
         except YalisError as error:
-            raise request_error(error, field) from error
+            raise request_error(error, fields) from error
 
 
 def server_state(request: Request) -> ServerState:

@@ -11,7 +11,7 @@ from yalis.engine.prompts import check_token_ids
 from yalis.errors import YalisError
 from yalis.server.chat import check_messages
 from yalis.server.chat_tools import chat_tools
-from yalis.server.errors import ApiError, request_error, shown
+from yalis.server.errors import ApiError, FieldNames, request_error, shown
 from yalis.server.protocol import DetokenizeRequest, TokenizeRequest
 from yalis.server.route import StrictRoute
 from yalis.server.state import server_state
@@ -37,7 +37,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     try:
         ids = await state.async_llm.tokenize(prompt, variables)
     except YalisError as error:
-        raise request_error(error, field) from error
+        raise request_error(error, FieldNames(field)) from error
     return {"count": len(ids), "max_model_len": state.llm.max_model_len, "tokens": ids}
 
 
@@ -54,5 +54,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
     try:
         ids = check_token_ids(body.tokens, state.llm.spec.vocab_size)
     except YalisError as error:
-        raise request_error(error, "tokens") from error
+        raise request_error(error, FieldNames("tokens")) from error
     return {"prompt": await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)}

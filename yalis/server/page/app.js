@@ -391,10 +391,10 @@ function listen() {
   new ResizeObserver(() => scrollToEnd()).observe(byId("log")); // a keyboard opens, or the field grows
   document.addEventListener("keydown", onKey);
   window.addEventListener("storage", onStorage);
-  window.addEventListener("beforeunload", () => {
-    leaving = true;
-    setTimeout(() => (leaving = false), 2000); // it may stay after all
-  });
+  window.addEventListener("beforeunload", () => (leaving = true));
+  for (const kind of ["pageshow", "pointerdown", "keydown"]) { // it has stayed, or come back
+    window.addEventListener(kind, () => (leaving = false), true);
+  }
   window.addEventListener("pagehide", () => {
     for (const id of running.keys()) if (store.all.has(id)) store.save(store.all.get(id));
   });

@@ -60,6 +60,10 @@ class ToolRequest:
         tools = [tool for tool in self.tools if tool.name in self.choice.names]
         return self.format.enforced(tools, single=self.choice.named or not self.parallel)
 
+    def grammar_field(self, other: str) -> str:
+        """Return the field of the request that an error of the grammar is about: tools, or `other`."""
+        return "tools" if self.choice.mode == "required" else other
+
     def kept_special_tokens(self) -> tuple[str, ...]:
         """Return the special tokens that the parser needs in the text."""
         return self.format.special_tokens if self.active else ()
