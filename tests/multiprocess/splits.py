@@ -25,7 +25,7 @@ SPLITS: dict[int, list[dict[str, Any]]] = {
 
 def widen(case: Case) -> Case:
     """Return the case with 5 layers, enough heads for 8 ranks, and an MLP width that no number of ranks divides."""
-    if case.config in ("Phi3Config", "OlmoeConfig"):  # require heads * head_dim == hidden size
+    if case.config in ("Phi3Config", "OlmoeConfig", "Cohere2Config", "StableLmConfig"):  # require heads * head_dim == hidden size
         sizes = {"hidden_size": 128, "num_attention_heads": 8}
         kv_heads = {4: 8, 2: 4, 1: 1}
     else:

@@ -34,18 +34,23 @@ def test_missing_keys_have_the_defaults_of_transformers(architecture):
     }
     expected = transformers.AutoConfig.for_model(family, **sizes)
     spec = read_spec({"architectures": [architecture], **sizes})
+    ropes = expected.rope_parameters
     assert spec.num_kv_heads == expected.num_key_value_heads
     assert spec.max_position == expected.max_position_embeddings
-    assert spec.norm_eps == expected.rms_norm_eps
+    assert spec.norm_eps == getattr(expected, FAMILIES[architecture].norm_eps)
     assert spec.tie_embeddings == expected.tie_word_embeddings
-    assert spec.rope.theta == expected.rope_parameters["rope_theta"]
+    assert spec.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    assert spec.rope.kind == ropes.get("full_attention", ropes)["rope_type"]
+    assert spec.rope.query_beta == ropes.get("llama_4_scaling_beta", 0.0)
     assert spec.head_dim == (getattr(expected, "head_dim", None) or 16)
     window = getattr(expected, "sliding_window", None) if getattr(expected, "use_sliding_window", True) else None
-    assert spec.windows[0] == window
+    types = getattr(expected, "layer_types", None) or ["sliding_attention"] * 3
+    assert spec.windows == tuple(window if name == "sliding_attention" else None for name in types)
     default_scale = getattr(expected, "query_pre_attn_scalar", spec.head_dim) ** -0.5
     assert spec.attention_scale == getattr(expected, "attention_multiplier", default_scale)
     assert spec.residual_multiplier == getattr(expected, "residual_multiplier", 1.0)
-    assert spec.logits_scaling == getattr(expected, "logits_scaling", 1.0)
+    logit_scale = getattr(expected, "logit_scale", 1.0)  # Cohere 2 multiplies by it
+    assert spec.logits_scaling == getattr(expected, "logits_scaling", 1 / logit_scale)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +139,14 @@ def test_experts_have_the_defaults_of_transformers(architecture):
 def test_partial_rotary_factor_is_honoured_where_transformers_honours_it(architecture):
     sizes = {key: value for key, value in GOOD.items() if key != "architectures"}
     options = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    if FAMILIES[architecture].sliding_rope is not None:
+        with pytest.raises(YalisError, match="needs an entry for full_attention and sliding_attention"):
+            read_spec({**GOOD, "architectures": [architecture], "rope_parameters": options})
+        return
     config = transformers.AutoConfig.for_model(
         FAMILIES[architecture].name, **sizes, head_dim=16, pad_token_id=0, rope_parameters=options
     )
     rotary = transformers.AutoModel.from_config(config).rotary_emb
     spec = read_spec({**sizes, "architectures": [architecture], "head_dim": 16, "rope_parameters": options})
     assert spec.rope.dim == 2 * len(rotary.inv_freq)
-    assert spec.rope.dim == (8 if architecture == "Phi3ForCausalLM" else 16)
+    assert spec.rope.dim == (8 if FAMILIES[architecture].partial_rotary else 16)

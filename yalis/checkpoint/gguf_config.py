@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from yalis.errors import YalisError
-from yalis.families import Family
+from yalis.family import Family
 
 _MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 #: GGUF tensor name within a block -> Hugging Face name within a layer; a Family may list differences.

@@ -1,6 +1,8 @@
-"""RMSNorm over a hidden size that may be split over the grid's columns, and the norms of query and key heads."""
+"""Norms over a hidden size that may be split over the grid's columns, and the norms of query and key heads."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +14,16 @@ from yalis.parallel.weights import ParallelLayer, TensorSource
 from yalis.spec import ModelSpec
 
 
-class RMSNorm(ParallelLayer):
-    """x / rms(x) * (offset + weight), computed in fp32; the mean square is all-reduced over the grid's columns."""
+class Norm(ParallelLayer):
+    """A norm over the hidden size, of which this rank holds the columns of its grid."""
 
-    def __init__(
-        self, grid: Grid, name: str, size: int, eps: float, offset: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, grid: Grid, name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
-        self.shard = grid.hidden(size)
+        self.grid, self.name, self.size = grid, name, spec.hidden_size
+        self.eps, self.offset = spec.norm_eps, spec.norm_offset
+        self.shard = grid.hidden(self.size)
         self.all_reduce = AllReduceOp(grid.col_group)
-        # offset + weight would lose precision in a 16-bit float.
-        stored = torch.float32 if offset else dtype
-        self.weight = nn.Parameter(torch.empty(len(self.shard), dtype=stored, device=device), requires_grad=False)
+        self.weight = _norm_weight(len(self.shard), self.offset, dtype, device)
 
     def load(self, source: TensorSource) -> None:
         source.tensor(f"{self.name}.weight", (self.size,)).read_into(
@@ -36,8 +35,15 @@ class RMSNorm(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.add_norm(x, None)[0]
 
+    @abstractmethod
     def add_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (the norm of x + residual, x + residual); without a residual, (the norm of x, x)."""
+
+
+class RMSNorm(Norm):
+    """x / rms(x) * (offset + weight), computed in fp32; the mean square is all-reduced over the grid's columns."""
+
+    def add_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.grid.cols == 1:
             return ops.add_rms_norm(x, residual, self.weight, self.eps)
         if residual is not None:
@@ -47,16 +53,49 @@ class RMSNorm(ParallelLayer):
         return (x_fp32 * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype), x
 
 
-class HeadNorm(ParallelLayer):
-    """The weight of an RMSNorm over each query or key head (Qwen3); every rank holds a copy."""
+class LayerNorm(Norm):
+    """(x - mean(x)) / std(x) * weight + bias, computed in fp32; mean and variance are all-reduced over the columns."""
 
-    def __init__(self, name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.name, self.head_dim = name, head_dim
-        self.weight = nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device), requires_grad=False)
+    def __init__(self, grid: Grid, name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(grid, name, spec, dtype, device)
+        self.bias = _norm_weight(len(self.shard), self.offset, dtype, device) if spec.norm_bias else None
 
     def load(self, source: TensorSource) -> None:
-        source.tensor(f"{self.name}.weight", (self.head_dim,)).read_into(self.weight, slice(0, self.head_dim))
+        super().load(source)
+        if self.bias is not None:
+            source.tensor(f"{self.name}.bias", (self.size,)).read_into(
+                self.bias, slice(self.shard.start, self.shard.stop)
+            )
+
+    def add_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            x = ops.add(residual, x)
+        if self.grid.cols == 1:
+            return ops.layer_norm(x, self.weight, self.bias, self.eps), x
+        x_fp32 = x.float()
+        centred = x_fp32 - self.all_reduce(x_fp32.sum(-1, keepdim=True)) / self.size
+        variance = self.all_reduce(centred.pow(2).sum(-1, keepdim=True)) / self.size
+        y = centred * torch.rsqrt(variance + self.eps) * self.weight
+        return (y if self.bias is None else y + self.bias).to(x.dtype), x
+
+
+#: Chosen by ModelSpec.norm.
+NORMS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+class HeadNorm(ParallelLayer):
+    """The weight of an RMSNorm over each query or key head (Qwen3, Gemma 3); every rank holds a copy."""
+
+    def __init__(self, name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.name, self.offset = name, spec.norm_offset
+        self.weight = _norm_weight(spec.head_dim, self.offset, dtype, device)
+
+    def load(self, source: TensorSource) -> None:
+        size = len(self.weight)
+        source.tensor(f"{self.name}.weight", (size,)).read_into(self.weight, slice(0, size))
+        if self.offset:
+            self.weight.add_(self.offset)
 
 
 class JointHeadNorm(ParallelLayer):
@@ -101,3 +140,9 @@ class JointHeadNorm(ParallelLayer):
         q = (q.float() * queries).to(qkv.dtype) * weight[:, :H]
         k = (k.float() * keys).to(qkv.dtype) * weight[:, H:]
         return torch.cat((q, k, v), dim=1)
+
+
+def _norm_weight(size: int, offset: float, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    # offset + weight would lose precision in a 16-bit float.
+    stored = torch.float32 if offset else dtype
+    return nn.Parameter(torch.empty(size, dtype=stored, device=device), requires_grad=False)
