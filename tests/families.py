@@ -38,7 +38,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     std: float = 0.25  # of the matrices; more layers amplify rounding errors and need a smaller value
     replayed_on_cpu: bool = True  # every operation has a native kernel, so steps can be recorded on a CPU
-    brief: bool = False  # `make test` leaves out scenarios that another case of the same MLP covers
+    brief: bool = False  # `make test` runs few scenarios of it; other cases cover what its operations have in common
 
     def build(self, seed: int) -> transformers.PreTrainedModel:
         """Return a model with random weights, large enough that logits differ clearly."""
@@ -208,6 +208,7 @@ CASES = [
             },
         },
         replayed_on_cpu=False,
+        brief=True,
     ),
     Case(
         "gemma3-bias-untied",
@@ -224,7 +225,7 @@ CASES = [
         replayed_on_cpu=False,
         brief=True,
     ),
-    Case("olmo2", "Olmo2Config", {"intermediate_size": 77}, replayed_on_cpu=False),
+    Case("olmo2", "Olmo2Config", {"intermediate_size": 77}, replayed_on_cpu=False, brief=True),
     Case(
         "olmo2-bias-tied",
         "Olmo2Config",
@@ -258,6 +259,7 @@ CASES = [
         "smollm3",
         "SmolLM3Config",
         {"num_key_value_heads": 1, "no_rope_layer_interval": 2, "intermediate_size": 77},
+        brief=True,
     ),
     Case(
         "smollm3-bias-untied",
@@ -272,7 +274,7 @@ CASES = [
         },
         brief=True,
     ),
-    Case("glm4", "Glm4Config", {"head_dim": 20, "intermediate_size": 77}),
+    Case("glm4", "Glm4Config", {"head_dim": 20, "intermediate_size": 77}, brief=True),
     Case(
         "glm4-tied",
         "Glm4Config",
@@ -305,6 +307,7 @@ CASES = [
             },
         },
         replayed_on_cpu=False,
+        brief=True,
     ),
     Case(
         "ministral3-window-tied",
@@ -313,7 +316,7 @@ CASES = [
         replayed_on_cpu=False,
         brief=True,
     ),
-    Case("seed-oss", "SeedOssConfig", {"head_dim": 24, "intermediate_size": 77}),
+    Case("seed-oss", "SeedOssConfig", {"head_dim": 24, "intermediate_size": 77}, brief=True),
     Case(
         "seed-oss-bias-tied",
         "SeedOssConfig",
@@ -327,7 +330,12 @@ CASES = [
         },
         brief=True,
     ),
-    Case("exaone4", "Exaone4Config", {"sliding_window": 8, "sliding_window_pattern": 2, "intermediate_size": 77}),
+    Case(
+        "exaone4",
+        "Exaone4Config",
+        {"sliding_window": 8, "sliding_window_pattern": 2, "intermediate_size": 77},
+        brief=True,
+    ),
     Case(
         "exaone4-full-tied",
         "Exaone4Config",
@@ -344,6 +352,7 @@ CASES = [
         "Cohere2Config",
         {"sliding_window": 8, "sliding_window_pattern": 2, "intermediate_size": 77, "logit_scale": 0.25},
         replayed_on_cpu=False,
+        brief=True,
     ),
     Case(
         "cohere2-bias-untied",
@@ -373,6 +382,7 @@ CASES = [
             "intermediate_size": 77,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
         },
+        brief=True,
     ),
     Case(
         "hunyuan-bias-tied",
@@ -380,7 +390,7 @@ CASES = [
         {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
         brief=True,
     ),
-    Case("arcee", "ArceeConfig", {"head_dim": 24, "intermediate_size": 77}, replayed_on_cpu=False),
+    Case("arcee", "ArceeConfig", {"head_dim": 24, "intermediate_size": 77}, replayed_on_cpu=False, brief=True),
     Case(
         "arcee-bias-tied",
         "ArceeConfig",
@@ -394,7 +404,13 @@ CASES = [
         replayed_on_cpu=False,
         brief=True,
     ),
-    Case("starcoder2", "Starcoder2Config", {"sliding_window": 8, "intermediate_size": 77}, replayed_on_cpu=False),
+    Case(
+        "starcoder2",
+        "Starcoder2Config",
+        {"sliding_window": 8, "intermediate_size": 77},
+        replayed_on_cpu=False,
+        brief=True,
+    ),
     Case(
         "starcoder2-untied",
         "Starcoder2Config",
@@ -402,7 +418,9 @@ CASES = [
         replayed_on_cpu=False,
         brief=True,
     ),
-    Case("stablelm", "StableLmConfig", {"intermediate_size": 77, "use_qkv_bias": True}, replayed_on_cpu=False),
+    Case(
+        "stablelm", "StableLmConfig", {"intermediate_size": 77, "use_qkv_bias": True}, replayed_on_cpu=False, brief=True
+    ),
     Case(
         "stablelm-parallel-tied",
         "StableLmConfig",
