@@ -154,6 +154,11 @@ DENSE_FAMILIES = (
         architecture="Gemma3ForCausalLM",
         models="Gemma 3 (text)",
         defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "sliding_window": 4096,
             "max_position_embeddings": 131072,
@@ -227,7 +232,7 @@ DENSE_FAMILIES = (
     Family(
         name="ministral3",
         architecture="Ministral3ForCausalLM",
-        models="Ministral 3",
+        models="Ministral 3 (text)",
         defaults={
             "num_key_value_heads": 8,
             "head_dim": 128,
