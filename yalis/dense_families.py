@@ -6,6 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from yalis.config_reader import ConfigReader
+from yalis.dense_gguf import (
+    GGUF_POST_NORMS,
+    arcee_gguf_config,
+    ernie4_5_gguf_config,
+    exaone4_gguf_config,
+    gemma3_gguf_config,
+    glm4_gguf_config,
+    is_olmo3_gguf,
+    olmo3_gguf_config,
+    seed_oss_gguf_config,
+    smollm3_gguf_config,
+)
 from yalis.errors import YalisError
 from yalis.family import (
     PARALLEL_NORM,
@@ -13,6 +25,7 @@ from yalis.family import (
     SANDWICH_NORMS,
     BlockNorms,
     Family,
+    GgufFormat,
     every_layer,
     listed_layers,
     patterned_layers,
@@ -153,6 +166,11 @@ DENSE_FAMILIES = (
         name="gemma3_text",
         architecture="Gemma3ForCausalLM",
         models="Gemma 3 (text)",
+        gguf=GgufFormat(
+            "gemma3",
+            tensor_names={**GGUF_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
+            extra_config=gemma3_gguf_config,
+        ),
         defaults={
             "vocab_size": 262208,
             "hidden_size": 2304,
@@ -179,6 +197,7 @@ DENSE_FAMILIES = (
         name="olmo2",
         architecture="Olmo2ForCausalLM",
         models="OLMo 2",
+        gguf=GgufFormat("olmo2", tensor_names=GGUF_POST_NORMS),
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         block_norms=POST_NORMS,
         spec_fields=_olmo2_spec_fields,
@@ -187,6 +206,7 @@ DENSE_FAMILIES = (
         name="olmo3",
         architecture="Olmo3ForCausalLM",
         models="OLMo 3",
+        gguf=GgufFormat("olmo2", tensor_names=GGUF_POST_NORMS, extra_config=olmo3_gguf_config, matches=is_olmo3_gguf),
         defaults={
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-5,
@@ -202,6 +222,7 @@ DENSE_FAMILIES = (
         name="smollm3",
         architecture="SmolLM3ForCausalLM",
         models="SmolLM3",
+        gguf=GgufFormat("smollm3", interleaved_heads=True, rope_dim_is_head_dim=True, extra_config=smollm3_gguf_config),
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
@@ -215,6 +236,15 @@ DENSE_FAMILIES = (
         name="glm4",
         architecture="Glm4ForCausalLM",
         models="GLM-4-0414",
+        gguf=GgufFormat(
+            "glm4",
+            tensor_names={
+                "post_attention_norm": "post_self_attn_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+                "ffn_up": "mlp.gate_up_proj",
+            },
+            extra_config=glm4_gguf_config,
+        ),
         defaults={
             "num_key_value_heads": 2,
             "head_dim": 128,
@@ -258,6 +288,11 @@ DENSE_FAMILIES = (
         name="seed_oss",
         architecture="SeedOssForCausalLM",
         models="Seed-OSS",
+        gguf=GgufFormat(
+            "seed_oss",
+            tensor_names={"post_attention_norm": "post_attention_layernorm"},
+            extra_config=seed_oss_gguf_config,
+        ),
         defaults={
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -270,6 +305,7 @@ DENSE_FAMILIES = (
         name="exaone4",
         architecture="Exaone4ForCausalLM",
         models="EXAONE 4.0",
+        gguf=GgufFormat("exaone4", tensor_names=GGUF_POST_NORMS, extra_config=exaone4_gguf_config),
         defaults={
             "num_key_value_heads": 32,
             "max_position_embeddings": 2048,
@@ -302,6 +338,7 @@ DENSE_FAMILIES = (
         name="ernie4_5",
         architecture="Ernie4_5ForCausalLM",
         models="dense ERNIE 4.5",
+        gguf=GgufFormat("ernie4_5", extra_config=ernie4_5_gguf_config),
         defaults={
             "num_key_value_heads": 2,
             "head_dim": 128,
@@ -325,6 +362,7 @@ DENSE_FAMILIES = (
         name="arcee",
         architecture="ArceeForCausalLM",
         models="AFM (Arcee)",
+        gguf=GgufFormat("arcee", interleaved_heads=True, rope_dim_is_head_dim=True, extra_config=arcee_gguf_config),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
         spec_fields=_arcee_spec_fields,
     ),

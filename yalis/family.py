@@ -23,6 +23,8 @@ class GgufReader(Protocol):
 
     def has_tensor(self, name: str) -> bool: ...
 
+    def layer_types(self, period: int) -> list[str]: ...
+
 
 @dataclass(frozen=True)
 class GgufFormat:
