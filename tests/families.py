@@ -165,6 +165,47 @@ CASES = [
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONGROPE},
         },
     ),
+    # The options of Phi-4-mini, Phi-4 and Falcon 3 at small sizes.
+    Case(
+        "phi4-mini",
+        "Phi3Config",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "sliding_window": 200,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 24,
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+            },
+        },
+        brief=True,
+    ),
+    Case(
+        "phi4",
+        "Phi3Config",
+        {
+            "num_key_value_heads": 1,
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0},
+        },
+        brief=True,
+    ),
+    Case(
+        "falcon3",
+        "LlamaConfig",
+        {
+            "num_attention_heads": 6,
+            "head_dim": 32,
+            "hidden_size": 60,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000042.0},
+        },
+        brief=True,
+    ),
     Case(
         "granite",
         "GraniteConfig",

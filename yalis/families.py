@@ -142,7 +142,7 @@ _RECORDS = (
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
-        models="Llama 2, 3, 3.1, 3.2; SmolLM2",
+        models="Llama 2, 3, 3.1, 3.2; SmolLM2; Falcon 3",
         gguf=GgufFormat("llama", interleaved_heads=True, rope_dim_is_head_dim=True, extra_config=_llama_gguf_config),
         defaults={"max_position_embeddings": 2048},
     ),
@@ -215,7 +215,7 @@ _RECORDS = (
     Family(
         name="phi3",
         architecture="Phi3ForCausalLM",
-        models="Phi-3",
+        models="Phi-3, Phi-4, Phi-4-mini",
         gguf=GgufFormat("phi3", tensor_names={"ffn_up": "mlp.gate_up_proj"}, extra_config=_phi3_gguf_config),
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         sliding_layers=every_layer,

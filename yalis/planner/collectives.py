@@ -76,6 +76,8 @@ def collectives(
     full = layers - 1 if last and sampled < tokens else layers
     if first and split.per_stage > 1:
         yield Collective("all_reduce", groups.tp, tokens * spec.hidden_size * itemsize, 1)
+    if split.rows > 1 and spec.joint_qk_norm:  # mean squares of queries and keys
+        yield Collective("all_reduce", groups.rows, tokens * 2 * _FLOAT32, layers)
     if split.rows > 1:
         yield from _reduced(groups.rows, hidden * itemsize, 2, layers, full, tokens, sampled)
     if split.cols > 1:
