@@ -474,6 +474,26 @@ CASES = [
         replayed_on_cpu=False,
         brief=True,
     ),
+    Case(
+        "nemotron",
+        "NemotronConfig",
+        {"head_dim": 24, "num_key_value_heads": 1, "intermediate_size": 77},
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "nemotron-bias-tied",
+        "NemotronConfig",
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
     # The experts that a step multiplies depend on its tokens, so no step of a mixture of experts is recorded on a CPU.
     Case(
         "mixtral-window",

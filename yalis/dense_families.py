@@ -148,6 +148,10 @@ def _arcee_spec_fields(config: ConfigReader) -> dict[str, Any]:
     return {"mlp": "plain"}
 
 
+def _nemotron_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return {"mlp": "plain", "norm": "layer", "norm_bias": True}
+
+
 def _starcoder2_spec_fields(config: ConfigReader) -> dict[str, Any]:
     layer_norm = {"norm": "layer", "norm_bias": True}
     return {"mlp": "plain", "plain_mlp": ("c_fc", "c_proj"), **layer_norm, **_bias_everywhere(config)}
@@ -365,6 +369,21 @@ DENSE_FAMILIES = (
         gguf=GgufFormat("arcee", interleaved_heads=True, rope_dim_is_head_dim=True, extra_config=arcee_gguf_config),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
         spec_fields=_arcee_spec_fields,
+    ),
+    Family(
+        name="nemotron",
+        architecture="NemotronForCausalLM",
+        models="Nemotron-4, Minitron",
+        defaults={
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "hidden_act": "relu2",
+            "partial_rotary_factor": 0.5,
+        },
+        norm_eps="norm_eps",
+        norm_offset=1.0,
+        partial_rotary=True,
+        spec_fields=_nemotron_spec_fields,
     ),
     Family(
         name="starcoder2",

@@ -177,8 +177,8 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
 # A GPU runs torch's kernel: ours norm by the root mean square.
 @opaque("(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor", lambda x, *_: x.shape)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return (x - mean(x)) / std(x) * weight + bias over the last dimension of x [T, C], computed in float32."""
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
+    """Return (x - mean(x)) / std(x) * weight + bias over the last dimension of x [T, C], computed in weight's dtype."""
+    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(x.dtype)
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
