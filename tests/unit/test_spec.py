@@ -38,7 +38,7 @@ def test_missing_keys_have_the_defaults_of_transformers(architecture):
     expected = transformers.AutoConfig.for_model(family, **sizes)
     spec = read_spec({"architectures": [architecture], **sizes})
     ropes = expected.rope_parameters
-    assert spec.num_kv_heads == expected.num_key_value_heads
+    assert spec.num_kv_heads == (expected.num_key_value_heads or 32)  # Nemotron's is None, with which its model fails
     assert spec.max_position == expected.max_position_embeddings
     assert spec.norm_eps == getattr(expected, FAMILIES[architecture].norm_eps)
     assert spec.tie_embeddings == expected.tie_word_embeddings
