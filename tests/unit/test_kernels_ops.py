@@ -117,9 +117,11 @@ def test_small_gemms_are_fused_with_their_epilogue(monkeypatch: pytest.MonkeyPat
 
 @DTYPES
 @pytest.mark.parametrize("biased", [False, True])
-def test_layer_norm(dtype: torch.dtype, biased: bool) -> None:
-    x, weight = torch.randn(5, 77).to(dtype) * 3 + 1, torch.randn(77).to(dtype)
-    bias = torch.randn(77).to(dtype) if biased else None
+@pytest.mark.parametrize("wide_weight", [False, True])  # offset + weight is stored in fp32
+def test_layer_norm(dtype: torch.dtype, biased: bool, wide_weight: bool) -> None:
+    stored = torch.float32 if wide_weight else dtype
+    x, weight = torch.randn(5, 77).to(dtype) * 3 + 1, torch.randn(77).to(stored)
+    bias = torch.randn(77).to(stored) if biased else None
     expected = reference.layer_norm(x, weight, bias, 1e-5)
     check(on_gpu(ops.layer_norm, x, weight, bias, 1e-5), ops.layer_norm(x, weight, bias, 1e-5), expected)
 
