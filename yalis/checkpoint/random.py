@@ -78,7 +78,7 @@ class RandomCheckpoint(Checkpoint):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> RandomTensor:
         fill = None
-        if name.endswith("norm.weight") or "layernorm" in name:
+        if name.endswith(("norm.weight", "norm.bias")) or "layernorm" in name:
             fill = 0.0 if name.endswith(".bias") else self._norm
         return RandomTensor(name, shape, self._dtype, self._seed, fill)
 
