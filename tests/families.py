@@ -38,11 +38,14 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     std: float = 0.25  # of the matrices; more layers amplify rounding errors and need a smaller value
     replayed_on_cpu: bool = True  # every operation has a native kernel, so steps can be recorded on a CPU
-    brief: bool = False  # `make test` leaves out scenarios that another case of the same MLP covers
+    brief: bool = False  # `make test` runs few scenarios of it; other cases cover what its operations have in common
 
     def build(self, seed: int) -> transformers.PreTrainedModel:
         """Return a model with random weights, large enough that logits differ clearly."""
-        config = getattr(transformers, self.config)(**deepcopy({**_COMMON, **self.options}))
+        options = deepcopy({**_COMMON, **self.options})
+        if isinstance(options.get("layer_types"), str):  # the same for all layers
+            options["layer_types"] = [options["layer_types"]] * options["num_hidden_layers"]
+        config = getattr(transformers, self.config)(**options)
         model = transformers.AutoModelForCausalLM.from_config(choose_eager(config)).eval()
         generator = torch.Generator().manual_seed(seed)
         offset = 0.0 if "Gemma" in self.config else 1.0
@@ -162,6 +165,47 @@ CASES = [
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONGROPE},
         },
     ),
+    # The options of Phi-4-mini, Phi-4 and Falcon 3 at small sizes.
+    Case(
+        "phi4-mini",
+        "Phi3Config",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "sliding_window": 200,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 24,
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+            },
+        },
+        brief=True,
+    ),
+    Case(
+        "phi4",
+        "Phi3Config",
+        {
+            "num_key_value_heads": 1,
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0},
+        },
+        brief=True,
+    ),
+    Case(
+        "falcon3",
+        "LlamaConfig",
+        {
+            "num_attention_heads": 6,
+            "head_dim": 32,
+            "hidden_size": 60,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000042.0},
+        },
+        brief=True,
+    ),
     Case(
         "granite",
         "GraniteConfig",
@@ -188,6 +232,267 @@ CASES = [
             "logits_scaling": 0.7,
         },
         replayed_on_cpu=False,
+    ),
+    Case(
+        "gemma3",
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "intermediate_size": 77,
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "gemma3-bias-untied",
+        "Gemma3TextConfig",
+        {
+            "head_dim": 24,
+            "num_key_value_heads": 1,
+            "sliding_window_pattern": 2,
+            "sliding_window": 16,
+            "attention_bias": True,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": False,
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case("olmo2", "Olmo2Config", {"intermediate_size": 77}, replayed_on_cpu=False, brief=True),
+    Case(
+        "olmo2-bias-tied",
+        "Olmo2Config",
+        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "olmo3",
+        "Olmo3Config",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+        std=0.2,
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "smollm3",
+        "SmolLM3Config",
+        {"num_key_value_heads": 1, "no_rope_layer_interval": 2, "intermediate_size": 77},
+        brief=True,
+    ),
+    Case(
+        "smollm3-bias-untied",
+        "SmolLM3Config",
+        {
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+        brief=True,
+    ),
+    Case("glm4", "Glm4Config", {"head_dim": 20, "intermediate_size": 77}, brief=True),
+    Case(
+        "glm4-tied",
+        "Glm4Config",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+        brief=True,
+    ),
+    Case(
+        "ministral3",
+        "Ministral3Config",
+        {
+            "head_dim": 24,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 9,
+                "max_position_embeddings": 256,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.7,
+            },
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "ministral3-window-tied",
+        "Ministral3Config",
+        {"head_dim": 16, "num_key_value_heads": 1, "sliding_window": 8, "tie_word_embeddings": True},
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case("seed-oss", "SeedOssConfig", {"head_dim": 24, "intermediate_size": 77}, brief=True),
+    Case(
+        "seed-oss-bias-tied",
+        "SeedOssConfig",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        brief=True,
+    ),
+    Case(
+        "exaone4",
+        "Exaone4Config",
+        {"sliding_window": 8, "sliding_window_pattern": 2, "intermediate_size": 77},
+        brief=True,
+    ),
+    Case(
+        "exaone4-full-tied",
+        "Exaone4Config",
+        {
+            "num_key_value_heads": 1,
+            "sliding_window": None,
+            "layer_types": "full_attention",
+            "tie_word_embeddings": True,
+        },
+        brief=True,
+    ),
+    Case(
+        "cohere2",
+        "Cohere2Config",
+        {"sliding_window": 8, "sliding_window_pattern": 2, "intermediate_size": 77, "logit_scale": 0.25},
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "cohere2-bias-untied",
+        "Cohere2Config",
+        {
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "layer_types": "sliding_attention",
+            "sliding_window": 16,
+            "tie_word_embeddings": False,
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case("ernie4.5", "Ernie4_5Config", {"head_dim": 24, "intermediate_size": 77}, brief=True),
+    Case(
+        "ernie4.5-bias-untied",
+        "Ernie4_5Config",
+        {"num_key_value_heads": 1, "head_dim": 16, "use_bias": True, "tie_word_embeddings": False},
+        brief=True,
+    ),
+    Case(
+        "hunyuan",
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 24,
+            "intermediate_size": 77,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+        },
+        brief=True,
+    ),
+    Case(
+        "hunyuan-bias-tied",
+        "HunYuanDenseV1Config",
+        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+        brief=True,
+    ),
+    Case("arcee", "ArceeConfig", {"head_dim": 24, "intermediate_size": 77}, replayed_on_cpu=False, brief=True),
+    Case(
+        "arcee-bias-tied",
+        "ArceeConfig",
+        {
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "starcoder2",
+        "Starcoder2Config",
+        {"sliding_window": 8, "intermediate_size": 77},
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "starcoder2-untied",
+        "Starcoder2Config",
+        {"num_key_value_heads": 4, "use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False},
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "stablelm", "StableLmConfig", {"intermediate_size": 77, "use_qkv_bias": True}, replayed_on_cpu=False, brief=True
+    ),
+    Case(
+        "stablelm-parallel-tied",
+        "StableLmConfig",
+        {
+            "num_key_value_heads": 4,
+            "use_parallel_residual": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "nemotron",
+        "NemotronConfig",
+        {"head_dim": 24, "num_key_value_heads": 1, "intermediate_size": 77},
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "nemotron-bias-tied",
+        "NemotronConfig",
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+        replayed_on_cpu=False,
+        brief=True,
     ),
     # The experts that a step multiplies depend on its tokens, so no step of a mixture of experts is recorded on a CPU.
     Case(

@@ -43,7 +43,10 @@ def write_gguf(
 ) -> Path:
     """Write a model. `kind`: type of its matrices, `extra`: more metadata, `factors`: RoPE tensors by GGUF name."""
     config = model.config
-    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    renamed = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+    family = renamed.get(config.model_type, config.model_type)
+    rope = config.rope_parameters
+    full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention")
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(config.max_position_embeddings)
@@ -53,16 +56,27 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(full["rope_theta"])
+    if sliding is not None:
+        writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    if full["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if full["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
-    if family in ("qwen3", "gemma2", "llama"):
+    writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+    if family in ("qwen3", "gemma2", "gemma3", "llama", "smollm3", "glm4", "seed_oss", "arcee", "ernie4_5"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if family in ("gemma2", "phi3", "llama") and getattr(config, "sliding_window", None):
+    if family in ("gemma2", "gemma3", "phi3", "llama", "olmo2", "exaone4") and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+        if family in ("olmo2", "exaone4"):
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if family in ("gemma2", "gemma3") and config.final_logit_softcapping:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if family == "granite":
         writer.add_attention_scale(config.attention_multiplier)
@@ -86,11 +100,12 @@ def write_gguf(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = weight.float().numpy()
-        if family in ("llama", "granite") and ".q_proj." in name:
+        interleaved = family in ("llama", "granite", "smollm3", "arcee")
+        if interleaved and ".q_proj." in name:
             values = interleave_heads(values, config.num_attention_heads)
-        if family in ("llama", "granite") and ".k_proj." in name:
+        if interleaved and ".k_proj." in name:
             values = interleave_heads(values, config.num_key_value_heads)
-        if family == "gemma2" and name.endswith("norm.weight"):
+        if family in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + np.float32(1)
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         as_kind = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32

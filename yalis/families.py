@@ -1,102 +1,33 @@
 """The supported model families: one record per family with all settings in which it differs.
 
-Every family runs on the same decoder with different settings. To add a family, add a record to FAMILIES. If it needs an
-operation no field describes, add a field to ModelSpec (spec.py) or MoESpec (moe.py) and use it in the layer that
-computes it.
+Every family runs on the same decoder with different settings. To add a family, add a record here, or to
+dense_families.py. If it needs an operation no field describes, add a field to ModelSpec (spec.py) or MoESpec (moe.py)
+and use it in the layer that computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from yalis.config_reader import ConfigReader
+from yalis.dense_families import DENSE_FAMILIES
 from yalis.errors import YalisError
-from yalis.moe import MoESpec, list_unknown_fields, read_mixtral_moe, read_olmoe_moe, read_qwen2_moe, read_qwen3_moe
-
-
-class GgufReader(Protocol):
-    """Typed access to the metadata of a GGUF file; keys omit the architecture prefix ("llama.")."""
-
-    architecture: str  # general.architecture
-    model_name: str  # general.name
-    label: str
-
-    def integer(self, key: str, default: int | None = None) -> int: ...
-
-    def number(self, key: str, default: float | None = None) -> float: ...
-
-    def has_tensor(self, name: str) -> bool: ...
-
-
-@dataclass(frozen=True)
-class GgufFormat:
-    """How llama.cpp's converter stores a family in a GGUF file."""
-
-    architecture: str  # the file's general.architecture
-    #: GGUF tensor name -> Hugging Face name within a layer, where it differs from gguf_config.LAYER_TENSORS.
-    tensor_names: Mapping[str, str] = field(default_factory=dict)
-    interleaved_heads: bool = False  # rows of q_proj and k_proj are reordered for RoPE on pairs (2i, 2i + 1)
-    rope_dim_is_head_dim: bool = False  # without attention.key_length, rope.dimension_count is the head size
-    #: Returns further config.json entries; gets the metadata and the entries common to all families.
-    extra_config: Callable[[GgufReader, Mapping[str, Any]], dict[str, Any]] = lambda metadata, config: {}
-    #: Decides between families that share an architecture name; None: used when no other matches.
-    matches: Callable[[GgufReader], bool] | None = None
-
-
-@dataclass(frozen=True)
-class Family:
-    name: str  # config.json's model_type
-    architecture: str  # config.json's "architectures" entry
-    models: str  # released models, for messages
-    gguf: GgufFormat | None = None  # None: GGUF files of this family cannot be read
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' value of keys a config.json leaves out
-    #: Returns, per layer, whether it uses the sliding window. None: the family ignores sliding_window.
-    sliding_layers: Callable[[ConfigReader, int], Sequence[bool]] | None = None
-    activation: str | None = None  # replaces hidden_act, which this family's config.json may hold but does not use
-    qkv_bias: bool = False  # q, k and v always have biases; otherwise attention_bias decides
-    qk_norm: bool = False
-    norm_offset: float = 0.0
-    sandwich_norms: bool = False
-    fused_projections: bool = False
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names for a RoPE scaling type
-    partial_rotary: bool = False  # honours partial_rotary_factor, which transformers ignores in the other families
-    #: Returns ModelSpec fields computed from config.json keys that only this family has.
-    spec_fields: Callable[[ConfigReader], dict[str, Any]] = lambda config: {}
-
-    @property
-    def gguf_format(self) -> GgufFormat:
-        """The GGUF format of a family that find_gguf_family() returns."""
-        assert self.gguf is not None
-        return self.gguf
-
-
-def _every_layer(config: ConfigReader, num_layers: int) -> list[bool]:
-    return [True] * num_layers
-
-
-def _listed_layers(config: ConfigReader, num_layers: int) -> list[bool] | None:
-    """Return which layers config.json's layer_types lists as sliding, or None if it has no such key."""
-    types = config.config.get("layer_types")
-    if types is None:
-        return None
-    if len(types) != num_layers:
-        raise YalisError(
-            f"{config.label} gives {len(types)} layer_types for {num_layers} layers; it must give one for each"
-        )
-    return [layer_type == "sliding_attention" for layer_type in types]
+from yalis.family import SANDWICH_NORMS, Family, GgufFormat, GgufReader, every_layer, listed_layers
+from yalis.moe import MoESpec, read_mixtral_moe, read_olmoe_moe, read_qwen2_moe, read_qwen3_moe
+from yalis.moe import list_unknown_fields as list_unknown_moe_fields
+from yalis.unknown_fields import list_unknown_fields
 
 
 def _qwen_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     if not config.flag("use_sliding_window"):
         return [False] * num_layers
     first = config.config.get("max_window_layers", 28)
-    return _listed_layers(config, num_layers) or [layer >= first for layer in range(num_layers)]
+    return listed_layers(config, num_layers) or [layer >= first for layer in range(num_layers)]
 
 
 def _gemma2_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
-    return _listed_layers(config, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
+    return listed_layers(config, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
 
 
 def _gemma2_spec_fields(config: ConfigReader) -> dict[str, Any]:
@@ -106,6 +37,10 @@ def _gemma2_spec_fields(config: ConfigReader) -> dict[str, Any]:
         "attention_softcap": config.optional_number("attn_logit_softcapping"),
         "logit_softcap": config.optional_number("final_logit_softcapping"),
     }
+
+
+def _phi3_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return {"fused_qkv": True, "fused_gate_up": True}
 
 
 def _granite_spec_fields(config: ConfigReader) -> dict[str, Any]:
@@ -121,7 +56,7 @@ def _qwen2_moe_sliding_layers(config: ConfigReader, num_layers: int) -> list[boo
     if not config.flag("use_sliding_window"):
         return [False] * num_layers
     end = config.config.get("max_window_layers", 28)
-    return _listed_layers(config, num_layers) or [layer % 2 == 0 and layer < end for layer in range(num_layers)]
+    return listed_layers(config, num_layers) or [layer % 2 == 0 and layer < end for layer in range(num_layers)]
 
 
 def _qwen3_moe_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
@@ -207,7 +142,7 @@ _RECORDS = (
     Family(
         name="llama",
         architecture="LlamaForCausalLM",
-        models="Llama 2, 3, 3.1, 3.2; SmolLM2",
+        models="Llama 2, 3, 3.1, 3.2; SmolLM2; Falcon 3",
         gguf=GgufFormat("llama", interleaved_heads=True, rope_dim_is_head_dim=True, extra_config=_llama_gguf_config),
         defaults={"max_position_embeddings": 2048},
     ),
@@ -223,7 +158,7 @@ _RECORDS = (
             matches=_is_mistral_gguf,
         ),
         defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-        sliding_layers=_every_layer,
+        sliding_layers=every_layer,
     ),
     Family(
         name="qwen2",
@@ -274,19 +209,19 @@ _RECORDS = (
         sliding_layers=_gemma2_sliding_layers,
         activation="gelu_pytorch_tanh",
         norm_offset=1.0,
-        sandwich_norms=True,
+        block_norms=SANDWICH_NORMS,
         spec_fields=_gemma2_spec_fields,
     ),
     Family(
         name="phi3",
         architecture="Phi3ForCausalLM",
-        models="Phi-3",
+        models="Phi-3, Phi-4, Phi-4-mini",
         gguf=GgufFormat("phi3", tensor_names={"ffn_up": "mlp.gate_up_proj"}, extra_config=_phi3_gguf_config),
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-        sliding_layers=_every_layer,
-        fused_projections=True,
+        sliding_layers=every_layer,
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         partial_rotary=True,
+        spec_fields=_phi3_spec_fields,
     ),
     Family(
         name="granite",
@@ -306,7 +241,7 @@ _RECORDS = (
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
         },
-        sliding_layers=_every_layer,
+        sliding_layers=every_layer,
         spec_fields=_mixtral_spec_fields,
     ),
     Family(
@@ -344,6 +279,7 @@ _RECORDS = (
         qk_norm=True,
         spec_fields=_qwen3_moe_spec_fields,
     ),
+    *DENSE_FAMILIES,
 )
 #: The families by config.json's "architectures" entry.
 FAMILIES = {family.architecture: family for family in _RECORDS}
@@ -372,7 +308,7 @@ def find_family(config: Mapping[str, Any], label: str) -> Family:
     unknown = names[0] if names else config.get("model_type")
     if unknown is None:
         raise YalisError(f"{label} has no architectures entry; use a model whose config.json has one of: {known}")
-    needs = list_unknown_fields(config)
+    needs = list(dict.fromkeys([*list_unknown_moe_fields(config), *list_unknown_fields(config)]))
     why = f" (its config has {'; '.join(needs)})" if needs else ""
     raise YalisError(f"{label} has architecture {unknown!r}, which is not supported{why}; known: {known}")
 

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from yalis.config_reader import ConfigReader
 from yalis.errors import YalisError
-from yalis.families import Family, find_family
+from yalis.families import find_family
+from yalis.family import PRE_NORMS, BlockNorms, Family
 from yalis.moe import MoESpec
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding. layers/rotary.py computes the frequencies, in the precision of transformers."""
-
-    theta: float
-    dim: int  # rotated dimensions of a head
-    kind: str = "default"  # default | linear | llama3 | yarn | longrope
-    scale: float = 1.0  # multiplies cosine and sine
-    factor: float = 1.0
-    original_max: int = 0  # context length the frequencies were trained for
-    low: float = 0.0  # llama3: low_freq_factor; yarn: beta_slow
-    high: float = 0.0  # llama3: high_freq_factor; yarn: beta_fast
-    truncate: bool = True  # yarn
-    short_factor: tuple[float, ...] = ()  # longrope, up to original_max tokens
-    long_factor: tuple[float, ...] = ()  # longrope, for longer sequences
-
-    @property
-    def switch_at(self) -> int | None:
-        """The length above which a sequence uses a second set of frequencies; None if there is only one set."""
-        return self.original_max if self.kind == "longrope" else None
+from yalis.rope import RopeSpec, read_layer_ropes, read_rope
+from yalis.unknown_fields import refuse_unknown_fields
 
 
 @dataclass(frozen=True)
@@ -50,6 +30,7 @@ class ModelSpec:
     max_position: int
     norm_eps: float
     rope: RopeSpec
+    layer_ropes: tuple[RopeSpec, ...]  # of each layer; `rope` is that of layers with full attention
     windows: tuple[int | None, ...]  # the sliding window of each layer, None where it has full attention
     attention_scale: float
     activation: str  # silu | gelu_tanh | gelu
@@ -60,20 +41,38 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    norm: str = "rms"  # the class of norms over the hidden size, a key of parallel.norm.NORMS
+    norm_bias: bool = False
+    block_norms: BlockNorms = PRE_NORMS
+    parallel_block: bool = False  # attention and MLP have the same input, and both are added to it (Cohere 2)
     qk_norm: bool = False  # RMSNorm over each query and key head
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_after_rope: bool = False  # (HunYuan)
     joint_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads (OLMoE)
-    norm_offset: float = 0.0  # RMSNorm multiplies by offset + weight (Gemma: 1)
-    sandwich_norms: bool = False  # RMSNorm on the output of attention and MLP as well (Gemma 2)
+    norm_offset: float = 0.0  # norms multiply by offset + weight (Gemma: 1)
     embed_scale: float | None = None  # multiplies the token embeddings; rounded to the compute dtype, as in Gemma 2
     residual_multiplier: float = 1.0  # multiplies the output of attention and MLP before the residual is added
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     logits_scaling: float = 1.0  # divides the logits
-    fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
+    interleaved_rope: bool = False  # RoPE rotates pairs (2i, 2i + 1) of the checkpoint's rows, not (i, i + dim / 2)
+    fused_qkv: bool = False  # the checkpoint has qkv_proj
+    fused_gate_up: bool = False  # the checkpoint has gate_up_proj
+    plain_mlp: tuple[str, str] = ("up_proj", "down_proj")  # the matrices of an MLP without a gate
 
     def mlp_of(self, layer: int) -> str:
         """Return the class that computes the MLP of a layer, a key of layers.mlp.MLPS."""
         return "gated" if self.moe is not None and not self.moe.layers[layer] else self.mlp
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different RoPE settings of the layers, in the order of their first use."""
+        return tuple(dict.fromkeys(self.layer_ropes))
+
+    @property
+    def dense_matrices(self) -> int:
+        """The number of matrices of intermediate_size rows or columns in a dense MLP."""
+        return 2 if self.mlp == "plain" else 3
 
     def mlp_widths(self) -> tuple[int, ...]:
         """Return the width of every kind of MLP in the model: dense, of an expert, of the shared expert."""
@@ -84,6 +83,7 @@ class ModelSpec:
         return (*dense, self.moe.width, *shared)
 
 
+#: Names in config.json. The kernels of gated MLPs have no squared ReLU.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -92,6 +92,7 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
 }
+_PLAIN_ACTIVATIONS = {**_ACTIVATIONS, "relu2": "relu2"}
 
 
 #: Far above what any model has. Each layer and head costs memory and time before the first weight is read.
@@ -124,7 +125,10 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
     eos = config.config.get("eos_token_id")
     if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos or 0])):
         raise YalisError(f"eos_token_id in {label} is {eos!r}; it must be a token id or a list of them")
+    refuse_unknown_fields(config)
+    fields = family.spec_fields(config)
     attention_bias = config.flag("attention_bias")
+    rope = read_rope(family, config, head_dim, max_position)
     spec = ModelSpec(
         family=family.name,
         hidden_size=hidden,
@@ -135,11 +139,12 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         max_position=max_position,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_check_rope(_rope(family, config, head_dim, max_position), label),
+        norm_eps=config.number(family.norm_eps, 1e-6),
+        rope=rope,
+        layer_ropes=read_layer_ropes(family, config, head_dim, max_position, rope),
         windows=_windows(family, config, num_layers),
         attention_scale=head_dim**-0.5,
-        activation=_activation(family, config),
+        activation=_activation(family, config, _PLAIN_ACTIVATIONS if fields.get("mlp") == "plain" else _ACTIVATIONS),
         tie_embeddings=config.flag("tie_word_embeddings"),
         dtype=_dtype(config.config),
         qkv_bias=attention_bias or family.qkv_bias,
@@ -147,18 +152,17 @@ def _read(family: Family, config: ConfigReader) -> ModelSpec:
         mlp_bias=config.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         norm_offset=family.norm_offset,
-        sandwich_norms=family.sandwich_norms,
-        fused_projections=family.fused_projections,
+        block_norms=family.block_norms,
     )
-    return replace(spec, **family.spec_fields(config))
+    return replace(spec, **fields)
 
 
-def _activation(family: Family, config: ConfigReader) -> str:
+def _activation(family: Family, config: ConfigReader, known: Mapping[str, str]) -> str:
     given = config.config
     name = given.get("hidden_activation") or family.activation or given.get("hidden_act", "silu")
-    if name not in _ACTIVATIONS:
-        raise YalisError(f"{config.label} has activation {name!r}; known: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+    if name not in known:
+        raise YalisError(f"{config.label} has activation {name!r}; known: {', '.join(known)}")
+    return known[name]
 
 
 def _windows(family: Family, config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -172,92 +176,3 @@ def _windows(family: Family, config: ConfigReader, num_layers: int) -> tuple[int
 def _dtype(config: Mapping[str, Any]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return name if name in ("float32", "bfloat16", "float16") else "bfloat16"
-
-
-def _rope(family: Family, reader: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
-    """Read transformers 5's rope_parameters, or rope_theta with rope_scaling of earlier versions."""
-    config, label = reader.config, reader.label
-    rope: dict[str, Any] = {
-        "rope_theta": config.get("rope_theta"),
-        "partial_rotary_factor": config.get("partial_rotary_factor"),
-    }
-    rope.update(config.get("rope_scaling") or {})
-    rope.update(config.get("rope_parameters") or {})
-    theta = float(rope.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    kind = family.rope_aliases.get(kind, kind)
-    dim = _rotated_dimensions(family, kind, head_dim, float(rope.get("partial_rotary_factor") or 1.0), label)
-    original = int(
-        config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_position
-    )
-    stretch = float(rope.get("factor") or max_position / original)
-    try:
-        if kind == "default":
-            return RopeSpec(theta, dim)
-        if kind == "linear":
-            return RopeSpec(theta, dim, kind, factor=float(rope["factor"]))
-        if kind == "llama3":
-            low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-            return RopeSpec(theta, dim, kind, 1.0, float(rope["factor"]), original, low, high)
-        if kind == "yarn":
-            low, high = float(rope.get("beta_slow") or 1), float(rope.get("beta_fast") or 32)
-            scale, truncate = _yarn_scale(rope, stretch), bool(rope.get("truncate", True))
-            return RopeSpec(theta, dim, kind, scale, stretch, original, low, high, truncate)
-        if kind == "longrope":
-            scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-            scale = float(rope.get("attention_factor") or scale)
-            short, long = tuple(map(float, rope["short_factor"])), tuple(map(float, rope["long_factor"]))
-            if len(short) != dim // 2 or len(long) != dim // 2:
-                raise YalisError(
-                    f"{label} has {len(short)} short and {len(long)} long RoPE factors; {dim // 2} of each are needed"
-                )
-            return RopeSpec(theta, dim, kind, scale, stretch, original, short_factor=short, long_factor=long)
-    except KeyError as missing:
-        raise YalisError(f"{label} has {kind} RoPE scaling but lacks its {missing} entry") from None
-    raise YalisError(
-        f"{label} has RoPE scaling {kind!r}, which is not supported; supported: default, linear, llama3, yarn, longrope"
-    )
-
-
-def _check_rope(rope: RopeSpec, label: str) -> RopeSpec:
-    """Return the settings; raises if no frequencies can be computed from them."""
-    factors = (rope.factor, rope.scale, *rope.short_factor, *rope.long_factor)
-    valid = 1 < rope.theta < math.inf and all(0 < factor < math.inf for factor in factors)
-    if rope.kind in ("llama3", "yarn"):
-        valid = valid and 1e-6 < rope.low < rope.high < 1e6 and rope.original_max > 0
-    if not valid:
-        raise YalisError(
-            f"the {rope.kind} RoPE settings of {label} are out of range: rope_theta must be above 1, every factor "
-            "positive, and low_freq_factor or beta_slow below high_freq_factor or beta_fast; compare config.json with "
-            "the original"
-        )
-    return rope
-
-
-def _rotated_dimensions(family: Family, kind: str, head_dim: int, partial_rotary_factor: float, label: str) -> int:
-    """Return how many dimensions of a head RoPE rotates, as transformers' model of this family does."""
-    if not 0 < partial_rotary_factor <= 1:
-        raise YalisError(
-            f"partial_rotary_factor in {label} is {partial_rotary_factor:g}; it must be above 0 and at most 1"
-        )
-    dim = int(head_dim * partial_rotary_factor)
-    if dim != head_dim and not family.partial_rotary:
-        if kind != "default":  # transformers scales fewer frequencies here than its model rotates, and fails
-            raise YalisError(
-                f"{label} has partial_rotary_factor {partial_rotary_factor:g} with {kind} RoPE scaling, which "
-                f"{family.architecture} does not support; remove partial_rotary_factor from config.json"
-            )
-        dim = head_dim
-    if dim % 2 or dim < 2:
-        raise YalisError(f"{label} applies RoPE to {dim} dimensions of a head; head_dim must be even")
-    return dim
-
-
-def _yarn_scale(rope: dict[str, Any], factor: float) -> float:
-    def magnitude(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)

@@ -174,7 +174,9 @@ class GgufTarget:
     name = "GGUF header"
 
     def make(self, rng: Random) -> bytes:
-        architecture = rng.choice(("llama", "llama", "qwen2", "qwen3", "gemma2", "phi3", "granite"))
+        architecture = rng.choice(
+            ("llama", "llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "gemma3", "olmo2", "glm4")
+        )
         pairs, tensors = _metadata(architecture, tokenizer=rng.random() < 0.1), list(_TENSORS)
         if rng.random() < 0.7:  # without this tensor, the RoPE scaling of the metadata is used
             tensors = [info for info in tensors if info[0] != "rope_freqs.weight"]

@@ -31,7 +31,8 @@ STEPS = 16
 SEED = 5
 LENGTHS = (21, 1, 30, 37, 6, 26, 3, 44, 12)
 FAMILIES = (
-    "llama3-gqa4", "llama-bias-linear", "mistral-window", "qwen3-gqa4", "gemma2", "phi3", "phi3-longrope", "granite"
+    "llama3-gqa4", "llama-bias-linear", "mistral-window", "qwen3-gqa4", "gemma2", "phi3", "phi3-longrope", "granite",
+    "gemma3", "ministral3", "cohere2", "hunyuan", "nemotron", "stablelm-parallel-tied",
 )  # fmt: skip
 FEW = [case for case in CASES if case.name in FAMILIES]
 

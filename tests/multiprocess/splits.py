@@ -23,9 +23,13 @@ SPLITS: dict[int, list[dict[str, Any]]] = {
 }
 
 
+#: Require heads * head_dim == hidden size.
+ONE_HEAD_DIM = ("Phi3Config", "OlmoeConfig", "Cohere2Config", "StableLmConfig")
+
+
 def widen(case: Case) -> Case:
     """Return the case with 5 layers, enough heads for 8 ranks, and an MLP width that no number of ranks divides."""
-    if case.config in ("Phi3Config", "OlmoeConfig"):  # require heads * head_dim == hidden size
+    if case.config in ONE_HEAD_DIM:
         sizes = {"hidden_size": 128, "num_attention_heads": 8}
         kv_heads = {4: 8, 2: 4, 1: 1}
     else:
@@ -47,12 +51,20 @@ if find_spec("llguidance") is not None:
     NUMBERS = {"structured_outputs": StructuredOutputs(json=array)}
     WORDS = {"structured_outputs": StructuredOutputs(regex=f"([a-z]{{2,5}} ){{{STEPS}}}"), "min_tokens": STEPS}
 
-#: Models with experts by number of ranks. The pairwise cover has the dense ones.
-EXPERT_TRIALS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    2: [("olmoe", {"tp": 2}), ("mixtral-window", {"dp": 2})],
-    3: [("qwen2-moe", {"tp": 3})],
-    4: [("olmoe-bias-tied", {"tp": "2x2"}), ("qwen2-moe", {"tp": "1x4"}), ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2})],
-    8: [("qwen3-moe-sparse-tied", {"tp": "4x2"})],
+#: Brief cases by number of ranks: those with experts, and every operation that only newer dense families have. The
+#: pairwise cover has the other cases.
+BRIEF_TRIALS: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [("olmoe", {"tp": 2}), ("mixtral-window", {"dp": 2}), ("starcoder2", {"tp": "1x2"}), ("gemma3", {"pp": 2})],
+    3: [("qwen2-moe", {"tp": 3}), ("olmo3", {"tp": 3}), ("ministral3", {"pp": 3})],
+    4: [
+        ("olmoe-bias-tied", {"tp": "2x2"}),
+        ("qwen2-moe", {"tp": "1x4"}),
+        ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2}),
+        ("cohere2-bias-untied", {"tp": "2x2"}),
+        ("glm4", {"tp": 4}),
+        ("hunyuan", {"tp": 2, "dp": 2}),
+    ],
+    8: [("qwen3-moe-sparse-tied", {"tp": "4x2"}), ("stablelm-parallel-tied", {"tp": "2x2", "pp": 2})],
 }
 
 #: Every prompt is sampled with GREEDY, and prompt i with RANDOM[i], all in one batch.

@@ -16,7 +16,7 @@ import torch
 
 from tests.families import CASES, Reference, make_prompts, make_reference
 from tests.multiprocess.run_trials import generate, generate_long
-from tests.multiprocess.splits import EXPERT_TRIALS, LENGTHS, MEMORY_PRESSURE, RANDOM, SPLITS, STEPS, WIDE, Trial
+from tests.multiprocess.splits import BRIEF_TRIALS, LENGTHS, MEMORY_PRESSURE, RANDOM, SPLITS, STEPS, WIDE, Trial
 from tests.tokenizer_files import characters
 from yalis import LLM
 from yalis.config import EngineConfig
@@ -124,19 +124,19 @@ def run(models: Models, ranks: int, chosen: list[tuple[str, dict[str, Any]]], ou
 
 
 def cover(ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return every split with one to three dense models, and some with experts.
+    """Return every split with one to three models, and some with brief cases.
 
-    Over all numbers of ranks, every dense model has at least two splits. Gemma 2 is added for its norms of attention
-    and MLP outputs on a split hidden size.
+    Over all numbers of ranks, every case that is not brief has at least two splits. Gemma 2 is added for its norms of
+    attention and MLP outputs on a split hidden size.
     """
     stride = 10 if ranks == 8 else 6
     more = [("gemma2", {"tp": "2x2"})] if ranks == 4 else []
-    dense = [case for case in WIDE if "num_experts_per_tok" not in case.options]
-    more += EXPERT_TRIALS.get(ranks, [])
+    cases = [case for case in WIDE if not case.brief]
+    more += BRIEF_TRIALS.get(ranks, [])
     return more + [
         (case.name, split)
         for offset, split in enumerate(SPLITS[ranks])
-        for number, case in enumerate(dense)
+        for number, case in enumerate(cases)
         if (number + offset + 4 * ranks) % stride == 0
     ]
 

@@ -75,6 +75,51 @@ CASES = [
             "logits_scaling": 3.0,
         },
     ),
+    Case(
+        "gemma3",
+        "Gemma3TextConfig",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 20.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        std=0.15,
+    ),
+    Case("olmo2", "Olmo2Config", {**SIZES, "attention_bias": True}),
+    Case(
+        "olmo3",
+        "Olmo3Config",
+        {
+            **SIZES,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                    "attention_factor": 1.3,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    Case(
+        "smollm3", "SmolLM3Config", {**SIZES, "num_hidden_layers": 4, "mlp_bias": True, "attention_bias": True}, std=0.2
+    ),
+    Case("glm4", "Glm4Config", {**SIZES, "head_dim": 16}),
+    Case("seed_oss", "SeedOssConfig", {**SIZES, "head_dim": 16}),
+    Case("exaone4", "Exaone4Config", {**SIZES, "sliding_window": 8, "sliding_window_pattern": 2}),
+    Case("ernie4_5", "Ernie4_5Config", {**SIZES, "head_dim": 16, "use_bias": True}),
+    Case("arcee", "ArceeConfig", {**SIZES, "head_dim": 16}),
 ]
 
 
@@ -102,7 +147,7 @@ def test_tensors_and_config_make_the_same_model(case: Case, tmp_path: Path) -> N
     assert missing == ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
     for name, weight in expected.items():
         # Gemma's offset of one was rounded when the file was written
-        tolerance = 1e-6 if case.name == "gemma2" and "norm" in name else 0
+        tolerance = 1e-6 if case.name in ("gemma2", "gemma3") and "norm" in name else 0
         assert torch.allclose(tensors[name], weight, rtol=0, atol=tolerance), name
 
     # a transformers model with this config and these tensors computes the same logits
@@ -111,6 +156,7 @@ def test_tensors_and_config_make_the_same_model(case: Case, tmp_path: Path) -> N
     read_spec(config)
     rebuilt_config = getattr(transformers, case.config)(**config)
     rebuilt_config._attn_implementation = "eager"
+    assert len(tensors) == len(expected)
     rebuilt = transformers.AutoModelForCausalLM.from_config(rebuilt_config, dtype=torch.float32).eval()
     rebuilt.load_state_dict(tensors, strict=False)
     for length in (9, 40):  # shorter and longer than the sliding windows and longrope's switch length

@@ -74,6 +74,7 @@ def test_norms_are_the_identity() -> None:
         name = f"model.{part}.weight"
         assert _read(plain, name, (8,)).eq(1).all()
         assert _read(gemma, name, (8,)).eq(0).all()
+    assert _read(plain, "model.layers.0.input_layernorm.bias", (8,)).eq(0).all()
     assert 0 < _read(plain, "model.layers.0.self_attn.q_proj.bias", (8,)).abs().max() < 4 * STD
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.families import CASES
 from tests.ranks import Board, Memory, run_ranks
 from yalis import LLM, YalisError
 from yalis.checkpoint.random import RandomCheckpoint
@@ -23,6 +24,7 @@ from yalis.engine.slice_rank import SliceRank
 from yalis.parallel.memory import rank_memory
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
+from yalis.planner.collectives import StageGroups, collectives
 from yalis.scheduling.plan import SequenceStep, StepPlan
 from yalis.spec import read_spec
 from yalis.types import SamplingParams
@@ -180,6 +182,19 @@ def test_the_collectives_of_a_slice(split: Split) -> None:
             assert group.calls == Counter(name for name, _ in recorded.calls)
         if split.cols == 1:  # embedding, and attention and MLP of each layer
             assert part.count_all_reduces() == (1 + 2 * SPEC.num_layers, (1 + 2 * SPEC.num_layers) * 64 * 4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "cohere2", "starcoder2"])
+def test_the_planner_knows_the_all_reduces_of_a_model(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    config = case.build(0).config.to_dict()
+    spec = read_spec(config)
+    for split in (Split(2), Split(2, 2)):
+        part = SliceRank(0, engine_config(split), spec, RandomCheckpoint(config, 0, name))
+        planned = list(collectives(spec, split, StageGroups.of(split, 4, 0), 0, 4, tokens=1, sampled=1))
+        reduces = [one for one in planned if one.operation == "all_reduce"]
+        total = sum(one.count for one in reduces), sum(one.count * one.bytes for one in reduces)
+        assert part.count_all_reduces() == total, split
 
 
 @pytest.mark.parametrize("rank", range(6))

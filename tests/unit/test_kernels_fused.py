@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from yalis.kernels import ops, reference
+from yalis.layers.rotary import Rotary
+from yalis.rope import NO_ROPE
 from yalis.sampling.vocab_shards import row_max
 
 fused = pytest.importorskip("yalis.kernels.fused", reason="triton is not installed")
@@ -69,9 +71,17 @@ def test_activations_of_large_inputs() -> None:
 @DTYPES
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary_dim", "norm"),
-    [(4, 2, 64, 64, False), (3, 1, 80, 80, True), (9, 9, 16, 16, False), (2, 2, 100, 50, False), (5, 5, 96, 96, True)],
+    [
+        (4, 2, 64, 64, ""),
+        (3, 1, 80, 80, "first"),
+        (9, 9, 16, 16, ""),
+        (2, 2, 100, 50, ""),
+        (5, 5, 96, 96, "first, float32"),
+        (4, 2, 24, 24, "last"),
+        (3, 1, 40, 20, "last"),
+    ],
 )
-def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: bool) -> None:
+def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: str) -> None:
     tokens, blocks, block_size = 5, 4, 8
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim).to(dtype)
     angles = torch.randn(tokens, 1, rotary_dim // 2)
@@ -79,11 +89,12 @@ def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rot
     cos, sin = torch.cat((cos, sin), -1).to(dtype).chunk(2, dim=-1)  # views of one table, as the layers pass them
     slots = torch.randperm(blocks * block_size)[:tokens]
     pool = torch.randn(2, blocks, block_size, kv_heads, dim).to(dtype)
-    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if norm else (None, None)
+    stored, last = torch.float32 if "float32" in norm else dtype, norm == "last"
+    norms = (torch.randn(dim).to(stored), torch.randn(dim).to(stored)) if norm else (None, None)
 
     found, expected, layers = pool.clone(), pool.clone(), pool.clone()
-    q = fused.rope_write(qkv, cos, sin, *found, slots, *norms, 1e-6)
-    expected_q = reference.rope_write(qkv, cos, sin, *expected, slots, *norms, 1e-6)
+    q = fused.rope_write(qkv, cos, sin, *found, slots, *norms, 1e-6, norm_last=last)
+    expected_q = reference.rope_write(qkv, cos, sin, *expected, slots, *norms, 1e-6, last)
     assert close(q, expected_q)
     assert close(found, expected)
     untouched = torch.ones(blocks * block_size, dtype=torch.bool)
@@ -92,13 +103,19 @@ def test_rope_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rot
     assert torch.equal(found[1].flatten(0, 1)[slots], qkv[:, heads + kv_heads :])
 
     # The same with separate operations.
-    q_part, k_part, v_part = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    if norms[0] is not None and norms[1] is not None:
-        q_part, k_part = ops.rms_norm(q_part, norms[0], 1e-6), ops.rms_norm(k_part, norms[1], 1e-6)
-    layers[0].flatten(0, 1).index_copy_(0, slots, ops.rotate(k_part, cos, sin))
-    layers[1].flatten(0, 1).index_copy_(0, slots, v_part)
-    assert close(q, ops.rotate(q_part, cos, sin))
+    assert close(q, ops.rope_write(qkv, cos, sin, *layers, slots, *norms, 1e-6, last))
     assert close(found, layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_without_rope_keep_every_bit(dtype: torch.dtype) -> None:
+    rope = Rotary(NO_ROPE, 9, dtype, torch.device("cpu"))(torch.tensor([8, 0, 3]))
+    qkv = torch.randn(3, 4, 24).to(dtype)
+    pools = torch.zeros(2, 2, 1, 8, 1, 24, dtype=dtype)
+    for write, pool in zip((fused.rope_write, ops.rope_write), pools, strict=True):
+        q = write(qkv, rope.cos, rope.sin, *pool, torch.tensor([2, 5, 1]))
+        assert torch.equal(q, qkv[:, :2])
+        assert torch.equal(pool[:, 0, [2, 5, 1], 0].transpose(0, 1), qkv[:, 2:])
 
 
 def test_rope_write_skips_negative_slots() -> None:

@@ -115,7 +115,31 @@ def test_small_gemms_are_fused_with_their_epilogue(monkeypatch: pytest.MonkeyPat
         launched.clear()
 
 
-@pytest.mark.parametrize("name", ["llama-bias-linear", "qwen3-gqa4", "phi3-partial-tied", "gemma2"])
+@DTYPES
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("wide_weight", [False, True])  # offset + weight is stored in fp32
+def test_layer_norm(dtype: torch.dtype, biased: bool, wide_weight: bool) -> None:
+    stored = torch.float32 if wide_weight else dtype
+    x, weight = torch.randn(5, 77).to(dtype) * 3 + 1, torch.randn(77).to(stored)
+    bias = torch.randn(77).to(stored) if biased else None
+    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    check(on_gpu(ops.layer_norm, x, weight, bias, 1e-5), ops.layer_norm(x, weight, bias, 1e-5), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
+def test_activation_without_a_gate(dtype: torch.dtype, activation: str) -> None:
+    x = torch.randn(5, 77).to(dtype) * 3
+    check(on_gpu(ops.activate, x, activation), ops.activate(x, activation), reference.activate(x, activation))
+
+
+# The last two have norms after RoPE, layer norms, parallel blocks and layers without RoPE.
+FEW = ["llama-bias-linear", "qwen3-gqa4", "phi3-partial-tied", "gemma2", "hunyuan", "cohere2"]
+
+
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(c.name, marks=pytest.mark.full) for c in CASES if c.name not in FEW)]
+)
 def test_a_model(name: str) -> None:
     """Compare logits and KV cache of a prompt next to decoding sequences, then of a single token."""
     model = make_model(next(case for case in CASES if case.name == name))

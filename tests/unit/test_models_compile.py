@@ -64,7 +64,10 @@ def make_batch(lengths: tuple[int, ...], cached: int) -> ForwardBatch:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [*NAMES, *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma3", "ministral3", "cohere2", "hunyuan"))],
+)
 def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     eager, compiled = make_model(case, layers=5), make_model(case, layers=5)
@@ -83,7 +86,8 @@ def test_one_graph_for_any_number_of_tokens(name: str) -> None:
     def run(model: Decoder, pool: Tensor, batch: ForwardBatch) -> Tensor:
         return model(batch, [LayerCache(*layer) for layer in pool.transpose(0, 1)], attention)
 
-    layers = [(at == 0, window) for at, window in enumerate(eager.spec.windows)]  # the first has no residual
+    spec = eager.spec
+    layers = [(at == 0, spec.windows[at], spec.layer_ropes[at].dim) for at in range(5)]  # the first has no residual
     layer_types, before_the_last = len(set(layers)), len(set(layers[:-1]))
     for lengths, cached, expected in (
         ((5, 9, 1), 0, before_the_last),

@@ -104,7 +104,8 @@ def parameter_bytes(model: Decoder) -> dict[str, int]:
         elif ".attention.out." in name:
             parts = {"output biases" if name.endswith("bias") else "query and output matrices": parameter.nbytes}
         elif name.endswith("bias"):
-            parts = {"down biases" if ".down." in name else "gate and up biases": parameter.nbytes}
+            kinds = {"down": "down biases", "up": "up biases"}
+            parts = {kinds.get(name.split(".")[-2], "gate and up biases"): parameter.nbytes}
         else:
             experts = isinstance(model.layers[int(name.split(".")[1])].mlp, MoE)
             parts = {"expert matrices" if experts else "MLP matrices": parameter.nbytes}

@@ -18,6 +18,7 @@ EVERY = tuple(range(len(LENGTHS)))
 #: chunked prefill, prefix caching, forced preemption: each off and on
 SCENARIOS = list(itertools.product((False, True), repeat=3))
 ALL_ON = (True, True, True)
+FULL_IF_BRIEF = [pytest.param(case, id=case.name, marks=[pytest.mark.full] * case.brief) for case in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +89,21 @@ def name_scenario(flags: tuple[bool, bool, bool]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "scenario"),
+    ("backend", "case", "scenario"),
     [
-        pytest.param(case, flags, id=f"{case.name}-{name_scenario(flags)}", marks=[pytest.mark.full] * left_out)
+        pytest.param(
+            backend,
+            case,
+            flags,
+            id=f"{backend}-{case.name}-{name_scenario(flags)}",
+            marks=[pytest.mark.full] * left_out,
+        )
         for case in CASES
         for flags in SCENARIOS
-        for left_out in [case.brief and flags not in (SCENARIOS[0], ALL_ON)]
+        for backend in ("native", "sdpa")
+        for left_out in [case.brief and (backend, flags) not in (("sdpa", SCENARIOS[0]), ("native", ALL_ON))]
     ],
 )
-@pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_every_scenario(reference, backend, case, scenario):
     check_scenario(reference(case, SEEDS[0]), backend, scenario)
 
@@ -106,13 +113,13 @@ def test_every_scenario(reference, backend, case, scenario):
     [ALL_ON, *(pytest.param(flags, marks=pytest.mark.full) for flags in SCENARIOS if flags != ALL_ON)],
     ids=name_scenario,
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FULL_IF_BRIEF)
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_another_seed(reference, backend, case, scenario):
     check_scenario(reference(case, SEEDS[1]), backend, scenario)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FULL_IF_BRIEF)
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_alone(reference, backend, case):
     ref = reference(case, SEEDS[0])
@@ -125,10 +132,15 @@ def test_alone(reference, backend, case):
 INTERPRETED = {
     "llama-mha-tied", "llama3-gqa4", "llama-wide-heads", "mistral-window", "qwen3-gqa4", "gemma2", "phi3-longrope"
 }  # fmt: skip
-OTHERS = [("flex", case) for case in CASES] + [("triton", case) for case in CASES if case.name in INTERPRETED]
+OTHERS = [
+    pytest.param(backend, case, id=f"{backend}-{case.name}", marks=[pytest.mark.full] * case.brief)
+    for backend in ("flex", "triton")
+    for case in CASES
+    if backend == "flex" or case.name in INTERPRETED
+]
 
 
-@pytest.mark.parametrize(("backend", "case"), OTHERS, ids=lambda given: getattr(given, "name", given))
+@pytest.mark.parametrize(("backend", "case"), OTHERS)
 def test_other_backends(reference, backend, case):
     check_scenario(reference(case, SEEDS[0]), backend, ALL_ON, chosen=(1, 4, 5, 0), steps=8, tight=13)
 
@@ -160,7 +172,7 @@ def test_seeded_request_same_alone_and_in_any_batch(reference):
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FULL_IF_BRIEF[::2])
 def test_bf16_differs_only_at_near_ties(reference, case):
     ref = reference(case, SEEDS[0])
     with LLM(str(ref.path), device="cpu", dtype="bfloat16", max_model_len=64, kv_blocks=64) as llm:

@@ -41,6 +41,7 @@ class Checkpoint(ABC):
 
     label: str  # its name in messages: the path or repo id
     config: dict[str, Any]
+    is_text_part = False  # whether it has further parts, for images, which are not used
     source: Path  # the folder or .gguf file it was opened from, which may also have a tokenizer
 
     @abstractmethod

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from yalis.errors import YalisError
-from yalis.families import Family
+from yalis.family import Family
 
 _MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 #: GGUF tensor name within a block -> Hugging Face name within a layer; a Family may list differences.
@@ -26,6 +26,7 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_YARN_KEYS = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -56,6 +57,20 @@ class GgufMetadata:
         if not isinstance(value, int):
             raise YalisError(f"{self.architecture}.{key} in {self.label} is {value}; it must be a whole number")
         return value
+
+    def layer_types(self, period: int) -> list[str]:
+        """Return config.json's layer_types. Unless the file says otherwise, all but the last of `period` layers slide.
+
+        Without a sliding window, no layer does.
+        """
+        key = f"{self.architecture}.attention.sliding_window_pattern"
+        given, count = self.metadata.get(key, period), self.integer("block_count")
+        if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+            given = [(layer + 1) % given != 0 for layer in range(count)]
+        if not isinstance(given, list) or len(given) != count:
+            raise YalisError(f"{key} in {self.label} is {given!r}; use another file of this model")
+        slides = bool(self.integer("attention.sliding_window", 0))
+        return ["sliding_attention" if slides and flag else "full_attention" for flag in given]
 
 
 def hugging_face_name(name: str, family: Family) -> str | None:
@@ -153,6 +168,9 @@ def _rope_scaling(metadata: GgufMetadata, rope_factors: dict[str, list[float]], 
     scaling = {"rope_type": kind, "factor": factor}
     if original := metadata.integer("rope.scaling.original_context_length", 0):
         scaling["original_max_position_embeddings"] = original
+    for key, name in _YARN_KEYS.items():
+        if value := metadata.number(f"rope.scaling.{key}", 0):
+            scaling[name] = value
     return scaling
 
 

@@ -77,8 +77,10 @@ class RandomCheckpoint(Checkpoint):
         return None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> RandomTensor:
-        is_norm = name.endswith("norm.weight") or "layernorm" in name
-        return RandomTensor(name, shape, self._dtype, self._seed, self._norm if is_norm else None)
+        fill = None
+        if name.endswith(("norm.weight", "norm.bias")) or "layernorm" in name:
+            fill = 0.0 if name.endswith(".bias") else self._norm
+        return RandomTensor(name, shape, self._dtype, self._seed, fill)
 
 
 def _arange(part: range, device: torch.device) -> Tensor:

@@ -23,7 +23,9 @@ from yalis.checkpoint.mapped_file import MappedFile, row_chunks
 from yalis.checkpoint.unsupported import quantization_method, refuse_lfs_pointer, refuse_pickles
 from yalis.errors import YalisError
 from yalis.spec import read_spec
+from yalis.text_part import extract_text_config, rename_text_tensors
 
+_FETCH_CONFIG = "fetch the model's config.json again"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
@@ -67,7 +69,9 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, folder: Path, label: str | None = None) -> None:
         self.source = folder
         self.label = label or str(folder)
-        self.config = read_config(folder / "config.json")
+        stored = read_json_object(folder / "config.json", _FETCH_CONFIG)
+        self.config = extract_text_config(stored)
+        self.is_text_part = self.config is not stored
         self._entries: dict[str, _Entry] = {}
         paths = _weight_files(folder)
         method = quantization_method(self.config)
@@ -88,6 +92,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self._files = [MappedFile(path) for path in paths]
         for file in self._files:
             self._entries.update(_read_header(file))
+        if self.is_text_part:
+            self._entries = rename_text_tensors(self._entries)
 
     def names(self) -> Iterator[str]:
         return iter(self._entries)
@@ -113,7 +119,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    return read_json_object(path, "fetch the model's config.json again")
+    """Return a config.json; that of a multimodal model is reduced to its text part."""
+    return extract_text_config(read_json_object(path, _FETCH_CONFIG))
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -99,6 +99,8 @@ def ignored_parts(checkpoint: Checkpoint, num_layers: int) -> list[str]:
             f"num_hidden_layers is {num_layers} in the config of {checkpoint.label}, but its weights have {stored} "
             "layers; the rest is not used"
         )
+    if checkpoint.is_text_part:
+        warnings.append(f"only the text part of {checkpoint.label} is used; images are not supported")
     if (method := quantization_method(checkpoint.config)) is not None:
         warnings.append(
             f"the config of {checkpoint.label} declares quantization with {method}, which is not supported yet; its "

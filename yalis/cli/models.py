@@ -12,6 +12,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fetch", metavar="NAME", help="fetch this model now instead of on first use, and print its path"
     )
+    parser.add_argument("--markdown", action="store_true", help="print the table of families of docs/models.md")
     add_common_flags(parser, json="print one object per line")
 
 
@@ -22,6 +23,9 @@ def run(args: argparse.Namespace) -> int:
     if args.fetch is not None:
         path = str(fetch_model(args.fetch))
         print(json.dumps({"kind": "model", "name": args.fetch, "path": path}) if args.json else path)
+        return 0
+    if args.markdown:
+        print(family_table())
         return 0
     if args.json:
         for model in list_models():
@@ -39,3 +43,14 @@ def run(args: argparse.Namespace) -> int:
     for family in FAMILIES.values():
         print(f"  {family.name:<16}{family.models} ({family.architecture})")
     return 0
+
+
+def family_table() -> str:
+    """Return the families as a Markdown table."""
+    from yalis.families import FAMILIES
+
+    rows = ["| family | models | GGUF architecture |", "| --- | --- | --- |"]
+    for family in FAMILIES.values():
+        stored = "" if family.gguf is None else f"`{family.gguf.architecture}`"
+        rows.append(f"| `{family.architecture}` | {family.models} | {stored} |")
+    return "\n".join(rows)

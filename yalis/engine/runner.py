@@ -166,7 +166,7 @@ class Runner:
             self.scorer = PromptScorer(self.vocabulary, spec.vocab_size, grid.tp_group, device)
             # A row for each request slot, and one for the padding of recorded steps.
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
-            self.packer = Packer(config.max_num_seqs, max_blocks, self.block_size, self.model.rotary.length)
+            self.packer = Packer(config.max_num_seqs, max_blocks, self.block_size, max_len)
             limits = StepLimits(config.max_num_seqs, config.max_batch_tokens, max_len, max_blocks)
             self.executor = make_executor(config, self.model, self.backend, grid, self.stage, self.last_tokens, limits)
         self.pool = self._make_pool(config, needs, max_len, min_over_ranks)

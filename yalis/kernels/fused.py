@@ -121,9 +121,11 @@ def _rope_write_kernel(
     q_ptr, k_ptr, v_ptr, qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr,
     stride_qkv_t, stride_qkv_h, stride_angle, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, NORM_LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries and keys (with NORM, after a per-head RMSNorm) and write keys and values to the cache.
+    """Rotate queries and keys and write keys and values to the cache.
+
+    With NORM, a per-head RMSNorm comes before the rotation, or with NORM_LAST as well after it.
 
         out[d] = x[d] * cos[d] + x[partner(d)] * sin[d], partner(d) = d +- ROTARY_DIM / 2, for d < ROTARY_DIM
 
@@ -146,7 +148,7 @@ def _rope_write_kernel(
     x = unrotated.to(tl.float32)
     partner_mask = head_mask & rotary_mask[None, :]
     partner = tl.load(head_ptrs + partner_d[None, :], mask=partner_mask, other=0.0).to(tl.float32)
-    if NORM:
+    if NORM and not NORM_LAST:
         for_q, partner_q = _norm_heads(x, partner, q_weight_ptr, d, partner_d, d_mask, rotary_mask, eps, D, dtype)
         for_k, partner_k = _norm_heads(x, partner, k_weight_ptr, d, partner_d, d_mask, rotary_mask, eps, D, dtype)
         query = (head < H)[:, None]
@@ -155,6 +157,12 @@ def _rope_write_kernel(
     cos = tl.load(cos_ptr + token * stride_angle + d, mask=rotary_mask, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * stride_angle + d, mask=rotary_mask, other=0.0).to(tl.float32)
     out = ((x * cos[None, :]).to(dtype).to(tl.float32) + partner * sin[None, :]).to(dtype)
+    if NORM and NORM_LAST:
+        x = out.to(tl.float32)
+        q_weight = tl.load(q_weight_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        k_weight = tl.load(k_weight_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        out = (x * scale * tl.where((head < H)[:, None], q_weight, k_weight)).to(dtype)
 
     q_mask = (head < H)[:, None] & d_mask[None, :]
     tl.store(q_ptr + token * H * D + (head * D)[:, None] + d[None, :], out, mask=q_mask)
@@ -181,10 +189,11 @@ def rope_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     pdl: bool = False,
+    norm_last: bool = False,
 ) -> Tensor:
     """Norm (if weights are given) and rotate queries and keys, and write keys and values to the cache.
 
-    Returns the queries, [T, H, D].
+    With `norm_last` they are rotated first. Returns the queries, [T, H, D].
     """
     tokens, all_heads, dim = qkv.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -202,7 +211,7 @@ def rope_write(
         q, k_cache, v_cache, qkv, cos, sin, kv_slots, q_norm if norm else qkv, k_norm if norm else qkv,
         *qkv.stride()[:2], cos.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
         H=heads, K=kv_heads, D=dim, BLOCK_D=next_power_of_2(dim), ROTARY_DIM=cos.shape[-1], BLOCK_SIZE=block_size,
-        BLOCK_H=block_h, NORM=norm, PDL=pdl, num_warps=4, **pdl_option(pdl),
+        BLOCK_H=block_h, NORM=norm, NORM_LAST=norm_last, PDL=pdl, num_warps=4, **pdl_option(pdl),
     )  # fmt: skip
     return q
 

@@ -31,6 +31,7 @@ from yalis.kernels.pdl import pdl_enabled
 NATIVE_MAX_ROWS = 48
 # From here on a GPU is at its power limit, and a separate gate kernel costs more than cuBLAS gains over our GEMM.
 FUSED_GATE_MIN_ROWS = 8192
+_GELU = {"gelu": "none", "gelu_tanh": "tanh"}  # torch's name of the approximation
 
 
 @opaque(
@@ -95,7 +96,7 @@ def expert_linear(
 # Only attention reads them, and it depends on the queries that this op returns, so the order is kept.
 @opaque(
     "(Tensor qkv, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor kv_slots, "
-    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0) -> Tensor",
+    "Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, bool norm_last=False) -> Tensor",
     lambda qkv, cos, sin, k_cache, *_: (qkv.shape[0], qkv.shape[1] - 2 * k_cache.shape[2], qkv.shape[2]),
 )
 def rope_write(
@@ -108,22 +109,26 @@ def rope_write(
     q_norm: Tensor | None = None,  # [D], given together with k_norm
     k_norm: Tensor | None = None,  # [D]
     eps: float = 0.0,
+    norm_last: bool = False,
 ) -> Tensor:
     """Apply the optional norm and RoPE to queries and keys, and write keys and values to the cache.
 
-    Returns the queries [T, H, D]. The native and Triton kernels skip tokens whose slot is negative. Plain torch does
-    not support negative slots.
+    The norm comes first, or with `norm_last` after RoPE. Returns the queries [T, H, D]. The native and Triton kernels
+    skip tokens whose slot is negative. Plain torch does not support negative slots.
     """
     if _triton(qkv) and k_cache.stride(3) == v_cache.stride(3) == 1:
         from yalis.kernels import fused
 
         pdl = pdl_enabled()
-        return fused.rope_write(qkv, cos, sin, k_cache, v_cache, kv_slots, q_norm, k_norm, eps, pdl)
+        return fused.rope_write(qkv, cos, sin, k_cache, v_cache, kv_slots, q_norm, k_norm, eps, pdl, norm_last)
     kv_heads = k_cache.shape[2]
     heads = qkv.shape[1] - 2 * kv_heads
     if q_norm is not None and k_norm is not None:
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        q, k = rotate(rms_norm(q, q_norm, eps), cos, sin), rotate(rms_norm(k, k_norm, eps), cos, sin)
+        if norm_last:
+            q, k = rms_norm(rotate(q, cos, sin), q_norm, eps), rms_norm(rotate(k, cos, sin), k_norm, eps)
+        else:
+            q, k = rotate(rms_norm(q, q_norm, eps), cos, sin), rotate(rms_norm(k, k_norm, eps), cos, sin)
     else:
         q, k = rotate(qkv[:, : heads + kv_heads], cos, sin).split((heads, kv_heads), dim=1)
         v = qkv[:, heads + kv_heads :]
@@ -168,6 +173,13 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
         return fused.add_rms_norm(x, residual, weight, eps, pdl_enabled())
     x = add(x, residual)
     return rms_norm(x, weight, eps), x
+
+
+# A GPU runs torch's kernel: ours norm by the root mean square.
+@opaque("(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor", lambda x, *_: x.shape)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return (x - mean(x)) / std(x) * weight + bias over the last dimension of x [T, C], computed in weight's dtype."""
+    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(x.dtype)
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
@@ -223,11 +235,19 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "silu":
             return F.silu(gate).mul_(up)
-        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+        return F.gelu(gate, approximate=_GELU[activation]).mul_(up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty((rows, width))
     lib.silu_gate(y.data_ptr(), gate_up.data_ptr(), gate_up.stride(0), rows, width, torch.get_num_threads())
     return y
+
+
+@opaque("(Tensor x, str activation) -> Tensor", lambda x, *_: x.shape)
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Return the activation of x, for an MLP without a gate; silu, gelu, gelu_tanh or relu2."""
+    if activation == "relu2":
+        return F.relu(x).square_()
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate=_GELU[activation])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

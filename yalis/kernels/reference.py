@@ -50,6 +50,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return (x - mean(x)) / std(x) * weight + bias over the last dimension, computed in float64."""
+    wide = x.double() - x.double().mean(-1, keepdim=True)
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+    return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Return the activation of x, computed in float64: silu, gelu, gelu_tanh or relu2."""
+    wide = x.double()
+    if activation == "relu2":
+        y = wide.clamp(min=0) ** 2
+    elif activation == "silu":
+        y = wide / (1 + torch.exp(-wide))
+    elif activation == "gelu":
+        y = wide * 0.5 * (1 + torch.erf(wide / math.sqrt(2)))
+    else:
+        y = wide * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+    return y.to(x.dtype)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (RMSNorm of x + residual, x + residual)."""
     summed = x if residual is None else x + residual
@@ -99,13 +120,20 @@ def rope_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    norm_last: bool = False,
 ) -> Tensor:
-    """Norm and rotate queries and keys, and write keys and values to the cache. Returns the queries, [T, H, D]."""
+    """Norm and rotate queries and keys, and write keys and values to the cache. Returns the queries, [T, H, D].
+
+    With `norm_last` they are rotated first.
+    """
     block_size, kv_heads = k_cache.shape[1:3]
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if norm_last:
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if not norm_last:
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     for token, slot in enumerate(kv_slots.tolist()):
         if slot >= 0:
             k_cache[slot // block_size, slot % block_size] = k[token]

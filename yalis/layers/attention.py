@@ -9,10 +9,11 @@ from torch.nn.functional import pad
 from yalis.attention.base import AttentionParams, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
+from yalis.layers.rotary import RopeRows
 from yalis.parallel.linear import column_parallel, row_parallel
 from yalis.parallel.norm import HeadNorm, JointHeadNorm, norm_reduces
 from yalis.parallel.plan import Grid
-from yalis.parallel.weights import RowShard
+from yalis.parallel.weights import InterleavedShard, RowShard
 from yalis.spec import ModelSpec
 
 
@@ -36,16 +37,15 @@ class SelfAttention(nn.Module):
             norm_reduces(spec, grid),
         )  # fmt: skip
         self.q_norm, self.k_norm = (
-            HeadNorm(f"{prefix}.{name}", spec.head_dim, dtype, device) if spec.qk_norm else None
-            for name in ("q_norm", "k_norm")
+            HeadNorm(f"{prefix}.{name}", spec, dtype, device) if spec.qk_norm else None for name in spec.qk_norm_names
         )
         self.joint_norm = JointHeadNorm(grid, prefix, spec, dtype, device) if spec.joint_qk_norm else None
-        self.eps = spec.norm_eps
+        self.eps, self.norm_last = spec.norm_eps, spec.qk_norm_after_rope
 
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: RopeRows,
         cache: LayerCache,
         step: StepAttention,
         rows: Tensor | None = None,
@@ -60,7 +60,10 @@ class SelfAttention(nn.Module):
         if self.joint_norm is not None:
             qkv = self.joint_norm(qkv)
         q_norm, k_norm = (None if head is None else head.weight for head in (self.q_norm, self.k_norm))
-        q = ops.rope_write(qkv, *rope, *cache, step.batch.kv_slots, q_norm, k_norm, self.eps)
+        slots = step.batch.kv_slots
+        q = ops.rope_write(qkv, rope.cos, rope.sin, *cache, slots, q_norm, k_norm, self.eps, self.norm_last)
+        if rope.query_scale is not None:
+            q = q * rope.query_scale
         if self.pad_before or self.pad_after:
             q = pad(q, (0, 0, self.pad_before, self.pad_after))
         attended = step.attend(q, cache, self.params)
@@ -87,10 +90,13 @@ def _qkv_shards(spec: ModelSpec, prefix: str, heads: range, kv_heads: range) -> 
     shards, offset = [], 0
     for part, size in sizes.items():
         kept = heads if part == "q" else kv_heads
-        if spec.fused_projections:
-            rows = range(offset + kept.start * D, offset + kept.stop * D)
+        rows = range(kept.start * D, kept.stop * D)
+        if spec.fused_qkv:
+            rows = range(offset + rows.start, offset + rows.stop)
             shards.append(RowShard(f"{prefix}.qkv_proj", sum(sizes.values()), rows))
+        elif spec.interleaved_rope and part != "v":
+            shards.append(InterleavedShard(f"{prefix}.{part}_proj", size, rows, D, spec.rope.dim))
         else:
-            shards.append(RowShard(f"{prefix}.{part}_proj", size, range(kept.start * D, kept.stop * D)))
+            shards.append(RowShard(f"{prefix}.{part}_proj", size, rows))
         offset += size
     return shards

@@ -46,7 +46,7 @@ class GatedMLP(MLP):
         super().__init__(spec, grid, prefix, dtype, device)
         size = size or spec.intermediate_size
         width = grid.width(size)
-        if spec.fused_projections:  # one matrix with gate above up
+        if spec.fused_gate_up:  # one matrix with gate above up
             name, up = f"{prefix}.gate_up_proj", range(size + width.start, size + width.stop)
             shards = [RowShard(name, 2 * size, width), RowShard(name, 2 * size, up)]
         else:
@@ -128,4 +128,21 @@ class MoE(MLP):
         return self.down.sum_partials(y)
 
 
-MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "moe": MoE}
+class PlainMLP(MLP):
+    """down(activation(up(x))), without a gate. The activation is plain torch on every device."""
+
+    def __init__(self, spec: ModelSpec, grid: Grid, prefix: str, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, grid, prefix, dtype, device)
+        size, hidden = spec.intermediate_size, spec.hidden_size
+        width = grid.width(size)
+        up, down = (f"{prefix}.{name}" for name in spec.plain_mlp)
+        self.up = column_parallel(grid, [RowShard(up, size, width)], hidden, spec.mlp_bias, dtype, device)
+        self.down = row_parallel(grid, down, size, width, hidden, spec.mlp_bias, dtype, device)
+        self.activation = spec.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(ops.activate(self.up(x), self.activation))
+        return y
+
+
+MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "moe": MoE, "plain": PlainMLP}

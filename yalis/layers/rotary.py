@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from yalis.kernels import ops
-from yalis.spec import RopeSpec
+from yalis.rope import RopeSpec
+
+
+class RopeRows(NamedTuple):
+    """The rotary embedding of a step's tokens."""
+
+    cos: Tensor  # [T, 1, dim]
+    sin: Tensor  # [T, 1, dim], negated in the first half
+    query_scale: Tensor | None  # [T, 1, 1], multiplies the queries
 
 
 class Rotary(nn.Module):
@@ -19,17 +28,25 @@ class Rotary(nn.Module):
     """
 
     cos_sin: Tensor
+    query_scale: Tensor | None  # [rows, 1]
 
     def __init__(self, spec: RopeSpec, length: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.length = length
         tables = [_table(spec, length, long) for long in ((False, True) if spec.switch_at else (False,))]
         self.register_buffer("cos_sin", torch.cat(tables).to(device=device, dtype=dtype), persistent=False)
+        scale = None
+        if spec.query_beta:
+            turns = torch.floor(torch.arange(length) / spec.original_max)
+            scale = (1 + spec.query_beta * torch.log(1 + turns)).repeat(len(tables))[:, None]
+            scale = scale.to(device=device, dtype=dtype)
+        self.register_buffer("query_scale", scale, persistent=False)
 
-    def rows(self, rope_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of a batch, [T, 1, dim] each. Called once per step; all layers use the result."""
+    def forward(self, rope_rows: Tensor) -> RopeRows:
+        """Return the embedding of a batch. Called once per step; all layers with these settings use the result."""
         cos, sin = ops.gather_rows(self.cos_sin, rope_rows).unsqueeze(1).chunk(2, dim=-1)
-        return cos, sin
+        scale = None if self.query_scale is None else ops.gather_rows(self.query_scale, rope_rows).unsqueeze(1)
+        return RopeRows(cos, sin, scale)
 
 
 def _table(spec: RopeSpec, length: int, long: bool) -> Tensor:
@@ -44,6 +61,8 @@ def inverse_frequencies(spec: RopeSpec, long: bool = False) -> Tensor:
 
     The order of operations is that of Transformers: at large positions, one ulp here changes the angle visibly.
     """
+    if spec.kind == "none":
+        return torch.zeros(spec.dim // 2)
     plain = 1.0 / spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim)
     if spec.kind == "default":
         return plain

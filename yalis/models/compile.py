@@ -15,6 +15,7 @@ from torch import Tensor
 from yalis.attention.base import AttentionBackend, AttentionParams, ForwardBatch, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels.opaque import opaque
+from yalis.layers.rotary import RopeRows
 from yalis.models.decoder import Block, Decoder
 
 BlockForward = Callable[..., tuple[Tensor, Tensor]]
@@ -45,15 +46,16 @@ def _with_dynamic_length(compiled: BlockForward, eager: BlockForward) -> BlockFo
     def forward(
         x: Tensor,
         residual: Tensor | None,
-        rope: tuple[Tensor, Tensor],
+        rope: RopeRows,
         cache: LayerCache,
         step: StepAttention,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if rows is not None:
             return eager(x, residual, rope, cache, step, rows)
-        for tensor in (x, *(() if residual is None else (residual,)), *rope, step.batch.kv_slots):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        for tensor in (x, residual, *rope, step.batch.kv_slots):
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return compiled(x, residual, rope, cache, step)
 
     return forward

@@ -17,9 +17,9 @@ from yalis.comm.allreduce_op import AllReduceOp
 from yalis.kernels import ops
 from yalis.layers.attention import SelfAttention
 from yalis.layers.mlp import MLP, MLPS
-from yalis.layers.rotary import Rotary
+from yalis.layers.rotary import RopeRows, Rotary
 from yalis.parallel.embedding import LMHead, VocabEmbedding
-from yalis.parallel.norm import RMSNorm, norm_reduces
+from yalis.parallel.norm import NORMS, Norm, norm_reduces
 from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import ParallelLayer, TensorSource
@@ -31,7 +31,8 @@ EMBEDDING = "model.embed_tokens"
 class Block(nn.Module):
     """A transformer layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Gemma 2 also norms the outputs of attention and MLP, and Granite multiplies them by a constant.
+    The spec says which inputs and outputs of attention and MLP have norms, and whether both have the same input.
+    Granite multiplies the outputs by a constant.
 
     The addition is fused with the norm that follows it. A block therefore returns the output of its MLP and the
     residual that it has yet to be added to, and the next block starts from both. With tensor parallelism this output
@@ -42,28 +43,24 @@ class Block(nn.Module):
         super().__init__()
         prefix = f"model.layers.{layer}"
 
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(grid, f"{prefix}.{name}", spec.hidden_size, spec.norm_eps, spec.norm_offset, dtype, device)
+        def norm(name: str | None) -> Norm | None:
+            return None if name is None else NORMS[spec.norm](grid, f"{prefix}.{name}", spec, dtype, device)
 
-        self.attention_norm = norm("input_layernorm")
+        self.attention_norm, self.attention_out_norm = (
+            norm(spec.block_norms.attention),
+            norm(spec.block_norms.attention_out),
+        )
+        self.mlp_norm, self.mlp_out_norm = norm(spec.block_norms.mlp), norm(spec.block_norms.mlp_out)
         self.attention = SelfAttention(spec, grid, layer, f"{prefix}.self_attn", dtype, device)
         self.mlp = MLPS[spec.mlp_of(layer)](spec, grid, f"{prefix}.mlp", dtype, device)
-        self.attention_out_norm: RMSNorm | None = None
-        self.mlp_out_norm: RMSNorm | None = None
-        if spec.sandwich_norms:
-            self.mlp_norm = norm("pre_feedforward_layernorm")
-            self.attention_out_norm = norm("post_attention_layernorm")
-            self.mlp_out_norm = norm("post_feedforward_layernorm")
-        else:
-            self.mlp_norm = norm("post_attention_layernorm")
-        self.residual_multiplier = spec.residual_multiplier
+        self.parallel, self.residual_multiplier = spec.parallel_block, spec.residual_multiplier
         self.partial = norm_reduces(spec, grid)
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor | None,
-        rope: tuple[Tensor, Tensor],
+        rope: RopeRows,
         cache: LayerCache,
         step: StepAttention,
         rows: Tensor | None = None,
@@ -74,7 +71,7 @@ class Block(nn.Module):
         `residual` is None in the first block, which has only x. `rows` [R] int64: compute the output of these tokens
         alone. The other tokens only write their keys and values.
         """
-        normed, residual = self.attention_norm.add_norm(x, residual, self.partial)
+        normed, residual = _add_norm(self.attention_norm, x, residual, self.partial)
         x = self.attention(normed, rope, cache, step, rows)
         if self.attention_out_norm is not None:
             x = self.attention_out_norm(x)
@@ -82,7 +79,12 @@ class Block(nn.Module):
             x = x * self.residual_multiplier
         if rows is not None:
             residual = ops.gather_rows(residual, rows)
-        normed, residual = self.mlp_norm.add_norm(x, residual, self.partial)
+        if self.parallel:
+            residual = ops.add(residual, x)
+            if rows is not None:
+                normed = ops.gather_rows(normed, rows)
+        else:
+            normed, residual = _add_norm(self.mlp_norm, x, residual, self.partial)
         del x  # so that the MLP can reuse its memory
         x = self.mlp(normed)
         if self.mlp_out_norm is not None:
@@ -90,6 +92,14 @@ class Block(nn.Module):
         if self.residual_multiplier != 1.0:
             x = x * self.residual_multiplier
         return x, residual
+
+
+def _add_norm(norm: Norm | None, x: Tensor, residual: Tensor | None, partial: bool) -> tuple[Tensor, Tensor]:
+    """Return (the norm of x + residual, x + residual), or x + residual twice where there is no norm."""
+    if norm is not None:
+        return norm.add_norm(x, residual, partial)
+    x = x if residual is None else ops.add(residual, x)
+    return x, x
 
 
 class Decoder(nn.Module):
@@ -106,15 +116,17 @@ class Decoder(nn.Module):
         scale = spec.embed_scale
         self.embed_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         vocab, hidden = spec.vocab_size, spec.hidden_size
-        self.rotary = Rotary(spec.rope, max_len, dtype, device)
+        #: One for each of `spec.ropes`, and the index in it for each layer of this stage.
+        self.rotary = nn.ModuleList([Rotary(rope, max_len, dtype, device) for rope in spec.ropes])
         self.embedding = VocabEmbedding(grid, EMBEDDING, vocab, hidden, dtype, device) if stage.first else None
         layers = stage.layers(spec.num_layers)
+        self.rope_index = [spec.ropes.index(spec.layer_ropes[layer]) for layer in layers]
         self.layers = nn.ModuleList(Block(spec, grid, layer, dtype, device) for layer in layers)
         self.partial, self.all_reduce = norm_reduces(spec, grid), AllReduceOp(grid.row_group)
-        self.norm: RMSNorm | None = None
+        self.norm: Norm | None = None
         self.head: LMHead | None = None
         if stage.last:
-            self.norm = RMSNorm(grid, "model.norm", hidden, spec.norm_eps, spec.norm_offset, dtype, device)
+            self.norm = NORMS[spec.norm](grid, "model.norm", spec, dtype, device)
             tied = self.embedding if spec.tie_embeddings else None
             name = EMBEDDING if spec.tie_embeddings else "lm_head"
             self.head = LMHead(grid, name, vocab, hidden, dtype, device, tied)
@@ -149,14 +161,14 @@ class Decoder(nn.Module):
         else:
             assert batch.hidden is not None, "all stages but the first start from hidden states"
             x = batch.hidden
-        rope = self.rotary.rows(batch.rope_rows)
+        ropes: list[RopeRows] = [rotary(batch.rope_rows) for rotary in self.rotary]
         step = self.prepare_attention(backend, batch)
         # After the last layer's attention, only the tokens that get logits are computed. In a decode step all do.
         skip_rows = self.head is not None and batch.logit_rows.shape[0] < x.shape[0]
         residual = None
         for layer, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
             rows = batch.logit_rows if skip_rows and layer == len(self.layers) else None
-            x, residual = block(x, residual, rope, cache, step, rows)
+            x, residual = block(x, residual, ropes[self.rope_index[layer - 1]], cache, step, rows)
         if self.norm is not None:
             return self.norm.add_norm(x, residual, self.partial)[0]
         if residual is None:

@@ -72,9 +72,10 @@ def rank_memory(
     parts = _RankParts(spec, split, coords, grid, itemsize, layers)
     tables = 2 if spec.rope.switch_at else 1
     rows = tables * (max_len or spec.max_position)
-    # A row of the RoPE table has a cosine and a sine for each rotated dimension.
+    # A row of a RoPE table has a cosine and a sine for each rotated dimension, and in some models a scale of queries.
+    width = sum(2 * rope.dim + (rope.query_beta != 0) for rope in spec.ropes)
     rotary = Part(
-        "rotary table", rows * 2 * spec.rope.dim * itemsize, _repeated("whole", split.per_replica, "ranks"),
+        "rotary table", rows * width * itemsize, _repeated("whole", split.per_replica, "ranks"),
         split.per_replica,
     )  # fmt: skip
     return RankMemory(
@@ -101,7 +102,7 @@ class _RankParts:
     ) -> None:
         self.spec, self.split, self.coords, self.grid = spec, split, coords, grid
         self.itemsize, self.layers = itemsize, len(layers)
-        self.dense_layers = sum(spec.mlp_of(layer) == "gated" for layer in layers)
+        self.dense_layers = sum(spec.mlp_of(layer) != "moe" for layer in layers)
         self.hidden = len(grid.hidden(spec.hidden_size))
         self.width = len(grid.width(spec.intermediate_size))
         heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
@@ -117,7 +118,7 @@ class _RankParts:
         for rows, count in self.kv_heads:
             elements = 2 * count * self.spec.head_dim * self.hidden
             yield self._layered(_shared("key/value matrices", rows), elements, _read_by(over_grid, rows), rows)
-        dense = 3 * self.width * self.hidden
+        dense = self.spec.dense_matrices * self.width * self.hidden
         yield Part("MLP matrices", self.dense_layers * dense * self.itemsize, over_grid)
         yield from self._experts(over_grid)
         yield from self._biases()
@@ -168,7 +169,8 @@ class _RankParts:
                     elements = 2 * count * spec.head_dim
                     yield self._layered(_shared("key/value biases", rows), elements, _read_by(held, rows), rows)
             if spec.mlp_bias:
-                yield self._layered("gate and up biases", 2 * self.width, held)
+                count = spec.dense_matrices - 1
+                yield self._layered("gate and up biases" if count > 1 else "up biases", count * self.width, held)
         if self.coords.row == 0:
             held = _split(self.split, "columns") + _only(self.split.rows, "row")
             if spec.out_bias:
@@ -178,13 +180,14 @@ class _RankParts:
 
     def _norms(self) -> Iterator[Part]:
         spec, split = self.spec, self.split
-        count = self.layers * (4 if spec.sandwich_norms else 2) + (self.coords.stage == split.stages - 1)
+        count = self.layers * spec.block_norms.count + (self.coords.stage == split.stages - 1)
         # Gemma's 1 + weight is stored in fp32.
-        size = count * self.hidden * (_FLOAT32 if spec.norm_offset else self.itemsize)
+        itemsize = _FLOAT32 if spec.norm_offset else self.itemsize
+        size = count * self.hidden * (1 + spec.norm_bias) * itemsize
         yield Part("norms", size, _repeated(_split(split, "columns"), split.rows, "rows"), split.rows)
         if spec.qk_norm:
             held = _repeated("whole", split.per_stage, "ranks of a stage")
-            yield self._layered("head norms", 2 * spec.head_dim, held, split.per_stage)
+            yield Part("head norms", self.layers * 2 * spec.head_dim * itemsize, held, split.per_stage)
         if spec.joint_qk_norm:
             held = _split(split, "rows")
             yield self._layered("query norms", self.queries, _repeated(held, split.cols, "columns"), split.cols)

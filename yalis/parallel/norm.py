@@ -1,6 +1,8 @@
-"""RMSNorm over a hidden size that may be split over the grid's columns, and the norms of query and key heads."""
+"""Norms over a hidden size that may be split over the grid's columns, and the norms of query and key heads."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +20,21 @@ def norm_reduces(spec: ModelSpec, grid: Grid) -> bool:
     Then a backend can fuse all-reduce, residual and norm. It needs the whole hidden size on every rank, and no
     operation between the two.
     """
-    direct = not spec.sandwich_norms and spec.residual_multiplier == 1.0
-    return grid.cols == 1 and grid.rows > 1 and direct
+    norms = spec.block_norms
+    direct = not (spec.parallel_block or norms.attention_out or norms.mlp_out) and spec.residual_multiplier == 1.0
+    return grid.cols == 1 and grid.rows > 1 and direct and bool(norms.attention and norms.mlp)
 
 
-class RMSNorm(ParallelLayer):
-    """x / rms(x) * (offset + weight), computed in fp32; the mean square is all-reduced over the grid's columns."""
+class Norm(ParallelLayer):
+    """A norm over the hidden size, of which this rank holds the columns of its grid."""
 
-    def __init__(
-        self, grid: Grid, name: str, size: int, eps: float, offset: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, grid: Grid, name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.grid, self.name, self.size, self.eps, self.offset = grid, name, size, eps, offset
-        self.shard = grid.hidden(size)
-        self.all_reduce = AllReduceOp(grid.col_group)
-        self.reduce_rows = AllReduceOp(grid.row_group)
-        # offset + weight would lose precision in a 16-bit float.
-        stored = torch.float32 if offset else dtype
-        self.weight = nn.Parameter(torch.empty(len(self.shard), dtype=stored, device=device), requires_grad=False)
+        self.grid, self.name, self.size = grid, name, spec.hidden_size
+        self.eps, self.offset = spec.norm_eps, spec.norm_offset
+        self.shard = grid.hidden(self.size)
+        self.all_reduce, self.reduce_rows = AllReduceOp(grid.col_group), AllReduceOp(grid.row_group)
+        self.weight = _norm_weight(len(self.shard), self.offset, dtype, device)
 
     def load(self, source: TensorSource) -> None:
         source.tensor(f"{self.name}.weight", (self.size,)).read_into(
@@ -47,11 +46,18 @@ class RMSNorm(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.add_norm(x, None)[0]
 
+    @abstractmethod
     def add_norm(self, x: Tensor, residual: Tensor | None, partial: bool = False) -> tuple[Tensor, Tensor]:
         """Return (the norm of x + residual, x + residual); without a residual, (the norm of x, x).
 
         `partial`: if there is a residual, x is this rank's summand of a sum over the grid's rows (`norm_reduces`).
         """
+
+
+class RMSNorm(Norm):
+    """x / rms(x) * (offset + weight), computed in fp32; the mean square is all-reduced over the grid's columns."""
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, partial: bool = False) -> tuple[Tensor, Tensor]:
         if partial and residual is not None:
             return self.reduce_rows.add_norm(x, residual, self.weight, self.eps)
         if self.grid.cols == 1:
@@ -63,16 +69,49 @@ class RMSNorm(ParallelLayer):
         return (x_fp32 * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype), x
 
 
-class HeadNorm(ParallelLayer):
-    """The weight of an RMSNorm over each query or key head (Qwen3); every rank holds a copy."""
+class LayerNorm(Norm):
+    """(x - mean(x)) / std(x) * weight + bias, computed in fp32; mean and variance are all-reduced over the columns."""
 
-    def __init__(self, name: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.name, self.head_dim = name, head_dim
-        self.weight = nn.Parameter(torch.empty(head_dim, dtype=dtype, device=device), requires_grad=False)
+    def __init__(self, grid: Grid, name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(grid, name, spec, dtype, device)
+        self.bias = _norm_weight(len(self.shard), self.offset, dtype, device) if spec.norm_bias else None
 
     def load(self, source: TensorSource) -> None:
-        source.tensor(f"{self.name}.weight", (self.head_dim,)).read_into(self.weight, slice(0, self.head_dim))
+        super().load(source)
+        if self.bias is not None:
+            source.tensor(f"{self.name}.bias", (self.size,)).read_into(
+                self.bias, slice(self.shard.start, self.shard.stop)
+            )
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, partial: bool = False) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            x = ops.add(residual, self.reduce_rows(x) if partial else x)
+        if self.grid.cols == 1:
+            return ops.layer_norm(x, self.weight, self.bias, self.eps), x
+        x_fp32 = x.float()
+        centred = x_fp32 - self.all_reduce(x_fp32.sum(-1, keepdim=True)) / self.size
+        variance = self.all_reduce(centred.pow(2).sum(-1, keepdim=True)) / self.size
+        y = centred * torch.rsqrt(variance + self.eps) * self.weight
+        return (y if self.bias is None else y + self.bias).to(x.dtype), x
+
+
+#: Chosen by ModelSpec.norm.
+NORMS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+class HeadNorm(ParallelLayer):
+    """The weight of an RMSNorm over each query or key head (Qwen3, Gemma 3); every rank holds a copy."""
+
+    def __init__(self, name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.name, self.offset = name, spec.norm_offset
+        self.weight = _norm_weight(spec.head_dim, self.offset, dtype, device)
+
+    def load(self, source: TensorSource) -> None:
+        size = len(self.weight)
+        source.tensor(f"{self.name}.weight", (size,)).read_into(self.weight, slice(0, size))
+        if self.offset:
+            self.weight.add_(self.offset)
 
 
 class JointHeadNorm(ParallelLayer):
@@ -117,3 +156,9 @@ class JointHeadNorm(ParallelLayer):
         q = (q.float() * queries).to(qkv.dtype) * weight[:, :H]
         k = (k.float() * keys).to(qkv.dtype) * weight[:, H:]
         return torch.cat((q, k, v), dim=1)
+
+
+def _norm_weight(size: int, offset: float, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    # offset + weight would lose precision in a 16-bit float.
+    stored = torch.float32 if offset else dtype
+    return nn.Parameter(torch.empty(size, dtype=stored, device=device), requires_grad=False)

@@ -63,6 +63,38 @@ class AliasedShard(RowShard):
 
 
 @dataclass(frozen=True)
+class InterleavedShard(RowShard):
+    """Rows of whole query or key heads, of which RoPE rotates pairs (2i, 2i + 1) of the first `rotated` rows.
+
+    They are held in the order that our kernels rotate, with i next to i + rotated / 2. Queries and keys change alike,
+    so their products stay the same.
+    """
+
+    head_dim: int
+    rotated: int
+
+    def weight(self, source: TensorSource, total_cols: int) -> ReadableTensor:
+        return _DeinterleavedRows(super().weight(source, total_cols), self.head_dim, self.rotated)
+
+    def bias(self, source: TensorSource) -> ReadableTensor:
+        return _DeinterleavedRows(super().bias(source), self.head_dim, self.rotated)
+
+
+@dataclass(frozen=True)
+class _DeinterleavedRows:
+    """A tensor of heads, with the even rows of the rotated part of each before the odd ones."""
+
+    tensor: ReadableTensor
+    head_dim: int
+    rotated: int
+
+    def read_into(self, out: Tensor, *index: slice) -> None:
+        self.tensor.read_into(out, *index)
+        rotated = out.view(-1, self.head_dim, *out.shape[1:])[:, : self.rotated]
+        rotated.copy_(torch.cat((rotated[:, 0::2], rotated[:, 1::2]), dim=1))
+
+
+@dataclass(frozen=True)
 class ExpertShard(RowShard):
     """Rows of one matrix of one expert. The checkpoint has it alone as `name`, or in a tensor of all experts."""
 

@@ -19,7 +19,7 @@ _Count = TypeVar("_Count", int, float)
 class ModelDims:
     """The dimensions that determine the cost of a model, or of one rank's slice of it (parallel/dims.py).
 
-    Every layer is attention and a gated MLP, or in `expert_layers` of them a mixture of experts.
+    Every layer is attention and an MLP, or in `expert_layers` of them a mixture of experts.
     """
 
     hidden: int
@@ -37,7 +37,9 @@ class ModelDims:
     mlp_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
-    sandwich_norms: bool = False
+    norms: int = 2  # norms of a layer over the hidden size
+    norm_bias: bool = False
+    gated: bool = True  # a dense MLP has a gate
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: full attention in every layer
     expert_layers: int = 0
     experts: int = 0
@@ -68,7 +70,9 @@ class ModelDims:
             mlp_bias=spec.mlp_bias,
             qk_norm=spec.qk_norm,
             joint_qk_norm=spec.joint_qk_norm,
-            sandwich_norms=spec.sandwich_norms,
+            norms=spec.block_norms.count,
+            norm_bias=spec.norm_bias,
+            gated=spec.dense_matrices == 3,
             windows=spec.windows,
             expert_layers=0 if moe is None else sum(moe.layers),
             experts=0 if moe is None else moe.num_experts,
@@ -102,7 +106,9 @@ class ModelDims:
     def _matrix_params(self, experts: _Count) -> _Count:
         """Return the parameters of the matrices, with this many experts in each layer that has experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        dense = self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * 3 * self.intermediate
+        dense = (
+            self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * (2 + self.gated) * self.intermediate
+        )
         router = self.experts + (self.shared_width > 0)
         sparse = 3 * (experts * self.expert_width + self.shared_width) + router
         return self.hidden_shard * (dense + self.expert_layers * sparse)
@@ -111,13 +117,14 @@ class ModelDims:
     def small_params(self) -> int:
         """Parameters of norms and biases."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        layer = (4 if self.sandwich_norms else 2) * self.hidden_shard
+        norm = self.hidden_shard * (1 + self.norm_bias)
+        layer = self.norms * norm
         layer += 2 * self.head_dim if self.qk_norm else 0
         layer += (self.heads + self.kv_heads) * self.head_dim if self.joint_qk_norm else 0
         layer += qkv if self.qkv_bias else 0
         layer += self.hidden_shard if self.out_bias else 0
-        layer += 2 * self.intermediate + self.hidden_shard if self.mlp_bias else 0
-        return self.layers * layer + self.hidden_shard * self.head
+        layer += (1 + self.gated) * self.intermediate + self.hidden_shard if self.mlp_bias else 0
+        return self.layers * layer + norm * self.head
 
     @property
     def table_params(self) -> int:

@@ -76,6 +76,8 @@ def collectives(
     full = layers - 1 if last and sampled < tokens else layers
     if first and split.per_stage > 1:
         yield Collective("all_reduce", groups.tp, tokens * spec.hidden_size * itemsize, 1)
+    if split.rows > 1 and spec.joint_qk_norm:  # mean squares of queries and keys
+        yield Collective("all_reduce", groups.rows, tokens * 2 * _FLOAT32, layers)
     if split.rows > 1:
         yield from _reduced(groups.rows, hidden * itemsize, 2, layers, full, tokens, sampled)
     if split.cols > 1:
@@ -83,7 +85,8 @@ def collectives(
         qkv = (len(heads) + 2 * len(kv_heads)) * spec.head_dim
         yield Collective("all_reduce", groups.cols, tokens * qkv * itemsize, layers)
         width = len(shard(spec.intermediate_size, split.rows, 0))
-        yield from _reduced(groups.cols, 2 * width * itemsize, 1, layers, full, tokens, sampled)
+        matrices = spec.dense_matrices - 1  # gate and up
+        yield from _reduced(groups.cols, matrices * width * itemsize, 1, layers, full, tokens, sampled)
         yield from _norms(spec, groups, layers, full, tokens, sampled, last)
     if last and sampled:
         if split.cols > 1:
@@ -95,13 +98,17 @@ def collectives(
 def _norms(
     spec: ModelSpec, groups: StageGroups, layers: int, full: int, tokens: int, sampled: int, last: bool
 ) -> Iterator[Collective]:
-    """Yield the mean squares of split RMSNorms, one float32 a row: before attention, before the MLP, after both in
-    Gemma 2, and at the end."""
-    yield Collective("all_reduce", groups.cols, tokens * _FLOAT32, layers)
-    after_attention = 3 if spec.sandwich_norms else 1
-    yield from _reduced(groups.cols, _FLOAT32, after_attention, layers, full, tokens, sampled)
+    """Yield the mean squares of split RMSNorms, one float32 a row, or mean and variance of layer norms: those of the
+    layers that the model has, and of the last norm."""
+    each = 2 if spec.norm == "layer" else 1
+    before_attention = spec.block_norms.attention is not None
+    if before_attention:
+        yield Collective("all_reduce", groups.cols, tokens * _FLOAT32, each * layers)
+    after_attention = spec.block_norms.count - before_attention
+    if after_attention:
+        yield from _reduced(groups.cols, _FLOAT32, each * after_attention, layers, full, tokens, sampled)
     if last and sampled:
-        yield Collective("all_reduce", groups.cols, sampled * _FLOAT32, 1)
+        yield Collective("all_reduce", groups.cols, sampled * _FLOAT32, each)
 
 
 def _reduced(

@@ -135,16 +135,18 @@ class ComputeModel:
             total.kernels += count * launches
         total.add("other", kernels.elementwise(tokens, 2 * width), dims.layers)  # rotary embedding, KV cache write
         total.add("matmul", kernels.linear(tokens, width, hidden), dims.layers)
-        self._add_norms(total, tokens, dims.layers)
+        tail_norms = dims.norms // 2  # between attention and the end of the layer
+        self._add_norms(total, tokens, dims.layers * (dims.norms - tail_norms))
         for tail_rows, layers in ((tokens, dims.layers - 1), (last_rows, 1)):
             if tail_rows == 0 or layers == 0:
                 continue
             total.add("matmul", kernels.linear(tail_rows, hidden, heads * dim), layers)
-            self._add_norms(total, tail_rows, layers)
-            gated = dims.columns == 1  # with columns an all-reduce separates the matmul from the activation
-            total.add("matmul", kernels.linear(tail_rows, 2 * dims.intermediate, hidden, gated), layers)
-            if not gated:
-                total.add("other", kernels.elementwise(tail_rows, 3 * dims.intermediate), layers)
+            self._add_norms(total, tail_rows, layers * tail_norms)
+            # With columns an all-reduce separates the matmul from the activation.
+            fused = dims.gated and dims.columns == 1
+            total.add("matmul", kernels.linear(tail_rows, (1 + dims.gated) * dims.intermediate, hidden, fused), layers)
+            if not fused:
+                total.add("other", kernels.elementwise(tail_rows, (2 + dims.gated) * dims.intermediate), layers)
             total.add("matmul", kernels.linear(tail_rows, hidden, dims.intermediate), layers)
         if dims.embedding:
             total.add("other", kernels.elementwise(tokens, 2 * dims.hidden))
@@ -181,10 +183,9 @@ class ComputeModel:
     def _add_norms(self, total: _Sum, rows: int, count: int) -> None:
         """Add `count` fused residual additions and norms; with columns, they are separate torch operations."""
         hidden = self.dims.hidden_shard
-        norms = (2 if self.dims.sandwich_norms else 1) * count
-        total.add("other", self._kernels.norm(rows, hidden), norms)
+        total.add("other", self._kernels.norm(rows, hidden), count)
         if self.dims.columns > 1:
-            total.add("other", self._kernels.elementwise(rows, 4 * hidden), 4 * norms)
+            total.add("other", self._kernels.elementwise(rows, 4 * hidden), 4 * count)
 
     def _add_sampling(self, total: _Sum, rows: int) -> None:
         """Add the choice of greedy tokens: inside the recorded step with one rank, else by separate kernels."""
