@@ -189,19 +189,16 @@ CASES = [
         },
         replayed_on_cpu=False,
     ),
-    # The experts that a step multiplies depend on its tokens, so no step of a mixture of experts is recorded on a CPU.
     Case(
         "mixtral-window",
         "MixtralConfig",
         {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 27, "sliding_window": 8},
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
         "olmoe",
         "OlmoeConfig",
         {"num_experts": 11, "num_experts_per_tok": 4, "intermediate_size": 21},
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -215,7 +212,6 @@ CASES = [
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -229,7 +225,6 @@ CASES = [
             "use_sliding_window": True,
             "sliding_window": 8,
         },
-        replayed_on_cpu=False,
     ),
     Case(
         "qwen2-moe-dense-tied",
@@ -245,7 +240,6 @@ CASES = [
             "num_key_value_heads": 1,
             "tie_word_embeddings": True,
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -264,7 +258,6 @@ CASES = [
             "sliding_window": 12,
             "tie_word_embeddings": True,
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from yalis.kernels import ops, routed
+from yalis.kernels import native, ops, reference, routed
 
 SHAPES = [(1, 5, 1), (1, 7, 7), (3, 4, 2), (40, 3, 2), (131, 11, 5), (0, 5, 2)]  # rows, experts, experts of a row
 
@@ -54,6 +54,51 @@ def test_blocks_need_no_value_on_the_host() -> None:
     assert chosen.dtype == torch.int64
     with pytest.raises(RuntimeError):
         routed.grouped_linear(x, weight, experts, torch.nn.functional.linear)
+
+
+@pytest.mark.parametrize(("rows", "count", "top_k"), SHAPES)
+def test_native_kernels(rows: int, count: int, top_k: int) -> None:
+    """Routing, biases, pairs that are left out and shared experts are those of plain torch, for any threads."""
+    assert native.load() is not None, native.reason()
+    x, weight, experts = draw(rows, count, top_k)
+    logits, bias = torch.randn(rows, count + 1), torch.randn(count, 13)
+    for renormalize in (False, True):
+        weights, found = ops.route(logits[:, :count], top_k, renormalize)
+        expected = routed.route(logits[:, :count], top_k, renormalize)
+        assert torch.equal(found, expected[1])
+        torch.testing.assert_close(weights, expected[0])
+    experts = torch.where(torch.rand(experts.shape) < 0.3, -1, experts)
+    expected_y = reference.expert_linear(x, weight, experts, bias)
+    y = ops.expert_linear(x, weight, experts, bias)
+    torch.testing.assert_close(y, expected_y, rtol=1e-4, atol=1e-4)
+    for other in (
+        routed.grouped_linear(x, weight, experts, torch.nn.functional.linear, bias),
+        routed.blocked_linear(x, weight, experts, bias),
+    ):
+        torch.testing.assert_close(other, expected_y, rtol=1e-4, atol=1e-4)
+    shared, gate = torch.randn(rows, 13), logits[:, count:]
+    for extra in ((), (shared,), (shared, gate)):
+        torch.testing.assert_close(ops.combine_experts(y, weights, *extra), routed.combine(y, weights, *extra))
+
+
+def test_nan_routes_to_valid_experts() -> None:
+    assert ops.route(torch.full((1, 4), torch.nan), 3, False)[1].tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("rows", [1, 6, 90])
+def test_bits_do_not_depend_on_threads_or_other_rows(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 300, generator=generator), torch.randn(7, 250, 300, generator=generator)
+    experts = torch.rand(rows, 7, generator=generator).topk(3).indices.flatten()
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(ops.expert_linear(x, weight, experts))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.equal(ops.expert_linear(x[:1], weight, experts[:3]), results[0][:3])
 
 
 def test_route_and_combine() -> None:

@@ -120,3 +120,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     partner = torch.cat((second, first), dim=-1)
     out = ((rotated * cos).double() + partner.double() * sin.double()).to(x.dtype)
     return torch.cat((out, rest), dim=-1)
+
+
+def expert_linear(
+    x: Tensor,  # [N, K]
+    weight: Tensor,  # [E, O, K]
+    experts: Tensor,  # [P], P a multiple of N
+    bias: Tensor | None = None,  # [E, O]
+) -> Tensor:
+    """Return [P, O]: pair p is row p // (P / N) of x times the matrix of expert experts[p]; zeros if that is -1."""
+    y = x.new_zeros(experts.shape[0], weight.shape[1])
+    for pair, expert in enumerate(experts.tolist()):
+        if expert >= 0:
+            row = x[pair * x.shape[0] // experts.shape[0]][None]
+            y[pair] = linear(row, weight[expert], None if bias is None else bias[expert])[0]
+    return y

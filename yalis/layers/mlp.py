@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from yalis.kernels import ops, routed
+from yalis.kernels import ops
 from yalis.parallel.linear import ExpertLinear, ReplicatedLinear, column_parallel, row_parallel
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import AliasedShard, ExpertShard, RowShard
@@ -15,10 +15,6 @@ from yalis.spec import ModelSpec
 
 
 class MLP(nn.Module, ABC):
-    #: Whether a step on a CPU can be recorded: the same native calls compute it for any tokens. CUDA graphs need more
-    #: of every MLP: shapes that do not depend on the tokens, and no wait for the device.
-    recordable_on_cpu = True
-
     @abstractmethod
     def __init__(self, spec: ModelSpec, grid: Grid, prefix: str, dtype: torch.dtype, device: torch.device) -> None:
         """`prefix`: the name of the MLP's tensors in the checkpoint, such as "model.layers.0.mlp"."""
@@ -73,8 +69,6 @@ class MoE(MLP):
     router's output has the same bits on each of them. One all-reduce sums the outputs of all experts.
     """
 
-    recordable_on_cpu = False  # which matrices a step multiplies depends on its tokens
-
     def __init__(self, spec: ModelSpec, grid: Grid, prefix: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, grid, prefix, dtype, device)
         assert spec.moe is not None
@@ -117,13 +111,13 @@ class MoE(MLP):
     def forward(self, x: Tensor) -> Tensor:
         moe = self.moe
         logits = self.router(x)
-        weights, experts = routed.route(logits[:, : moe.num_experts], moe.top_k, moe.renormalize)
+        weights, experts = ops.route(logits[:, : moe.num_experts], moe.top_k, moe.renormalize)
         chosen = experts.flatten()
-        gate_up = self.gate_up.sum_partials(self.gate_up.routed(x, chosen))
-        y = routed.combine(self.down.routed(ops.gated(gate_up, self.activation), chosen), weights)
-        if self.shared is not None:
-            y = y + self.shared.partial(x) * torch.sigmoid(logits[:, moe.num_experts :])
-        return self.down.sum_partials(y)
+        plan = ops.group_experts(x, chosen, self.gate_up.num_experts)
+        y = self.down.routed(self.gate_up.routed_gated(x, chosen, self.activation, plan), chosen, plan)
+        shared = None if self.shared is None else self.shared.partial(x)
+        gate = None if self.shared is None else logits[:, moe.num_experts :]
+        return self.down.sum_partials(ops.combine_experts(y, weights, shared, gate))
 
 
 MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "moe": MoE}

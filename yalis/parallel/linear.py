@@ -82,9 +82,15 @@ class ExpertLinear(GridLinear):
         super().__init__(shards, total_cols, cols, False, reduce, dtype, device)
         self.num_experts = num_experts
 
-    def routed(self, x: Tensor, experts: Tensor) -> Tensor:
+    def routed(self, x: Tensor, experts: Tensor, plan: Tensor | None) -> Tensor:
         """Return the product of each pair [P, out], not yet summed over `reduce`; see ops.expert_linear."""
-        return self.weight.routed(x, experts, self.num_experts)
+        return self.weight.routed(x, experts, self.num_experts, "", plan)
+
+    def routed_gated(self, x: Tensor, experts: Tensor, activation: str, plan: Tensor | None) -> Tensor:
+        """Return activation(gate) * up of each pair. Fused unless an all-reduce comes between."""
+        if self.reduce.size > 1:
+            return ops.gated(self.sum_partials(self.routed(x, experts, plan)), activation)
+        return self.weight.routed(x, experts, self.num_experts, activation, plan)
 
 
 class ReplicatedLinear(GridLinear):

@@ -88,11 +88,12 @@ class JointHeadNorm(ParallelLayer):
     def forward(self, qkv: Tensor) -> Tensor:
         """Return qkv [T, H + 2K, D] with normed queries and keys."""
         H, K = map(len, self.held)
+        if self.rows == 1:
+            return ops.joint_head_norm(qkv, self.weight, K, self.eps)
         q, k, v = qkv.split((H, K, K), dim=1)
         squares = qkv[:, : H + K].float().pow(2).sum(-1)  # [T, H + K]
         sums = torch.stack((squares[:, :H].sum(1), squares[:, H + self.first_key :].sum(1)), dim=1)  # [T, 2]
-        if self.rows > 1:
-            sums = self.all_reduce(sums)
+        sums = self.all_reduce(sums)
         queries, keys = (
             torch.rsqrt(sums[:, part] / (total * self.head_dim) + self.eps)[:, None, None]
             for part, total in enumerate(self.totals)

@@ -113,7 +113,9 @@ class Weight(nn.Module, ABC):
         """Return activation(gate) * up, where the first half of the rows is gate: [T, in] to [T, out / 2]."""
 
     @abstractmethod
-    def routed(self, x: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+    def routed(
+        self, x: Tensor, experts: Tensor, num_experts: int, activation: str = "", plan: Tensor | None = None
+    ) -> Tensor:
         """Multiply each row by the matrix of an expert (ops.expert_linear); the rows are those of all experts."""
 
     @abstractmethod
@@ -145,8 +147,11 @@ class DenseWeight(Weight):
     def gated(self, x: Tensor, activation: str, bias: Tensor | None) -> Tensor:
         return ops.gated_linear(x, self.data, activation, bias)
 
-    def routed(self, x: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-        return ops.expert_linear(x, self.data.view(num_experts, -1, self.data.shape[1]), experts)
+    def routed(
+        self, x: Tensor, experts: Tensor, num_experts: int, activation: str = "", plan: Tensor | None = None
+    ) -> Tensor:
+        matrices = self.data.view(num_experts, -1, self.data.shape[1])
+        return ops.expert_linear(x, matrices, experts, None, activation, plan)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         return ops.gather_rows(self.data, rows)
