@@ -43,6 +43,7 @@ from yalis.kernels.pdl import pdl_option
 
 MAX_RANKED = 1024  # pairs that one launch sorts; its work grows with their square
 _RANKED_BLOCK = 32  # pairs of one program of that launch
+_GROUP_WARPS = 4
 
 
 @triton.jit
@@ -90,7 +91,8 @@ def route(logits: Tensor, top_k: int, renormalize: bool, pdl: bool = False) -> t
     return weights, experts
 
 
-@triton.jit(do_not_specialize=["P", "E", "blocks"])
+# block_ptr follows the order at any offset, so its alignment varies.
+@triton.jit(do_not_specialize=["P", "E", "blocks"], do_not_specialize_on_alignment=["block_ptr"])
 def _group_kernel(
     order_ptr, block_ptr, experts_ptr, P, E, blocks,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -146,8 +148,8 @@ def group(experts: Tensor, count: int, pdl: bool = False) -> Tensor:
     elif pairs:
         _group_kernel[(1 + cdiv(pairs, _RANKED_BLOCK),)](
             plan, plan[pairs:], experts, pairs, count, blocks,
-            BLOCK_P=next_power_of_2(max(16, pairs)), BLOCK_E=next_power_of_2(count + 2), BLOCK_M=block_m,
-            CHUNK=_RANKED_BLOCK, PDL=pdl, num_warps=4, **pdl_option(pdl),
+            BLOCK_P=next_power_of_2(max(32 * _GROUP_WARPS, pairs)), BLOCK_E=next_power_of_2(count + 2), BLOCK_M=block_m,
+            CHUNK=_RANKED_BLOCK, PDL=pdl, num_warps=_GROUP_WARPS, **pdl_option(pdl),
         )  # fmt: skip
     return plan
 
@@ -222,7 +224,7 @@ def _expert_gemv_kernel(
     _epilogue(tl.sum(acc, 1), tl.sum(up, 1), y_ptr, bias_ptr, pair, n, N, n < N, ACTIVATION, BIAS)
 
 
-@triton.jit(do_not_specialize=["per_row", "E", "blocks"])
+@triton.jit(do_not_specialize=["per_row", "E", "blocks"], do_not_specialize_on_alignment=["block_ptr"])
 def _expert_gemm_kernel(
     y_ptr, x_ptr, w_ptr, bias_ptr, order_ptr, block_ptr, stride_x, stride_we, stride_wn, per_row, E, blocks, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr,

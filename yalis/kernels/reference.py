@@ -130,8 +130,8 @@ def expert_linear(
 ) -> Tensor:
     """Return [P, O]: pair p is row p // (P / N) of x times the matrix of expert experts[p]; zeros if that is -1."""
     y = x.new_zeros(experts.shape[0], weight.shape[1])
-    for pair, expert in enumerate(experts.tolist()):
-        if expert >= 0:
-            row = x[pair * x.shape[0] // experts.shape[0]][None]
-            y[pair] = linear(row, weight[expert], None if bias is None else bias[expert])[0]
+    for expert in range(weight.shape[0]):
+        pairs = (experts == expert).nonzero().flatten()
+        rows = x[pairs * x.shape[0] // experts.shape[0]]
+        y[pairs] = linear(rows, weight[expert], None if bias is None else bias[expert])
     return y
