@@ -20,7 +20,7 @@ from tests.multiprocess.splits import EXPERT_TRIALS, LENGTHS, MEMORY_PRESSURE, R
 from tests.tokenizer_files import characters
 from yalis import LLM
 from yalis.config import EngineConfig
-from yalis.engine.replica_ranks import split_of
+from yalis.engine.expert_choice import split_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = replace(CASES[0], name="small")

@@ -16,8 +16,8 @@ from typing import Any
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
+from yalis.engine.expert_choice import split_of
 from yalis.engine.llm import LLM
-from yalis.engine.replica_ranks import split_of
 from yalis.engine.step_profiler import DECODE, PHASES, PREFILL, RankProfile, StepProfile
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
