@@ -248,8 +248,8 @@ def print_table(plan: SplitPlan) -> None:
     notes: dict[tuple[str, str], None] = {}  # ordered, without duplicates
     for group in group_equal(plan.ranks):
         memory = group.memory
-        held = [memory.experts] if experts else []
-        counts = (memory.layers, memory.heads, memory.kv_heads, *held, memory.width, memory.vocabulary)
+        parts = [memory.experts] if experts else []
+        counts = (memory.layers, memory.heads, memory.kv_heads, *parts, memory.width, memory.vocabulary)
         kv_bytes = group.kv_bytes
         kv = "rest of GPU" if kv_bytes is None else f"{kv_bytes / _GIB:.3f}" if kv_bytes else "none"
         cells = [spell_ranks(group.ranks), *(str(len(part)) for part in counts), f"{memory.weight_bytes / _GIB:.3f}"]

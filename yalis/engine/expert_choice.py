@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from yalis.config import EngineConfig
-from yalis.errors import YalisError
+from yalis.errors import YalisError, count_of
 from yalis.parallel.plan import Split
 from yalis.perfmodel.experts import CPU_COSTS, GPU_COSTS, cost_per_token
 from yalis.spec import ModelSpec
@@ -62,7 +62,7 @@ def choose_experts(config: EngineConfig, spec: ModelSpec, label: str, itemsize: 
         )
         for one in (False, True)
     )  # fmt: skip
-    work = f"of {steps[0]} sequences and of {steps[1]} prompt tokens"
+    work = f"of {count_of(steps[0], 'sequence')} and of {count_of(steps[1], 'prompt token')}"
     if whole < slices * (1 - _MARGIN):
         reason = f"whole experts on each rank: modelled {1 - whole / slices:.0%} cheaper in steps {work}"
         return ExpertChoice(others[0], reason)

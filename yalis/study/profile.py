@@ -91,6 +91,7 @@ class PhaseProfile:
         row: Row = {"phase": phase, "rank": rank, "steps": steps, "ms": sum(category_ns.values()) / times / 1e6}
         row.update({f"{category}_ms": ns / times / 1e6 for category, ns in category_ns.items()})
         row["accounted"] = total_ns / wall_ns
+        row["expert_pairs"] = sum(ranks[rank].expert_pairs for _, ranks in self.runs) or None
         return row
 
     def names(self, phase: str) -> list[list[dict[str, Any]]]:
