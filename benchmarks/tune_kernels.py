@@ -56,11 +56,11 @@ def search_experts(row_counts: list[int], dtype: torch.dtype) -> None:
     dims = EXPERT_DIMS["cuda"]
     shapes = []
     for rows in row_counts:
-        pairs = rows * dims.top_k
+        pairs = rows * int(dims.top_k)
         if not uses_gemv(pairs, dims.experts):
             shapes.append(ExpertShape(pairs, dims.experts, dims.expert_width, dims.hidden, dtype.itemsize, True))
             shapes.append(ExpertShape(pairs, dims.experts, dims.hidden, dims.expert_width, dtype.itemsize))
-    tune_experts(shapes, dims.top_k, dtype, lambda text: write_line(text, sys.stdout))
+    tune_experts(shapes, int(dims.top_k), dtype, lambda text: write_line(text, sys.stdout))
 
 
 def write_line(text: str, stream: TextIO) -> None:

@@ -186,6 +186,26 @@ def combine_experts(
     return out
 
 
+# As in rope_write, the op does not declare that it mutates `counts`, which nothing else in a step reads.
+@opaque("(Tensor experts, Tensor? kv_slots, Tensor counts, int first, int held) -> Tensor", lambda x, *_: (x.numel(),))
+def own_experts(
+    experts: Tensor,  # [T, top_k] int64
+    kv_slots: Tensor | None,  # [T] int64, negative for padding
+    counts: Tensor,  # [experts + 1] int64
+    first: int,
+    held: int,
+) -> Tensor:
+    """Return experts - first, flattened, for the `held` experts from `first` on; -1 for others and for padding.
+
+    Adds to `counts` how often each expert was chosen, with all choices of padding in the last element.
+    """
+    if experts.is_cuda and _has_triton():
+        from yalis.kernels import expert_choices
+
+        return expert_choices.own_experts(experts, kv_slots, counts, first, held)
+    return routed.own_experts(experts, kv_slots, counts, first, held)
+
+
 # The op does not declare that it mutates the caches: torch.compile would copy them, as keys and values share storage.
 # Only attention reads them, and it depends on the queries that this op returns, so the order is kept.
 @opaque(

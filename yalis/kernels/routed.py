@@ -21,6 +21,15 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
 
 
+def own_experts(experts: Tensor, kv_slots: Tensor | None, counts: Tensor, first: int, held: int) -> Tensor:
+    """ops.own_experts in plain torch."""
+    padding = counts.shape[0] - 1
+    chosen = (experts if kv_slots is None else torch.where(kv_slots.unsqueeze(1) < 0, padding, experts)).flatten()
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    own = chosen - first
+    return torch.where((own >= 0) & (own < held), own, -1)
+
+
 def combine(y: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
     """ops.combine_experts. The sum over the experts is rounded once."""
     rows, top_k = weights.shape

@@ -41,9 +41,10 @@ class ModelDims:
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: full attention in every layer
     expert_layers: int = 0
     experts: int = 0
-    top_k: int = 0  # experts of a token
+    top_k: float = 0  # experts of a token, of one rank with whole experts: on average
     expert_width: int = 0
     shared_width: int = 0  # of the expert that serves every token; its gate is a row of the router
+    routed_experts: int = 0  # that the router chooses from; 0: `experts`. A rank with whole experts has fewer
     #: columns of a tensor-parallel grid: the matrices of a layer have hidden / columns of the hidden size
     columns: int = 1
     embedding: bool = True  # false on pipeline stages after the first
@@ -88,7 +89,7 @@ class ModelDims:
         return self._matrix_params(self.experts)
 
     @property
-    def active_params(self) -> int:
+    def active_params(self) -> float:
         """Parameters of those matrices that one token multiplies."""
         return self._matrix_params(self.top_k)
 
@@ -103,7 +104,7 @@ class ModelDims:
         """Return the parameters of the matrices, with this many experts in each layer that has experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         dense = self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * 3 * self.intermediate
-        router = self.experts + (self.shared_width > 0)
+        router = (self.routed_experts or self.experts) + (self.shared_width > 0)
         sparse = 3 * (experts * self.expert_width + self.shared_width) + router
         return self.hidden_shard * (dense + self.expert_layers * sparse)
 

@@ -150,7 +150,7 @@ def _experts(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: to
         dims = EXPERT_DIMS[device.type]
     if not dims.experts:
         return
-    count, top_k, width, hidden = dims.experts, dims.top_k, dims.expert_width, dims.hidden
+    count, top_k, width, hidden = dims.experts, int(dims.top_k), dims.expert_width, dims.hidden
     matrix = 3 * width * hidden * dtype.itemsize  # bytes of one expert
     layers = [
         (_stack(count, 2 * width, hidden, dtype, device), _stack(count, hidden, width, dtype, device))
