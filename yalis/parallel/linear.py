@@ -78,13 +78,15 @@ class ExpertLinear(GridLinear):
         reduce: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        bias: bool = False,
     ) -> None:
-        super().__init__(shards, total_cols, cols, False, reduce, dtype, device)
+        super().__init__(shards, total_cols, cols, bias, reduce, dtype, device)
         self.num_experts = num_experts
 
     def routed(self, x: Tensor, experts: Tensor) -> Tensor:
         """Return the product of each pair [P, out], not yet summed over `reduce`; see ops.expert_linear."""
-        return self.weight.routed(x, experts, self.num_experts)
+        y = self.weight.routed(x, experts, self.num_experts)
+        return y if self.bias is None else y + self.bias.view(self.num_experts, -1).index_select(0, experts)
 
 
 class ReplicatedLinear(GridLinear):
@@ -95,16 +97,34 @@ class ReplicatedLinear(GridLinear):
     """
 
     def __init__(
-        self, grid: Grid, shards: Sequence[RowShard], hidden: int, dtype: torch.dtype, device: torch.device
+        self,
+        grid: Grid,
+        shards: Sequence[RowShard],
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
     ) -> None:
         held = grid.hidden(hidden)
         part = grid.router_columns(hidden)
         reduce = grid.tp_group if grid.cols > 1 else SingleRank()
-        super().__init__(shards, hidden, part, False, reduce, dtype, device)
-        self.part = slice(part.start - held.start, part.stop - held.start)
+        super().__init__(shards, hidden, part, bias, reduce, dtype, device)
+        self.part, self.dtype = slice(part.start - held.start, part.stop - held.start), dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[:, self.part])
+        return super().forward(x[:, self.part].to(self.dtype))
+
+
+class ExpertCorrection(ParallelLayer):
+    """A float32 number for each expert, which routing adds to its score; every rank has all of them."""
+
+    def __init__(self, name: str, num_experts: int, device: torch.device) -> None:
+        super().__init__()
+        self.name = name
+        self.data = nn.Parameter(torch.empty(num_experts, dtype=torch.float32, device=device), requires_grad=False)
+
+    def load(self, source: TensorSource) -> None:
+        source.tensor(self.name, tuple(self.data.shape)).read_into(self.data, slice(0, len(self.data)))
 
 
 def column_parallel(
