@@ -49,9 +49,15 @@ if find_spec("llguidance") is not None:
 
 #: Models with experts by number of ranks. The pairwise cover has the dense ones.
 EXPERT_TRIALS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    2: [("olmoe", {"tp": 2}), ("mixtral-window", {"dp": 2})],
-    3: [("qwen2-moe", {"tp": 3})],
-    4: [("olmoe-bias-tied", {"tp": "2x2"}), ("qwen2-moe", {"tp": "1x4"}), ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2})],
+    2: [("olmoe", {"tp": 2}), ("mixtral-window", {"dp": 2}), ("glm4-moe-norms-tied", {"tp": 2})],
+    3: [("qwen2-moe", {"tp": 3}), ("gpt-oss", {"tp": 3})],
+    4: [
+        ("olmoe-bias-tied", {"tp": "2x2"}),
+        ("qwen2-moe", {"tp": "1x4"}),
+        ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2}),
+        ("gpt-oss-tied", {"tp": "2x2"}),
+        ("glm4-moe", {"tp": "1x2", "pp": 2}),
+    ],
     8: [("qwen3-moe-sparse-tied", {"tp": "4x2"})],
 }
 
