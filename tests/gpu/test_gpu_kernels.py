@@ -23,6 +23,7 @@ from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
 from yalis.kernels.integer_math import next_power_of_2
 from yalis.kernels.pdl import enable_pdl, pdl_enabled
 from yalis.kernels.skinny_config import GemmConfig, GemmShape, choose_config, shared_bytes
+from yalis.moe import MoESpec
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -387,8 +388,9 @@ def test_experts(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     gate_up, down = gate_up / inputs**0.5, down / width**0.5
     bias = draw(count, 2 * width, dtype=dtype)
     logits = draw(rows, count, dtype=torch.float32)
-    weights, experts = ops.route(logits, top_k, True)
-    expected = routed.route(logits, top_k, True)
+    spec = MoESpec(count, top_k, width, (True,), renormalize=True)
+    weights, experts = ops.route(logits, spec)
+    expected = routed.route(logits, spec)
     assert torch.equal(experts, expected[1])
     assert error(weights, expected[0]) < 1e-5
     for left_out in (False, True):
@@ -410,12 +412,13 @@ def test_experts(dtype: torch.dtype, size: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_a_graph_serves_any_routing(rows: int) -> None:
     """One captured layer, replayed with other logits: the launches do not depend on the routing."""
-    count, top_k, hidden, width, dtype = 128, 8, 256, 96, torch.bfloat16
+    count, hidden, width, dtype = 128, 256, 96, torch.bfloat16
+    spec = MoESpec(count, 8, width, (True,), renormalize=True)
     x, logits = draw(rows, hidden, dtype=dtype), draw(rows, count, dtype=dtype)
     gate_up, down = draw(count, 2 * width, hidden, dtype=dtype) / 16, draw(count, hidden, width, dtype=dtype) / 16
 
     def layer() -> torch.Tensor:
-        weights, experts = ops.route(logits, top_k, True)
+        weights, experts = ops.route(logits, spec)
         chosen = experts.flatten()
         plan = ops.group_experts(x, chosen, count)
         hidden_rows = ops.expert_linear(x, gate_up, chosen, None, "silu", plan)

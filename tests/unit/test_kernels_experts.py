@@ -71,16 +71,19 @@ def test_a_plan_has_every_pair_once(routing: list[int]) -> None:
     assert seen == order
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_routing(renormalize: bool) -> None:
-    logits = torch.randn(9, 12, generator=torch.Generator().manual_seed(3))[:, :11]
-    logits[0] = torch.nan
-    weights, chosen = experts.route(logits, 4, renormalize)
-    expected, expected_experts = routed.route(logits[1:], 4, renormalize)
-    assert torch.equal(chosen[1:], expected_experts)
-    torch.testing.assert_close(weights[1:], expected)
-    assert 0 <= chosen[0].min() <= chosen[0].max() < 11, "indices are valid even for NaN"
-    assert experts.route(torch.zeros(1, 6), 3, False)[1].tolist() == [[0, 1, 2]]
+@pytest.mark.parametrize("scoring", routed.SCORINGS)
+@pytest.mark.parametrize(("renormalize", "corrected"), [(False, False), (True, False), (True, True)])
+def test_routing(scoring: str, renormalize: bool, corrected: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, 12, generator=generator)[:, :11]
+    correction = torch.randn(11, generator=generator) if corrected and scoring != "softmax_chosen" else None
+    weights, chosen = experts.route(logits, correction, 4, scoring, renormalize, 2.5)
+    expected, expected_experts = routed.choose_experts(logits, correction, 4, scoring, renormalize, 1, 1, 2.5)
+    assert torch.equal(chosen, expected_experts)
+    torch.testing.assert_close(weights, expected)
+    nan = experts.route(torch.full((1, 11), torch.nan), correction, 4, scoring, renormalize)[1]
+    assert 0 <= nan.min() <= nan.max() < 11, "indices are valid even for NaN"
+    assert experts.route(torch.zeros(1, 6), None, 3, scoring, renormalize)[1].tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

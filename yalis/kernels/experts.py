@@ -48,35 +48,52 @@ _GROUP_WARPS = 4
 
 @triton.jit
 def _route_kernel(
-    weights_ptr, experts_ptr, logits_ptr, stride, E,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    weights_ptr, experts_ptr, logits_ptr, correction_ptr, stride, E, scale,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The TOP_K largest of a row of logits [R, E], and their share of the softmax over all or the chosen experts.
+    """The experts and weights of a row of logits [R, E], as routed.choose_experts without groups. Grid: (R,).
 
-    Grid: (R,). The lower index comes first among equal logits.
+    The lower index comes first among equal scores. A softmax of the chosen logits is a renormalized one of all.
     """
     pdl_sync(PDL)
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)
     logits = tl.load(logits_ptr + row * stride + e, mask=e < E, other=-float("inf")).to(tl.float32)
-    top = tl.max(logits, 0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(logits, 0))
+        if CORRECTED or not RENORMALIZE:
+            scores = scores / tl.sum(scores, 0)
     free = logits
+    if CORRECTED:
+        free = scores + tl.load(correction_ptr + e, mask=e < E, other=0.0)
+        free = tl.where(e < E, free, -float("inf"))
     chosen = tl.zeros([BLOCK_K], tl.int32)
-    values = tl.full([BLOCK_K], -float("inf"), tl.float32)
+    weights = tl.zeros([BLOCK_K], tl.float32)
     for i in range(TOP_K):
         best = tl.minimum(tl.argmax(free, 0, tie_break_left=True), E - 1)  # a valid index even if logits are NaN
-        values = tl.where(k == i, tl.max(free, 0), values)
+        weights = tl.where(k == i, tl.sum(tl.where(e == best, scores, 0.0), 0), weights)
         chosen = tl.where(k == i, best, chosen)
         free = tl.where(e == best, -float("inf"), free)
-    weights = tl.exp(values - top)
-    total = tl.sum(weights, 0) if RENORMALIZE else tl.sum(tl.exp(logits - top), 0)
-    tl.store(weights_ptr + row * TOP_K + k, weights / total, mask=k < TOP_K)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, 0) + (1e-20 if SIGMOID else 0.0))
+    tl.store(weights_ptr + row * TOP_K + k, weights * scale, mask=k < TOP_K)
     tl.store(experts_ptr + row * TOP_K + k, chosen.to(tl.int64), mask=k < TOP_K)
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the weights [R, top_k] in fp32 and the experts [R, top_k] int64 of each row of logits [R, E]."""
+def route(
+    logits: Tensor,  # [R, E]
+    correction: Tensor | None,  # [E] fp32
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float = 1.0,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights [R, top_k] in fp32 and the experts [R, top_k] int64; see routed.choose_experts."""
     rows, count = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -84,9 +101,10 @@ def route(logits: Tensor, top_k: int, renormalize: bool, pdl: bool = False) -> t
     experts = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
     if rows:
         _route_kernel[(rows,)](
-            weights, experts, logits, logits.stride(0), count,
-            TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), BLOCK_E=next_power_of_2(count), RENORMALIZE=renormalize,
-            PDL=pdl, num_warps=1 if count <= 256 else 4, **pdl_option(pdl),
+            weights, experts, logits, logits if correction is None else correction, logits.stride(0), count, scale,
+            TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), BLOCK_E=next_power_of_2(count),
+            SIGMOID=scoring == "sigmoid", RENORMALIZE=renormalize or scoring == "softmax_chosen",
+            CORRECTED=correction is not None, PDL=pdl, num_warps=1 if count <= 256 else 4, **pdl_option(pdl),
         )  # fmt: skip
     return weights, experts
 

@@ -200,28 +200,55 @@ void yalis_linear(float *y, const float *x, i64 x_stride, const float *w, const 
 
 /* --- mixture of experts ------------------------------------------------------------------------------------------- */
 
-/* The top_k experts of each row of logits[rows, count], best first, and their share of the softmax over all experts, or
-   with `renormalize` over the chosen ones. Equal logits: the lower index first. */
-void yalis_route(float *weights, i64 *experts, const float *logits, i64 stride, i64 rows, i64 count, i64 top_k,
-                 i64 renormalize) {
+/* Leave the scores of the `top_groups` best of `groups` equal groups, by the sum of their two best; others become -inf. */
+static void mask_groups(float *scores, i64 count, i64 groups, i64 top_groups) {
+    float sums[MAX_EXPERTS];
+    const i64 size = count / groups;
+    for (i64 g = 0; g < groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (i64 e = g * size; e < (g + 1) * size; e++) {
+            second = MAX(second, MIN(first, scores[e]));
+            first = MAX(first, scores[e]);
+        }
+        sums[g] = first + second;
+    }
+    for (i64 g = 0; g < groups; g++) {
+        i64 better = 0;
+        for (i64 o = 0; o < groups; o++) better += sums[o] > sums[g] || (sums[o] == sums[g] && o < g);
+        for (i64 e = g * size; better >= top_groups && e < (g + 1) * size; e++) scores[e] = -INFINITY;
+    }
+}
+
+/* The top_k experts of each row of logits[rows, count], best first, and their weights. The score of an expert is its
+   share of the softmax of all logits, its sigmoid (`scoring` 1), or its share of the softmax of the chosen (`scoring` 2).
+   `correction` [count], which may be null, is added for the choice only. Of equal scores the lower index is first. */
+void yalis_route(float *weights, i64 *experts, const float *logits, i64 stride, const float *correction, i64 rows,
+                 i64 count, i64 top_k, i64 scoring, i64 renormalize, i64 groups, i64 top_groups, double scale) {
     for (i64 r = 0; r < rows; r++, logits += stride, weights += top_k, experts += top_k) {
         uint8_t taken[MAX_EXPERTS] = {0};
+        float scores[MAX_EXPERTS], choice[MAX_EXPERTS], top = logits[0], total = 0;
+        for (i64 e = 1; e < count; e++) top = MAX(top, logits[e]);
+        for (i64 e = 0; e < count; e++) {
+            scores[e] = scoring == 1 ? 1.0f / (1.0f + expf(-logits[e])) : expf(logits[e] - top);
+            total += scores[e];
+        }
+        for (i64 e = 0; e < count; e++) {
+            if (scoring == 0) scores[e] /= total;
+            choice[e] = correction ? scores[e] + correction[e] : scoring == 1 || groups > 1 ? scores[e] : logits[e];
+        }
+        if (top_groups < groups) mask_groups(choice, count, groups, top_groups);
+        total = 0;
         for (i64 k = 0; k < top_k; k++) {
             i64 best = -1; /* the first free one if all are NaN */
             for (i64 e = 0; e < count; e++)
-                if (!taken[e] && (best < 0 || logits[e] > logits[best])) best = e;
+                if (!taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
             taken[best] = 1;
             experts[k] = best;
+            total += weights[k] = scores[best];
         }
-        const float top = logits[experts[0]];
-        float total = 0;
-        if (!renormalize)
-            for (i64 e = 0; e < count; e++) total += expf(logits[e] - top);
-        for (i64 k = 0; k < top_k; k++) {
-            weights[k] = expf(logits[experts[k]] - top);
-            if (renormalize) total += weights[k];
-        }
-        for (i64 k = 0; k < top_k; k++) weights[k] /= total;
+        if (scoring == 1) total += 1e-20f; /* sigmoids may all be near zero */
+        const float factor = (float)scale / (renormalize || scoring == 2 ? total : 1.0f);
+        for (i64 k = 0; k < top_k; k++) weights[k] *= factor;
     }
 }
 
@@ -448,10 +475,12 @@ static void softmax_step(float *out, const float *q, const float *const *keys, c
 }
 
 /* Decode attention, one query per sequence: out and q are [sequences, heads, dim], tables [sequences, max blocks];
-   `window` and `softcap` are 0 if unused. Query heads that share a KV head are computed in one pass over its keys. */
+   `window` and `softcap` are 0 and `sinks` [heads], a further logit of each softmax, is NULL if unused. Query heads that
+   share a KV head are computed in one pass over its keys. */
 void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache, const float *v_cache,
                   const int32_t *tables, i64 table_stride, const int32_t *context_lens, i64 sequences, i64 heads,
-                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads) {
+                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads,
+                  const float *sinks) {
     const i64 group = heads / kv_heads;
     i64 work = 0;
     for (i64 s = 0; s < sequences; s++) work += context_lens[s] * heads * dim;
@@ -483,8 +512,10 @@ void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache
                     softmax_step(dst + g * dim, q + s * q_stride + (head + g) * dim, keys, values, count, dim, scale,
                                  softcap, max_score + g, sum_exp + g);
             }
-            for (i64 g = 0; g < num_heads; g++)
+            for (i64 g = 0; g < num_heads; g++) {
+                if (sinks) sum_exp[g] += expf(sinks[head + g] - max_score[g]);
                 for (i64 i = 0; i < dim; i++) dst[g * dim + i] /= sum_exp[g];
+            }
         }
     }
 }
@@ -545,7 +576,7 @@ typedef union {
 
 typedef struct {
     i64 function; /* index into SIGNATURES of native.py, and case of the switch below */
-    value args[17];
+    value args[18];
 } call;
 
 static void run_call(const call *c) {
@@ -562,9 +593,12 @@ static void run_call(const call *c) {
     case 6: yalis_write_kv(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
     case 7:
         yalis_attend(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].p, v[6].i, v[7].p, v[8].i, v[9].i, v[10].i,
-                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i);
+                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i, v[17].p);
         break;
-    case 8: yalis_route(v[0].p, v[1].p, v[2].p, v[3].i, v[4].i, v[5].i, v[6].i, v[7].i); break;
+    case 8:
+        yalis_route(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i, v[10].i, v[11].i,
+                    v[12].f);
+        break;
     case 9:
         yalis_expert_linear(v[0].p, v[1].p, v[2].p, v[3].p, v[4].i, v[5].p, v[6].p, v[7].p, v[8].i, v[9].i, v[10].i,
                             v[11].i, v[12].i, v[13].i);

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from yalis.kernels import native, routed
 from yalis.kernels.opaque import opaque
 from yalis.kernels.pdl import pdl_enabled
+from yalis.moe import MoESpec
 
 # With more rows, MKL's blocked GEMM is faster than native.c, which streams the matrix past the rows.
 NATIVE_MAX_ROWS = 48
@@ -74,30 +75,48 @@ def gated_linear(
     return gated(linear(x, weight, bias), activation)
 
 
-@opaque(
-    "(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)",
-    lambda logits, top_k, *_: (logits.shape[0], top_k),
-    lambda logits, top_k, *_: (logits.shape[0], top_k),
-    dtypes=(torch.float32, torch.int64),
-)
 def route(
     logits: Tensor,  # [N, experts]
-    top_k: int,
-    renormalize: bool,
+    moe: MoESpec,
+    correction: Tensor | None = None,  # [experts] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights [N, top_k] in fp32 and the experts [N, top_k] of each row."""
-    if TRITON_EXPERTS and _triton(logits):
+    """Return the weights [N, top_k] in fp32 and the experts [N, top_k] of each row; see routed.route."""
+    routing = (moe.top_k, moe.scoring, moe.renormalize, moe.groups, moe.top_groups, moe.scale)
+    return _route(logits, correction, *routing)
+
+
+@opaque(
+    "(Tensor logits, Tensor? correction, int top_k, str scoring, bool renormalize, int groups, int top_groups, "
+    "float scale) -> (Tensor, Tensor)",
+    lambda logits, _, top_k, *__: (logits.shape[0], top_k),
+    lambda logits, _, top_k, *__: (logits.shape[0], top_k),
+    dtypes=(torch.float32, torch.int64),
+)
+def _route(
+    logits: Tensor,
+    correction: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    routing = (top_k, scoring, renormalize, groups, top_groups, scale)
+    if TRITON_EXPERTS and _triton(logits) and groups == top_groups:
         from yalis.kernels import experts as kernels
 
-        return kernels.route(logits, top_k, renormalize, pdl_enabled())
+        return kernels.route(logits, correction, top_k, scoring, renormalize, scale, pdl_enabled())
     lib = _native(logits)
     if lib is None or logits.stride(1) != 1:
-        return routed.route(logits, top_k, renormalize)
+        return routed.choose_experts(logits, correction, *routing)
     rows, count = logits.shape
     weights, experts = logits.new_empty((rows, top_k)), logits.new_empty((rows, top_k), dtype=torch.int64)
     lib.route(
-        weights.data_ptr(), experts.data_ptr(), logits.data_ptr(), logits.stride(0), rows, count, top_k, renormalize
-    )
+        weights.data_ptr(), experts.data_ptr(), logits.data_ptr(), logits.stride(0),
+        None if correction is None else correction.data_ptr(), rows, count, top_k,
+        routed.SCORINGS.index(scoring), renormalize, groups, top_groups, scale,
+    )  # fmt: skip
     return weights, experts
 
 
@@ -369,6 +388,16 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     y = gate_up.new_empty((rows, width))
     lib.silu_gate(y.data_ptr(), gate_up.data_ptr(), gate_up.stride(0), rows, width, torch.get_num_threads())
     return y
+
+
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return gate * sigmoid(alpha * gate) * (up + 1) for gate_up [T, 2 * width], gate in the first half (gpt-oss).
+
+    gate is at most `limit`, up is from -limit to limit.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

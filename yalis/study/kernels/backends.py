@@ -11,10 +11,12 @@ from torch.nn import functional as F
 
 from yalis.errors import YalisError
 from yalis.kernels import native, ops, reference, routed
+from yalis.moe import MoESpec
 from yalis.sampling.sampled_tokens import NO_TOKEN
 
 EPS = 1e-5
 _ACTIVATION = "silu"
+_ROUTING = ("softmax", True, 1, 1, 1.0)  # renormalized, without groups
 _SCALE = 0.1  # of the attention scores
 
 
@@ -58,7 +60,7 @@ class TorchBackend:
         return self.gated(self.linear(x, weight))
 
     def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
-        return routed.route(logits, top_k, renormalize=True)
+        return routed.choose_experts(logits, None, top_k, *_ROUTING)
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         def linear(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class NativeBackend(TorchBackend):
         return ops.linear(x, weight)
 
     def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
-        return ops.route(logits, top_k, True)
+        return ops.route(logits, MoESpec(logits.shape[1], top_k, 1, (True,), renormalize=True))
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         gated = ops.expert_linear(x, gate_up, chosen, None, _ACTIVATION)
@@ -179,7 +181,7 @@ class TritonBackend:
         return y
 
     def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
-        pair: tuple[Tensor, ...] = self._experts.route(logits, top_k, True, self._pdl)
+        pair: tuple[Tensor, ...] = self._experts.route(logits, None, top_k, "softmax", True, 1.0, self._pdl)
         return pair
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -241,7 +243,7 @@ class ReferenceBackend:
         return reference.gated_linear(x, weight, _ACTIVATION)
 
     def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
-        return routed.route(logits, top_k, renormalize=True)
+        return routed.choose_experts(logits, None, top_k, *_ROUTING)
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         y = reference.expert_linear(self.gated(reference.expert_linear(x, gate_up, chosen)), down, chosen)
