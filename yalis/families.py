@@ -13,7 +13,16 @@ from typing import Any, Protocol
 
 from yalis.config_reader import ConfigReader
 from yalis.errors import YalisError
-from yalis.moe import MoESpec, list_unknown_fields, read_mixtral_moe, read_olmoe_moe, read_qwen2_moe, read_qwen3_moe
+from yalis.moe import (
+    MoESpec,
+    list_unknown_fields,
+    read_glm4_moe,
+    read_gpt_oss_moe,
+    read_mixtral_moe,
+    read_olmoe_moe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 
 
 class GgufReader(Protocol):
@@ -61,7 +70,9 @@ class Family:
     sandwich_norms: bool = False
     fused_projections: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names for a RoPE scaling type
+    rope_defaults: Mapping[str, Any] = field(default_factory=dict)  # the RoPE scaling of a config.json without one
     partial_rotary: bool = False  # honours partial_rotary_factor, which transformers ignores in the other families
+    mxfp4_experts: bool = False  # fused experts may be stored as MXFP4, which is dequantized on load
     #: Returns ModelSpec fields computed from config.json keys that only this family has.
     spec_fields: Callable[[ConfigReader], dict[str, Any]] = lambda config: {}
 
@@ -95,7 +106,7 @@ def _qwen_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return _listed_layers(config, num_layers) or [layer >= first for layer in range(num_layers)]
 
 
-def _gemma2_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+def _even_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return _listed_layers(config, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
 
 
@@ -142,6 +153,14 @@ def _qwen2_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
 
 def _qwen3_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
     return _moe_fields(read_qwen3_moe(config))
+
+
+def _glm4_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_glm4_moe(config)) | {"out_bias": False, "qk_norm": config.flag("use_qk_norm")}
+
+
+def _gpt_oss_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_gpt_oss_moe(config)) | {"attention_sinks": True}
 
 
 def _moe_fields(moe: MoESpec) -> dict[str, Any]:
@@ -271,7 +290,7 @@ _RECORDS = (
             "final_logit_softcapping": 30.0,
             "tie_word_embeddings": True,
         },
-        sliding_layers=_gemma2_sliding_layers,
+        sliding_layers=_even_sliding_layers,
         activation="gelu_pytorch_tanh",
         norm_offset=1.0,
         sandwich_norms=True,
@@ -343,6 +362,48 @@ _RECORDS = (
         sliding_layers=_qwen3_moe_sliding_layers,
         qk_norm=True,
         spec_fields=_qwen3_moe_spec_fields,
+    ),
+    Family(
+        name="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        models="GLM-4.5, GLM-4.6",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "intermediate_size": 10944,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+        },
+        partial_rotary=True,
+        spec_fields=_glm4_moe_spec_fields,
+    ),
+    Family(
+        name="gpt_oss",
+        architecture="GptOssForCausalLM",
+        models="gpt-oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "intermediate_size": 2880,
+            "attention_bias": True,
+        },
+        rope_defaults={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        sliding_layers=_even_sliding_layers,
+        activation="silu",  # not used: experts have a clamped gate
+        mxfp4_experts=True,
+        spec_fields=_gpt_oss_spec_fields,
     ),
 )
 #: The families by config.json's "architectures" entry.

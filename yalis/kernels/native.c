@@ -337,10 +337,12 @@ static void softmax_step(float *out, const float *q, const float *const *keys, c
 }
 
 /* Decode attention, one query per sequence: out and q are [sequences, heads, dim], tables [sequences, max blocks];
-   `window` and `softcap` are 0 if unused. Query heads that share a KV head are computed in one pass over its keys. */
+   `window` and `softcap` are 0 and `sinks` [heads], a further logit of each softmax, is NULL if unused. Query heads that
+   share a KV head are computed in one pass over its keys. */
 void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache, const float *v_cache,
                   const int32_t *tables, i64 table_stride, const int32_t *context_lens, i64 sequences, i64 heads,
-                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads) {
+                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads,
+                  const float *sinks) {
     const i64 group = heads / kv_heads;
     i64 work = 0;
     for (i64 s = 0; s < sequences; s++) work += context_lens[s] * heads * dim;
@@ -372,8 +374,10 @@ void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache
                     softmax_step(dst + g * dim, q + s * q_stride + (head + g) * dim, keys, values, count, dim, scale,
                                  softcap, max_score + g, sum_exp + g);
             }
-            for (i64 g = 0; g < num_heads; g++)
+            for (i64 g = 0; g < num_heads; g++) {
+                if (sinks) sum_exp[g] += expf(sinks[head + g] - max_score[g]);
                 for (i64 i = 0; i < dim; i++) dst[g * dim + i] /= sum_exp[g];
+            }
         }
     }
 }
@@ -434,7 +438,7 @@ typedef union {
 
 typedef struct {
     i64 function; /* index into SIGNATURES of native.py, and case of the switch below */
-    value args[17];
+    value args[18];
 } call;
 
 static void run_call(const call *c) {
@@ -451,7 +455,7 @@ static void run_call(const call *c) {
     case 6: yalis_write_kv(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
     case 7:
         yalis_attend(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].p, v[6].i, v[7].p, v[8].i, v[9].i, v[10].i,
-                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i);
+                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i, v[17].p);
         break;
     }
 }

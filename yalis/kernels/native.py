@@ -33,7 +33,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "silu_gate": (_P, _P, _I, _I, _I, _I),
     "rotate": (_P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I),
     "write_kv": (_P, _P, _P, _I, _P, _I, _P, _I, _I),
-    "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I),
+    "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I, _P),
 }
 # Functions that no recorded step contains.
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {

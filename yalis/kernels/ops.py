@@ -249,6 +249,16 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return y
 
 
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return gate * sigmoid(alpha * gate) * (up + 1) for gate_up [T, 2 * width], gate in the first half (gpt-oss).
+
+    gate is at most `limit`, up is from -limit to limit.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to the first dim elements of each head of x [T, heads, D], pairing element i with i + dim/2.
 

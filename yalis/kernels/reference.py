@@ -22,6 +22,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
     """Return the causal attention [T, H, D] of each sequence's new tokens over its own blocks, in the dtype of q."""
     out = torch.empty_like(q)
@@ -39,7 +40,10 @@ def paged_attention(
         masked = key > query
         if window is not None:
             masked |= key <= query - window
-        weights = scores.masked_fill(masked, -math.inf).softmax(-1)
+        scores = scores.masked_fill(masked, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores.dtype).view(-1, 1, 1).expand_as(scores[..., :1])), dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
 

@@ -1,4 +1,7 @@
-"""Products of rows with the matrix of an expert each, in plain torch. Shapes: N rows, P pairs, E experts."""
+"""Routing, and products of rows with the matrix of an expert each, in plain torch.
+
+Shapes: N rows, P pairs of a row and one of its experts, E experts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from yalis.moe import MoESpec
 
 # Rows of a block: its product reads one matrix. From about this size on a GPU computes longer than it reads.
 _MAX_BLOCK = 128
@@ -15,10 +20,34 @@ _MAX_COPY = 256 << 20
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Return the weights [N, top_k] in fp32 and the experts [N, top_k] of each row, for router logits [N, E]."""
-    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
+def route(logits: Tensor, moe: MoESpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the weights [N, top_k] in fp32 and the experts [N, top_k] of each row, for router logits [N, E].
+
+    `correction` [E] fp32 is added to the scores for the choice of experts, if the model has it.
+    """
+    if moe.scoring == "softmax_chosen":
+        chosen_logits, experts = logits.float().topk(moe.top_k, dim=-1)
+        weights = chosen_logits.softmax(-1)
+    else:
+        scores = logits.float().sigmoid() if moe.scoring == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
+        corrected = scores if correction is None else scores + correction
+        if moe.top_groups < moe.groups:
+            corrected = _mask_groups(corrected, moe)
+        weights, experts = corrected.topk(moe.top_k, dim=-1)
+        if corrected is not scores:
+            weights = scores.gather(1, experts)
+    if moe.renormalize:
+        # Sigmoids may all be near zero.
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if moe.scoring == "sigmoid" else 0.0))
+    return weights * moe.scale if moe.scale != 1.0 else weights, experts
+
+
+def _mask_groups(scores: Tensor, moe: MoESpec) -> Tensor:
+    """Return scores [N, E] with -inf for all experts outside the best groups, by the sum of their two best scores."""
+    grouped = scores.view(scores.shape[0], moe.groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def own_experts(experts: Tensor, kv_slots: Tensor | None, counts: Tensor, first: int, held: int) -> Tensor:

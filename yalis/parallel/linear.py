@@ -31,13 +31,15 @@ class GridLinear(ParallelLayer):
         reduce: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        bias_of_all_ranks: bool = False,
     ) -> None:
+        """`bias_of_all_ranks`: each rank of `reduce` has a bias of its own to add."""
         super().__init__()
         self.reduce, self.all_reduce = reduce, AllReduceOp(reduce)
         self.weight = make_weight(shards, total_cols, cols, dtype, device)
         # Only the first rank of the group adds the bias, so that the sum contains it once.
         rows = sum(len(shard.rows) for shard in shards)
-        has_bias = bias and reduce.rank == 0
+        has_bias = bias and (reduce.rank == 0 or bias_of_all_ranks)
         self.bias = (
             nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if has_bias else None
         )
@@ -67,7 +69,10 @@ class GridLinear(ParallelLayer):
 
 
 class ExpertLinear(GridLinear):
-    """The matrices of all experts, stacked: `shards` has equally many rows for each expert, in order."""
+    """The matrices of some experts, stacked: `shards` has equally many rows for each expert, in order.
+
+    With `apart` the ranks of `reduce` have different experts, and each adds the biases of its own.
+    """
 
     def __init__(
         self,
@@ -78,13 +83,20 @@ class ExpertLinear(GridLinear):
         reduce: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        bias: bool = False,
+        apart: bool = False,
     ) -> None:
-        super().__init__(shards, total_cols, cols, False, reduce, dtype, device)
-        self.num_experts = num_experts
+        super().__init__(shards, total_cols, cols, bias, reduce, dtype, device, bias_of_all_ranks=apart)
+        self.num_experts, self.apart = num_experts, apart
 
     def routed(self, x: Tensor, experts: Tensor) -> Tensor:
         """Return the product of each pair [P, out], not yet summed over `reduce`; see ops.expert_linear."""
-        return self.weight.routed(x, experts, self.num_experts)
+        y = self.weight.routed(x, experts, self.num_experts)
+        if self.bias is None:
+            return y
+        biases = self.bias.view(self.num_experts, -1).index_select(0, experts.clamp(min=0))
+        # The rows of pairs that are left out must stay zero in the sum over the group.
+        return y + (torch.where(experts.unsqueeze(1) < 0, 0, biases) if self.apart else biases)
 
 
 class ReplicatedLinear(GridLinear):
@@ -95,16 +107,34 @@ class ReplicatedLinear(GridLinear):
     """
 
     def __init__(
-        self, grid: Grid, shards: Sequence[RowShard], hidden: int, dtype: torch.dtype, device: torch.device
+        self,
+        grid: Grid,
+        shards: Sequence[RowShard],
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
     ) -> None:
         held = grid.hidden(hidden)
         part = grid.router_columns(hidden)
         reduce = grid.tp_group if grid.cols > 1 else SingleRank()
-        super().__init__(shards, hidden, part, False, reduce, dtype, device)
-        self.part = slice(part.start - held.start, part.stop - held.start)
+        super().__init__(shards, hidden, part, bias, reduce, dtype, device)
+        self.part, self.dtype = slice(part.start - held.start, part.stop - held.start), dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[:, self.part])
+        return super().forward(x[:, self.part].to(self.dtype))
+
+
+class ExpertCorrection(ParallelLayer):
+    """A float32 number for each expert, which routing adds to its score; every rank has all of them."""
+
+    def __init__(self, name: str, num_experts: int, device: torch.device) -> None:
+        super().__init__()
+        self.name = name
+        self.data = nn.Parameter(torch.empty(num_experts, dtype=torch.float32, device=device), requires_grad=False)
+
+    def load(self, source: TensorSource) -> None:
+        source.tensor(self.name, tuple(self.data.shape)).read_into(self.data, slice(0, len(self.data)))
 
 
 def column_parallel(

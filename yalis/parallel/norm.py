@@ -1,4 +1,4 @@
-"""RMSNorm over a hidden size that may be split over the grid's columns, and the norms of query and key heads."""
+"""RMSNorm over a hidden size that may be split over the grid's columns, and parameters of query and key heads."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ class HeadNorm(ParallelLayer):
 
     def load(self, source: TensorSource) -> None:
         source.tensor(f"{self.name}.weight", (self.head_dim,)).read_into(self.weight, slice(0, self.head_dim))
+
+
+class HeadSinks(ParallelLayer):
+    """Attention sinks (gpt-oss): a logit of each query head of this rank."""
+
+    def __init__(self, name: str, num_heads: int, heads: range, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.name, self.num_heads, self.heads = name, num_heads, heads
+        self.weight = nn.Parameter(torch.empty(len(heads), dtype=dtype, device=device), requires_grad=False)
+
+    def load(self, source: TensorSource) -> None:
+        source.tensor(self.name, (self.num_heads,)).read_into(self.weight, slice(self.heads.start, self.heads.stop))
 
 
 class JointHeadNorm(ParallelLayer):
