@@ -359,6 +359,7 @@ def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
         ("--allreduce gloo", "perlmutter has no parameters for the all-reduce 'gloo'; give one of nccl, mpi, nvrar", 2),
         ("--objective speed", "invalid choice: 'speed'", 2),
         ("--machine h200 --nodes 2", "--nodes is 2, but h200 has 1 node; give 1, or a machine with a network", 2),
+        ("--expert-parallel", "--expert-parallel is not predicted yet; leave it out", 2),
         ("--device cpu", "--device cpu has no effect on a prediction", 2),
         ("--kv-memory 1", "--kv-memory 1.0 has no effect on a prediction", 2),
         ("--eager", "--eager has no effect on a prediction", 2),

@@ -11,7 +11,7 @@ from yalis.engine.expert_choice import ExpertChoice, choose_experts
 from yalis.errors import YalisError
 from yalis.moe import MoESpec
 from yalis.parallel.plan import Split
-from yalis.perfmodel.experts import CPU_COSTS, GPU_COSTS, cost_per_token
+from yalis.perfmodel.expert_split import CPU_COSTS, GPU_COSTS, cost_per_token
 from yalis.spec import ModelSpec, read_spec
 
 QWEN3_30B: dict[str, Any] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from yalis.config import EngineConfig
 from yalis.errors import YalisError, count_of
 from yalis.parallel.plan import Split
-from yalis.perfmodel.experts import CPU_COSTS, GPU_COSTS, cost_per_token
+from yalis.perfmodel.expert_split import CPU_COSTS, GPU_COSTS, cost_per_token
 from yalis.spec import ModelSpec
 
 #: Share by which whole experts must be cheaper. The model takes routing as uniform, and real routing is less even.
