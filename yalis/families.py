@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from yalis import moe_gguf
 from yalis.config_reader import ConfigReader
 from yalis.errors import YalisError
 from yalis.moe import (
@@ -35,6 +36,8 @@ class GgufReader(Protocol):
     def integer(self, key: str, default: int | None = None) -> int: ...
 
     def number(self, key: str, default: float | None = None) -> float: ...
+
+    def flag(self, key: str, default: bool) -> bool: ...
 
     def has_tensor(self, name: str) -> bool: ...
 
@@ -177,7 +180,8 @@ def _llama_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[
 
 def _is_mistral_gguf(metadata: GgufReader) -> bool:
     """Mistral's GGUF files have Llama's architecture name. The window or the model's name distinguishes them."""
-    return _gguf_window(metadata) is not None or "mistral" in metadata.model_name.lower()
+    dense = not moe_gguf.has_experts(metadata)
+    return dense and (_gguf_window(metadata) is not None or "mistral" in metadata.model_name.lower())
 
 
 def _mistral_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,6 +323,19 @@ _RECORDS = (
         name="mixtral",
         architecture="MixtralForCausalLM",
         models="Mixtral",
+        gguf=GgufFormat(
+            "llama",
+            tensor_names={
+                "ffn_gate_inp": "block_sparse_moe.gate",
+                "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+                "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+                "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+            },
+            interleaved_heads=True,
+            rope_dim_is_head_dim=True,
+            extra_config=moe_gguf.mixtral_config,
+            matches=moe_gguf.has_experts,
+        ),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -332,6 +349,7 @@ _RECORDS = (
         name="olmoe",
         architecture="OlmoeForCausalLM",
         models="OLMoE",
+        gguf=GgufFormat("olmoe", extra_config=moe_gguf.olmoe_config),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         spec_fields=_olmoe_spec_fields,
     ),
@@ -339,6 +357,7 @@ _RECORDS = (
         name="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         models="Qwen1.5-MoE, Qwen2-MoE",
+        gguf=GgufFormat("qwen2moe", extra_config=moe_gguf.qwen2_moe_config),
         defaults={
             "num_key_value_heads": 16,
             "sliding_window": 4096,
@@ -353,6 +372,7 @@ _RECORDS = (
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         models="Qwen3-MoE",
+        gguf=GgufFormat("qwen3moe", extra_config=moe_gguf.qwen3_moe_config),
         defaults={
             "num_key_value_heads": 4,
             "sliding_window": 4096,
@@ -367,6 +387,16 @@ _RECORDS = (
         name="glm4_moe",
         architecture="Glm4MoeForCausalLM",
         models="GLM-4.5, GLM-4.6",
+        gguf=GgufFormat(
+            "glm4moe",
+            tensor_names={
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+                "ffn_up_shexp": "mlp.shared_experts.up_proj",
+                "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            },
+            extra_config=moe_gguf.glm4_moe_config,
+        ),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -382,6 +412,11 @@ _RECORDS = (
         name="gpt_oss",
         architecture="GptOssForCausalLM",
         models="gpt-oss",
+        gguf=GgufFormat(
+            "gpt-oss",
+            tensor_names={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+            extra_config=moe_gguf.gpt_oss_config,
+        ),
         defaults={
             "num_key_value_heads": 8,
             "head_dim": 64,
@@ -440,11 +475,6 @@ def find_family(config: Mapping[str, Any], label: str) -> Family:
 
 def find_gguf_family(metadata: GgufReader) -> Family:
     """Return the family of a GGUF file by its general.architecture."""
-    if metadata.integer("expert_count", 0):  # llama.cpp's name for Mixtral is "llama", too
-        raise YalisError(
-            f"{metadata.label} is a mixture of experts, which is not read from GGUF files yet; give its safetensors "
-            "checkpoint"
-        )
     formats = [(family, family.gguf) for family in _RECORDS if family.gguf is not None]
     candidates = [(family, stored) for family, stored in formats if stored.architecture == metadata.architecture]
     if not candidates:

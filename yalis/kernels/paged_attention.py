@@ -173,7 +173,7 @@ def _paged_decode_kernel(
     m_i = tl.full([BLOCK_M], MASKED_SCORE, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # of the first split only: the merge adds the sums of all splits
-        sink = tl.load(sinks_ptr + head, mask=(r < GROUP) & (index == 0), other=0.0).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + head, mask=r < GROUP, other=0.0).to(tl.float32) * LOG2E
         m_i = tl.where(index == 0, sink, m_i)
         l_i = tl.where(index == 0, 1.0, l_i)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -133,7 +133,7 @@ class _TransposedMatrices:
 
     def read_into(self, out: Tensor, *index: slice) -> None:
         rows, *columns = index
-        stored = out.new_empty(1, *out.shape[1:], out.shape[0])
+        stored = torch.empty_like(out).movedim(0, -1).unsqueeze(0)  # rows stay contiguous
         self.tensor.read_into(stored, slice(self.expert, self.expert + 1), *columns, rows)
         for matrix, part in enumerate(out.chunk(self.matrices)):
             part.copy_(stored[0, ..., matrix :: self.matrices].movedim(-1, 0))

@@ -44,7 +44,7 @@ class ModelDims:
     top_k: float = 0  # experts of a token, of one rank with whole experts: on average
     expert_width: int = 0
     shared_width: int = 0  # of the expert that serves every token
-    router_rows: int = 0
+    shared_gate: bool = True  # the shared expert has a gate, which is a row of the router
     router_biases: int = 0  # vectors of one number for each expert: the router's bias, the correction of its scores
     expert_bias: bool = False
     attention_sinks: bool = False
@@ -79,7 +79,7 @@ class ModelDims:
             top_k=0 if moe is None else moe.top_k,
             expert_width=0 if moe is None else moe.width,
             shared_width=0 if moe is None else moe.shared_width,
-            router_rows=0 if moe is None else moe.router_rows,
+            shared_gate=moe is None or moe.shared_gate,
             router_biases=0 if moe is None else moe.router_bias + moe.correction_bias,
             expert_bias=moe is not None and moe.expert_bias,
             attention_sinks=spec.attention_sinks,
@@ -112,7 +112,8 @@ class ModelDims:
         """Return the parameters of the matrices, with this many experts in each layer that has experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         dense = self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * 3 * self.intermediate
-        sparse = 3 * (experts * self.expert_width + self.shared_width) + self.router_rows
+        router = self.experts + (self.shared_width > 0 and self.shared_gate)
+        sparse = 3 * (experts * self.expert_width + self.shared_width) + router
         return self.hidden_shard * (dense + self.expert_layers * sparse)
 
     def _expert_biases(self, experts: _Count) -> _Count:
