@@ -176,8 +176,8 @@ class _Session:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         end = native.now()
-        pairs = self._count_pairs() - self._pairs_before
         self._profiler.stop()
+        pairs = self._count_pairs() - self._pairs_before
         self._stack.close()
         if not self.steps:
             return RankProfile(end, [], {})

@@ -91,8 +91,8 @@ class MoE(MLP):
         self.correction: ExpertCorrection | None = None
         if moe.correction_bias:
             self.correction = ExpertCorrection(f"{router}.e_score_correction_bias", moe.num_experts, device)
-        columns = grid.hidden(hidden)
-        self.held, width = grid.experts(moe.num_experts), grid.expert_width(moe.width)
+        width, columns = grid.expert_width(moe.width), grid.hidden(hidden)
+        self.held = grid.experts(moe.num_experts)
         #: how many tokens chose each expert, and padding tokens any; only with expert parallelism
         self.counts: Tensor | None = None
         if grid.expert_parallel:

@@ -48,7 +48,6 @@ class ModelDims:
     router_biases: int = 0  # vectors of one number for each expert: the router's bias, the correction of its scores
     expert_bias: bool = False
     attention_sinks: bool = False
-    routed_experts: int = 0  # that the router chooses from; 0: `experts`. A rank with whole experts has fewer
     #: columns of a tensor-parallel grid: the matrices of a layer have hidden / columns of the hidden size
     columns: int = 1
     embedding: bool = True  # false on pipeline stages after the first
@@ -113,7 +112,7 @@ class ModelDims:
         """Return the parameters of the matrices, with this many experts in each layer that has experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         dense = self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * 3 * self.intermediate
-        router = (self.routed_experts or self.experts) + (self.shared_width > 0 and self.shared_gate)
+        router = self.experts + (self.shared_width > 0 and self.shared_gate)
         sparse = 3 * (experts * self.expert_width + self.shared_width) + router
         return self.hidden_shard * (dense + self.expert_layers * sparse)
 
