@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
-from yalis.kernels import native, ops
+from yalis.kernels import native, ops, reference
 
 UNAVAILABLE = native.Unavailable("no C compiler; install gcc")
 
@@ -104,9 +104,26 @@ def test_norm_of_all_heads_together(shape: tuple[int, int, int, int]) -> None:
     assert close(*both(ops.joint_head_norm, qkv, torch.randn((heads + kv_heads) * dim), kv_heads, 1e-5))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_in_bfloat16_are_rounded_once(rows: int, biased: bool) -> None:
+    torch.manual_seed(rows)
+    x, weight = strided(rows, 333, 3).bfloat16(), (torch.randn(77, 333) / 18).bfloat16()
+    bias = torch.randn(77).bfloat16() if biased else None
+    found, exact = ops.linear(x, weight, bias), reference.linear(x.double(), weight, bias)
+    assert found.dtype == torch.bfloat16
+    assert ((found - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all(), "half a unit in the last place"
+    weights, experts = (torch.randn(5, 30, 333) / 18).bfloat16(), torch.randint(-1, 5, (3 * rows,))
+    biases = torch.randn(5, 30).bfloat16() if biased else None
+    found = ops.expert_linear(x, weights, experts, biases)
+    exact = reference.expert_linear(x.double(), weights, experts, biases)
+    assert ((found - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
 def test_other_dtypes_use_plain_torch() -> None:
-    x, weight = torch.randn(2, 8, dtype=torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)
+    x, weight = torch.randn(2, 8, dtype=torch.float16), torch.randn(4, 8, dtype=torch.float16)
     assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
+    x = x.bfloat16()
     assert ops.rms_norm(x, torch.ones(8), 1e-5).dtype == torch.bfloat16
 
 

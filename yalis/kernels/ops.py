@@ -29,6 +29,8 @@ from yalis.moe import MoESpec
 
 # With more rows, MKL's blocked GEMM is faster than native.c, which streams the matrix past the rows.
 NATIVE_MAX_ROWS = 48
+# In bfloat16 from fewer rows on, where the CPU multiplies pairs of bfloat16.
+NATIVE_MAX_BF16_ROWS = 8
 # From here on a GPU is at its power limit, and a separate gate kernel costs more than cuBLAS gains over our GEMM.
 FUSED_GATE_MIN_ROWS = 8192
 # Whether a GPU runs mixtures of experts with kernels/experts.py; False: plain torch (kernels/routed.py).
@@ -161,18 +163,18 @@ def expert_linear(
         return gated(expert_linear(x, weight, experts, bias), activation)
     if not x.is_cpu:
         return routed.blocked_linear(x, weight, experts, bias)
-    lib, pairs, (count, out, depth) = _native(x), experts.shape[0], weight.shape
+    lib, pairs, (count, out, depth) = _native_products(x, weight), experts.shape[0], weight.shape
     if (
-        lib is None or not 0 < pairs <= NATIVE_MAX_ROWS * count
+        lib is None or not 0 < pairs <= _native_max_rows(x) * count
         or x.stride(1) != 1 or not (weight.is_contiguous() and experts.is_contiguous())
     ):  # fmt: skip
         return routed.grouped_linear(x, weight, experts, _dense_linear, bias)
-    y, gathered = x.new_empty((pairs, out)), x.new_empty((pairs, depth))
+    y, gathered = x.new_empty((pairs, out)), x.new_empty((pairs, depth), dtype=torch.float32)
     groups = experts.new_empty(pairs + 2 * count + 1)
     lib.expert_linear(
         y.data_ptr(), gathered.data_ptr(), groups.data_ptr(), x.data_ptr(), x.stride(0), weight.data_ptr(),
         None if bias is None else bias.data_ptr(), experts.data_ptr(),
-        pairs, pairs // x.shape[0], count, out, depth, torch.get_num_threads(),
+        pairs, pairs // x.shape[0], count, out, depth, x.dtype is torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -445,14 +447,15 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tens
 
 def _dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[0]
-    lib = _native(x)
-    if lib is None or not 0 < rows <= NATIVE_MAX_ROWS or x.stride(1) != 1 or not weight.is_contiguous():
+    lib = _native_products(x, weight)
+    if lib is None or not 0 < rows <= _native_max_rows(x) or x.stride(1) != 1 or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     out, depth = weight.shape
     y = x.new_empty((rows, out))
+    widened = x.new_empty((rows, depth), dtype=torch.float32) if x.dtype is torch.bfloat16 else None
     lib.linear(
         y.data_ptr(), x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        rows, out, depth, torch.get_num_threads(),
+        rows, out, depth, torch.get_num_threads(), None if widened is None else widened.data_ptr(),
     )  # fmt: skip
     return y
 
@@ -479,6 +482,16 @@ def _has_triton() -> bool:
 def _native(x: Tensor) -> native.Library | None:
     """Return the native library if it supports this tensor's device and dtype."""
     return native.load() if x.is_cpu and x.dtype is torch.float32 else None
+
+
+def _native_products(x: Tensor, weight: Tensor) -> native.Library | None:
+    """Return the native library if it multiplies these dtypes."""
+    supported = x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and weight.dtype is x.dtype
+    return native.load() if supported else None
+
+
+def _native_max_rows(x: Tensor) -> int:
+    return NATIVE_MAX_ROWS if x.dtype is torch.float32 else NATIVE_MAX_BF16_ROWS
 
 
 def _is_packed(x: Tensor) -> bool:
