@@ -10,11 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from yalis import moe_gguf
 from yalis.config_reader import ConfigReader
 from yalis.dense_families import DENSE_FAMILIES
 from yalis.errors import YalisError
 from yalis.family import SANDWICH_NORMS, Family, GgufFormat, GgufReader, every_layer, listed_layers
-from yalis.moe import MoESpec, read_mixtral_moe, read_olmoe_moe, read_qwen2_moe, read_qwen3_moe
+from yalis.moe import (
+    MoESpec,
+    read_glm4_moe,
+    read_gpt_oss_moe,
+    read_mixtral_moe,
+    read_olmoe_moe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 from yalis.moe import list_unknown_fields as list_unknown_moe_fields
 from yalis.unknown_fields import list_unknown_fields
 
@@ -26,7 +35,7 @@ def _qwen_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return listed_layers(config, num_layers) or [layer >= first for layer in range(num_layers)]
 
 
-def _gemma2_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+def _even_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return listed_layers(config, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
 
 
@@ -79,6 +88,14 @@ def _qwen3_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
     return _moe_fields(read_qwen3_moe(config))
 
 
+def _glm4_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_glm4_moe(config)) | {"out_bias": False, "qk_norm": config.flag("use_qk_norm")}
+
+
+def _gpt_oss_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_gpt_oss_moe(config)) | {"attention_sinks": True}
+
+
 def _moe_fields(moe: MoESpec) -> dict[str, Any]:
     return {"mlp": "moe", "moe": moe, "mlp_bias": False}
 
@@ -93,7 +110,8 @@ def _llama_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[
 
 def _is_mistral_gguf(metadata: GgufReader) -> bool:
     """Mistral's GGUF files have Llama's architecture name. The window or the model's name distinguishes them."""
-    return _gguf_window(metadata) is not None or "mistral" in metadata.model_name.lower()
+    dense = not moe_gguf.has_experts(metadata)
+    return dense and (_gguf_window(metadata) is not None or "mistral" in metadata.model_name.lower())
 
 
 def _mistral_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +224,7 @@ _RECORDS = (
             "final_logit_softcapping": 30.0,
             "tie_word_embeddings": True,
         },
-        sliding_layers=_gemma2_sliding_layers,
+        sliding_layers=_even_sliding_layers,
         activation="gelu_pytorch_tanh",
         norm_offset=1.0,
         block_norms=SANDWICH_NORMS,
@@ -235,6 +253,19 @@ _RECORDS = (
         name="mixtral",
         architecture="MixtralForCausalLM",
         models="Mixtral",
+        gguf=GgufFormat(
+            "llama",
+            tensor_names={
+                "ffn_gate_inp": "block_sparse_moe.gate",
+                "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+                "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+                "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+            },
+            interleaved_heads=True,
+            rope_dim_is_head_dim=True,
+            extra_config=moe_gguf.mixtral_config,
+            matches=moe_gguf.has_experts,
+        ),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -248,6 +279,7 @@ _RECORDS = (
         name="olmoe",
         architecture="OlmoeForCausalLM",
         models="OLMoE",
+        gguf=GgufFormat("olmoe", extra_config=moe_gguf.olmoe_config),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         spec_fields=_olmoe_spec_fields,
     ),
@@ -255,6 +287,7 @@ _RECORDS = (
         name="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         models="Qwen1.5-MoE, Qwen2-MoE",
+        gguf=GgufFormat("qwen2moe", extra_config=moe_gguf.qwen2_moe_config),
         defaults={
             "num_key_value_heads": 16,
             "sliding_window": 4096,
@@ -269,6 +302,7 @@ _RECORDS = (
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         models="Qwen3-MoE",
+        gguf=GgufFormat("qwen3moe", extra_config=moe_gguf.qwen3_moe_config),
         defaults={
             "num_key_value_heads": 4,
             "sliding_window": 4096,
@@ -278,6 +312,63 @@ _RECORDS = (
         sliding_layers=_qwen3_moe_sliding_layers,
         qk_norm=True,
         spec_fields=_qwen3_moe_spec_fields,
+    ),
+    Family(
+        name="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        models="GLM-4.5, GLM-4.6",
+        gguf=GgufFormat(
+            "glm4moe",
+            tensor_names={
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+                "ffn_up_shexp": "mlp.shared_experts.up_proj",
+                "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            },
+            extra_config=moe_gguf.glm4_moe_config,
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "intermediate_size": 10944,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+        },
+        partial_rotary=True,
+        spec_fields=_glm4_moe_spec_fields,
+    ),
+    Family(
+        name="gpt_oss",
+        architecture="GptOssForCausalLM",
+        models="gpt-oss",
+        gguf=GgufFormat(
+            "gpt-oss",
+            tensor_names={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+            extra_config=moe_gguf.gpt_oss_config,
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "intermediate_size": 2880,
+            "attention_bias": True,
+        },
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        sliding_layers=_even_sliding_layers,
+        activation="silu",  # not used: experts have a clamped gate
+        mxfp4_experts=True,
+        spec_fields=_gpt_oss_spec_fields,
     ),
     *DENSE_FAMILIES,
 )
@@ -315,11 +406,6 @@ def find_family(config: Mapping[str, Any], label: str) -> Family:
 
 def find_gguf_family(metadata: GgufReader) -> Family:
     """Return the family of a GGUF file by its general.architecture."""
-    if metadata.integer("expert_count", 0):  # llama.cpp's name for Mixtral is "llama", too
-        raise YalisError(
-            f"{metadata.label} is a mixture of experts, which is not read from GGUF files yet; give its safetensors "
-            "checkpoint"
-        )
     formats = [(family, family.gguf) for family in _RECORDS if family.gguf is not None]
     candidates = [(family, stored) for family, stored in formats if stored.architecture == metadata.architecture]
     if not candidates:

@@ -21,6 +21,8 @@ class GgufReader(Protocol):
 
     def number(self, key: str, default: float | None = None) -> float: ...
 
+    def flag(self, key: str, default: bool) -> bool: ...
+
     def has_tensor(self, name: str) -> bool: ...
 
     def layer_types(self, period: int) -> list[str]: ...
@@ -90,6 +92,7 @@ class Family:
     #: Returns the RoPE parameters of sliding layers, where rope_parameters does not give them by layer type. None: all
     #: layers have the same.
     sliding_rope: Callable[[ConfigReader], dict[str, Any]] | None = None
+    mxfp4_experts: bool = False  # fused experts may be stored as MXFP4, which is dequantized on load
     #: Returns ModelSpec fields computed from config.json keys that only this family has.
     spec_fields: Callable[[ConfigReader], dict[str, Any]] = lambda config: {}
 

@@ -53,6 +53,7 @@ class ModelSpec:
     embed_scale: float | None = None  # multiplies the token embeddings; rounded to the compute dtype, as in Gemma 2
     residual_multiplier: float = 1.0  # multiplies the output of attention and MLP before the residual is added
     attention_softcap: float | None = None
+    attention_sinks: bool = False  # a learned logit per query head, in the softmax of each query but without a value
     logit_softcap: float | None = None
     logits_scaling: float = 1.0  # divides the logits
     interleaved_rope: bool = False  # RoPE rotates pairs (2i, 2i + 1) of the checkpoint's rows, not (i, i + dim / 2)
@@ -74,13 +75,14 @@ class ModelSpec:
         """The number of matrices of intermediate_size rows or columns in a dense MLP."""
         return 2 if self.mlp == "plain" else 3
 
-    def mlp_widths(self) -> tuple[int, ...]:
-        """Return the width of every kind of MLP in the model: dense, of an expert, of the shared expert."""
+    def mlp_widths(self, split_experts: bool = True) -> tuple[int, ...]:
+        """Return the width of every kind of MLP that is split: dense, of an expert, of the shared expert."""
         if self.moe is None:
             return (self.intermediate_size,)
         dense = () if all(self.moe.layers) else (self.intermediate_size,)
+        experts = (self.moe.width,) if split_experts else ()
         shared = (self.moe.shared_width,) if self.moe.shared_width else ()
-        return (*dense, self.moe.width, *shared)
+        return (*dense, *experts, *shared)
 
 
 #: Names in config.json. The kernels of gated MLPs have no squared ReLU.

@@ -51,20 +51,37 @@ if find_spec("llguidance") is not None:
     NUMBERS = {"structured_outputs": StructuredOutputs(json=array)}
     WORDS = {"structured_outputs": StructuredOutputs(regex=f"([a-z]{{2,5}} ){{{STEPS}}}"), "min_tokens": STEPS}
 
+SLICES, WHOLE = {"expert_parallel": False}, {"expert_parallel": True}
 #: Brief cases by number of ranks: those with experts, and every operation that only newer dense families have. The
 #: pairwise cover has the other cases.
 BRIEF_TRIALS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    2: [("olmoe", {"tp": 2}), ("mixtral-window", {"dp": 2}), ("starcoder2", {"tp": "1x2"}), ("gemma3", {"pp": 2})],
-    3: [("qwen2-moe", {"tp": 3}), ("olmo3", {"tp": 3}), ("ministral3", {"pp": 3})],
+    2: [
+        ("olmoe", {"tp": 2, **SLICES}),
+        ("mixtral-window", {"tp": 2, **WHOLE}),
+        ("glm4-moe-norms-tied", {"tp": 2, **SLICES}),
+        ("starcoder2", {"tp": "1x2"}),
+        ("gemma3", {"pp": 2}),
+    ],
+    3: [
+        ("qwen2-moe", {"tp": 3, **SLICES}),
+        ("qwen3-moe-sparse-tied", {"tp": 3, **WHOLE}),
+        ("gpt-oss", {"tp": 3, **SLICES}),
+        ("olmo3", {"tp": 3}),
+        ("ministral3", {"pp": 3}),
+    ],
     4: [
-        ("olmoe-bias-tied", {"tp": "2x2"}),
+        ("olmoe-bias-tied", {"tp": "2x2", **SLICES}),
         ("qwen2-moe", {"tp": "1x4"}),
-        ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2}),
+        ("glm4-moe", {"tp": "1x2", "pp": 2}),
+        ("olmoe", {"tp": 4, **WHOLE}),
+        ("gpt-oss-tied", {"tp": "2x2", **WHOLE}),
+        ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2, **WHOLE}),
+        ("mixtral-window", {"tp": 2, "dp": 2, **WHOLE}),
         ("cohere2-bias-untied", {"tp": "2x2"}),
         ("glm4", {"tp": 4}),
         ("hunyuan", {"tp": 2, "dp": 2}),
     ],
-    8: [("qwen3-moe-sparse-tied", {"tp": "4x2"}), ("stablelm-parallel-tied", {"tp": "2x2", "pp": 2})],
+    8: [("qwen3-moe-sparse-tied", {"tp": "4x2", **SLICES}), ("stablelm-parallel-tied", {"tp": "2x2", "pp": 2})],
 }
 
 #: Every prompt is sampled with GREEDY, and prompt i with RANDOM[i], all in one batch.

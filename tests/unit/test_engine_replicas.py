@@ -54,6 +54,7 @@ class FormulaRanks:
             max_model_len=max_model_len,
             block_size=4,
             executor=executor,
+            expert_load=SimpleNamespace(by_rank=lambda max_age: [3, 5]),
         )
         self.world = SimpleNamespace(
             explain=lambda error: None, fail=lambda sentence: None, failure=None, rank=0, progress=Progress()
@@ -365,6 +366,8 @@ def test_cached_tokens_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
             cluster.router.step()
     assert [request.cached_tokens for request in requests] == [8, 8]
     assert cluster.router.stats.prompt_tokens == 36
+    assert cluster.router.stats.expert_load == [3, 5] * len(cluster.engines)  # of the ranks of each replica
+    assert cluster.router.stats.expert_imbalance == 1.25
     cluster.close()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
-from yalis.kernels import native, ops
+from yalis.kernels import native, ops, reference
 
 UNAVAILABLE = native.Unavailable("no C compiler; install gcc")
 
@@ -72,6 +72,11 @@ def test_row_operations(rows: int, cols: int, gap: int, seed: int) -> None:
     assert close(*both(ops.gated, 5 * strided(rows, 2 * cols, gap), "silu"))
 
 
+def test_clamped_gate() -> None:
+    assert close(*both(ops.clamped_gate, 5 * strided(9, 2 * 37, 3), 1.702, 7.0))
+    assert ops.clamped_gate(torch.tensor([[torch.nan, 9.0, 1.0, torch.nan]]), 1.7, 7.0).isnan().all()
+
+
 def test_silu_of_large_inputs() -> None:
     x = torch.tensor([[-1e4, -90.0, -87.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 1e4] + 10 * [1.0]])
     assert close(*both(ops.gated, x, "silu"))
@@ -92,9 +97,33 @@ def test_rotary_and_head_norm(tokens: int, heads: int, half: int, rest: int, mor
     assert close(*both(ops.rms_norm, x, torch.randn(dim), 1e-6))
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 2, 16), (37, 3, 3, 5)])
+def test_norm_of_all_heads_together(shape: tuple[int, int, int, int]) -> None:
+    tokens, heads, kv_heads, dim = shape
+    qkv = strided(tokens, (heads + 2 * kv_heads) * dim, 3).unflatten(1, (-1, dim))
+    assert close(*both(ops.joint_head_norm, qkv, torch.randn((heads + kv_heads) * dim), kv_heads, 1e-5))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_in_bfloat16_are_rounded_once(rows: int, biased: bool) -> None:
+    torch.manual_seed(rows)
+    x, weight = strided(rows, 333, 3).bfloat16(), (torch.randn(77, 333) / 18).bfloat16()
+    bias = torch.randn(77).bfloat16() if biased else None
+    found, exact = ops.linear(x, weight, bias), reference.linear(x.double(), weight, bias)
+    assert found.dtype == torch.bfloat16
+    assert ((found - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all(), "half a unit in the last place"
+    weights, experts = (torch.randn(5, 30, 333) / 18).bfloat16(), torch.randint(-1, 5, (3 * rows,))
+    biases = torch.randn(5, 30).bfloat16() if biased else None
+    found = ops.expert_linear(x, weights, experts, biases)
+    exact = reference.expert_linear(x.double(), weights, experts, biases)
+    assert ((found - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
 def test_other_dtypes_use_plain_torch() -> None:
-    x, weight = torch.randn(2, 8, dtype=torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)
+    x, weight = torch.randn(2, 8, dtype=torch.float16), torch.randn(4, 8, dtype=torch.float16)
     assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
+    x = x.bfloat16()
     assert ops.rms_norm(x, torch.ones(8), 1e-5).dtype == torch.bfloat16
 
 

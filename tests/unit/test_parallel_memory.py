@@ -43,6 +43,8 @@ SPLITS = [
     Split(2, 1, 2),
     Split(3, 2, 2),
 ]
+#: With whole experts; the models of the tests have five or more, and four heads.
+EXPERT_SPLITS = [Split(4, expert_parallel=True), Split(3, 2, 2, expert_parallel=True)]
 
 
 class FakeRank(SingleRank):
@@ -78,6 +80,11 @@ def build(spec: ModelSpec, split: Split, rank: int, dtype: torch.dtype, max_len:
     return Decoder(spec, grid, stage, max_len, dtype, torch.device("meta"))
 
 
+def is_moe(model: Decoder, name: str) -> bool:
+    """Whether the parameter is of a layer with experts."""
+    return isinstance(model.layers[int(name.split(".")[1])].mlp, MoE)
+
+
 def parameter_bytes(model: Decoder) -> dict[str, int]:
     """Return the bytes of the decoder's parameters by the names of memory parts."""
     found: dict[str, int] = {}
@@ -88,6 +95,12 @@ def parameter_bytes(model: Decoder) -> dict[str, int]:
         elif ".joint_norm." in name:
             head = parameter.nbytes // (layer.num_heads + layer.num_kv_heads)
             parts = {"query norms": layer.num_heads * head, "key norms": layer.num_kv_heads * head}
+        elif name.endswith(".sinks.weight"):
+            parts = {"attention sinks": parameter.nbytes}
+        elif ".mlp.correction." in name:
+            parts = {"routing corrections": parameter.nbytes}
+        elif name.endswith((".mlp.gate_up.bias", ".mlp.down.bias")) and is_moe(model, name):
+            parts = {f"{'down' if '.down.' in name else 'gate and up'} biases of experts": parameter.nbytes}
         elif ".mlp.router." in name:
             parts = {"routers": parameter.nbytes}
         elif ".mlp.shared." in name:
@@ -107,8 +120,7 @@ def parameter_bytes(model: Decoder) -> dict[str, int]:
             kinds = {"down": "down biases", "up": "up biases"}
             parts = {kinds.get(name.split(".")[-2], "gate and up biases"): parameter.nbytes}
         else:
-            experts = isinstance(model.layers[int(name.split(".")[1])].mlp, MoE)
-            parts = {"expert matrices" if experts else "MLP matrices": parameter.nbytes}
+            parts = {"expert matrices" if is_moe(model, name) else "MLP matrices": parameter.nbytes}
         for part, size in parts.items():
             found[part] = found.get(part, 0) + size
     return found
@@ -149,7 +161,7 @@ def check_copies(spec: ModelSpec, split: Split) -> None:
 @pytest.mark.parametrize("case", [case.name for case in CASES])
 def test_every_family_to_the_byte(case: str) -> None:
     spec = family(case)
-    for split in SPLITS:
+    for split in SPLITS + (EXPERT_SPLITS if spec.moe else []):
         check_against_layers(spec, split, torch.bfloat16, max_len=100)
         check_copies(spec, split)
     check_against_layers(spec, Split(2, 2), torch.float32, max_len=100)

@@ -142,6 +142,8 @@ def _search(args: argparse.Namespace, config: EngineConfig) -> Search:
                 f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}has no effect on a prediction: the "
                 "machine file gives devices, nodes and memory, steps are recorded, and prompts are random; leave it out"
             )
+    if config.expert_parallel:
+        raise YalisError("--expert-parallel is not predicted yet; leave it out, or leave out --machine")
     machine = load_machine(args.machine)
     nodes = args.nodes or [1]
     if max(nodes) > machine.max_nodes:

@@ -1,5 +1,5 @@
-/* CPU kernels of a decode step in float32: skinny GEMM, RMSNorm, rotary embedding, gated activation, paged attention,
-   and the top_p filter of sampling.
+/* CPU kernels of a decode step in float32 (products in bfloat16 too): skinny GEMM, mixture of experts, RMSNorm, rotary embedding, gated
+   activation, paged attention, and the top_p filter of sampling.
 
    Plain C with the vector extensions of GCC and Clang, compiled on first use by native.py for the host CPU. It uses the
    OpenMP runtime that torch has loaded, so that both share one thread pool.
@@ -28,6 +28,8 @@
 #define MR_NR2 8
 #endif
 #define NC 24 /* rows of w that stay in cache while all rows of x pass over them */
+#define EXPERT_ROWS (4 * NC) /* rows of an expert's w that one thread takes at a time */
+#define MAX_EXPERTS 4096 /* as in moe.py */
 #define KEY_TILE 64 /* keys of a context that are scored before their values are accumulated */
 #define HEAD_TILE 16 /* query heads that share one pass over the keys */
 #define MIN_FLOATS_PER_THREAD 8192 /* less work than this does not pay for another thread */
@@ -38,6 +40,8 @@ int omp_get_num_threads(void);
 typedef int64_t i64;
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t unaligned_hvec __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 typedef float unaligned_vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -89,6 +93,26 @@ INLINE vec load_partial(const float *p, i64 count) {
     return v;
 }
 
+INLINE float widen(uint16_t bits) { /* bfloat16 to float */
+    uint32_t wide = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &wide, 4);
+    return x;
+}
+
+INLINE uint16_t round_to_bf16(float x) { /* to the nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+/* WIDTH elements of a matrix, of floats or with `half` of bfloat16. */
+INLINE vec load_weights(const void *w, i64 i, const int half) {
+    if (!half) return LOAD((const float *)w + i);
+    uvec bits = __builtin_convertvector(*(const unaligned_hvec *)((const uint16_t *)w + i), uvec);
+    return (vec)(bits << 16);
+}
+
 INLINE vec select_lanes(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
 /* e^x to about 1 ulp, as 2^n * e^r with |r| <= ln(2) / 2. x is clamped so that the result is a normal float. */
@@ -110,18 +134,18 @@ INLINE vec exponential(vec x) {
 
 /* --- y[M, N] = x[M, K] w[N, K]^T + bias ------------------------------------------------------------------------- */
 
-/* Register tile: y[MR, NR] = x[MR, :] w[NR, :]^T + bias. MR and NR are compile-time constants after inlining.
-   `prefetch` is the distance in floats to the weights of the next tile, or 0. */
-INLINE void tile(const int MR, const int NR, float *y, i64 y_stride, const float *x, i64 x_stride, const float *w,
-                 const float *bias, i64 K, i64 prefetch) {
+/* Register tile: y[MR, NR] = x[MR, :] w[NR, :]^T. MR and NR are compile-time constants after inlining. w is floats, or
+   with `half` bfloat16. `prefetch` is the distance in elements to the weights of the next tile, or 0. */
+INLINE void tile(const int MR, const int NR, const int half, float *y, i64 y_stride, const float *x, i64 x_stride,
+                 const void *w, i64 K, i64 prefetch) {
     vec acc[MR_NR2 * 4 + WIDTH];
     for (int i = 0; i < MR * NR; i++) acc[i] = (vec){0};
     i64 k = 0;
     for (; k + WIDTH <= K; k += WIDTH) {
         vec column[4];
         for (int c = 0; c < NR; c++) {
-            column[c] = LOAD(w + c * K + k);
-            if (prefetch) __builtin_prefetch(w + c * K + k + prefetch);
+            column[c] = load_weights(w, c * K + k, half);
+            if (prefetch) __builtin_prefetch((const char *)w + (half ? 2 : 4) * (c * K + k + prefetch));
         }
         for (int m = 0; m < MR; m++) {
             vec row = LOAD(x + m * x_stride + k);
@@ -129,59 +153,210 @@ INLINE void tile(const int MR, const int NR, float *y, i64 y_stride, const float
         }
     }
     if (k < K)
-        for (int m = 0; m < MR; m++) {
-            vec row = load_partial(x + m * x_stride + k, K - k);
-            for (int c = 0; c < NR; c++) acc[m * NR + c] += row * load_partial(w + c * K + k, K - k);
+        for (int c = 0; c < NR; c++) {
+            float rest[WIDTH];
+            for (i64 i = k; i < K; i++)
+                rest[i - k] = half ? widen(((const uint16_t *)w)[c * K + i]) : ((const float *)w)[c * K + i];
+            vec column = load_partial(rest, K - k);
+            for (int m = 0; m < MR; m++) acc[m * NR + c] += load_partial(x + m * x_stride + k, K - k) * column;
         }
     for (int i = MR * NR; i % WIDTH; i++) acc[i] = (vec){0};
     for (int first = 0; first < MR * NR; first += WIDTH) {
         vec sums = sum_lanes_of_each(acc + first);
-        for (int i = first; i < MIN(first + WIDTH, MR * NR); i++)
-            y[i / NR * y_stride + i % NR] = sums[i - first] + (bias ? bias[i % NR] : 0.0f);
+        for (int i = first; i < MIN(first + WIDTH, MR * NR); i++) y[i / NR * y_stride + i % NR] = sums[i - first];
     }
 }
 
-#define TILE(MR) case MR: if (MR <= max_rows) tile(MR, NR, y, y_stride, x, x_stride, w, bias, K, prefetch); break;
-/* Call tile() with MR = rows as a constant; max_rows limits the cases that are compiled. */
-INLINE void dispatch_tile(i64 rows, const int max_rows, const int NR, float *y, i64 y_stride, const float *x,
-                          i64 x_stride, const float *w, const float *bias, i64 K, i64 prefetch) {
-    switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) }
-}
+#define TILE(MR, NR, half) \
+    case MR: if (MR <= max_rows) tile(MR, NR, half, y, y_stride, x, x_stride, w, K, prefetch); break;
+/* Call tile() with MR = rows as a constant; rows above `most` are not compiled. */
+#define TILES(name, most, NR, half) \
+    static void name(i64 rows, float *y, i64 y_stride, const float *x, i64 x_stride, const void *w, i64 K, \
+                     i64 prefetch) { \
+        const int max_rows = most; \
+        switch (rows) { \
+            TILE(1, NR, half) TILE(2, NR, half) TILE(3, NR, half) TILE(4, NR, half) \
+            TILE(5, NR, half) TILE(6, NR, half) TILE(7, NR, half) TILE(8, NR, half) \
+        } \
+    }
+TILES(tile_nr4, MR_NR4, 4, 0)
+TILES(tile_nr2, MR_NR2, 2, 0)
+TILES(tile_nr1, MR_NR2, 1, 0)
+TILES(tile_nr4_half, MR_NR4, 4, 1)
+TILES(tile_nr2_half, MR_NR2, 2, 1)
+TILES(tile_nr1_half, MR_NR2, 1, 1)
 
-static void tile_nr4(i64 rows, float *y, i64 y_stride, const float *x, i64 x_stride, const float *w, const float *bias,
-                     i64 K, i64 prefetch) {
-    dispatch_tile(rows, MR_NR4, 4, y, y_stride, x, x_stride, w, bias, K, prefetch);
-}
-
-static void tile_nr2(i64 rows, float *y, i64 y_stride, const float *x, i64 x_stride, const float *w, const float *bias,
-                     i64 K, i64 prefetch) {
-    dispatch_tile(rows, MR_NR2, 2, y, y_stride, x, x_stride, w, bias, K, prefetch);
-}
-
-static void tile_nr1(i64 rows, float *y, i64 y_stride, const float *x, i64 x_stride, const float *w, const float *bias,
-                     i64 K, i64 prefetch) {
-    dispatch_tile(rows, MR_NR2, 1, y, y_stride, x, x_stride, w, bias, K, prefetch);
+/* Rows first..end of w, in blocks of `block` rows. With `rows`, row m of the product is row rows[m] of y. With `half`,
+   w, bias and y are bfloat16. */
+INLINE void multiply(const int half, void *y, i64 y_stride, const i64 *rows, const float *x, i64 x_stride,
+                     const void *w, const void *bias, i64 M, i64 K, i64 first, i64 end) {
+    const i64 nr = M <= MR_NR4 ? 4 : 2, mr = MIN(M, MR_NR2), block = M <= MR_NR2 ? nr : NC;
+    for (i64 b = first; b < end; b += block)
+        for (i64 m = 0; m < M; m += mr)
+            for (i64 n = b, block_end = MIN(b + block, end), step; n < block_end; n += step) {
+                const int direct = !half && !rows && !bias;
+                float space[MR_NR2 * 4], *sums = direct ? (float *)y + m * y_stride + n : space;
+                step = n + nr <= block_end ? nr : 1;
+                if (half)
+                    (step == 4 ? tile_nr4_half : step == 2 ? tile_nr2_half : tile_nr1_half)(
+                        MIN(mr, M - m), sums, step, x + m * x_stride, x_stride, (const uint16_t *)w + n * K, K,
+                        m ? 0 : nr * K);
+                else
+                    (step == 4 ? tile_nr4 : step == 2 ? tile_nr2 : tile_nr1)(
+                        MIN(mr, M - m), sums, direct ? y_stride : step, x + m * x_stride, x_stride,
+                        (const float *)w + n * K, K, m ? 0 : nr * K);
+                for (i64 i = 0; !direct && i < MIN(mr, M - m); i++) {
+                    i64 place = (rows ? rows[m + i] : m + i) * y_stride + n;
+                    for (i64 c = 0; c < step; c++) {
+                        float total = sums[i * step + c];
+                        if (half)
+                            ((uint16_t *)y)[place + c] =
+                                round_to_bf16(total + (bias ? widen(((const uint16_t *)bias)[n + c]) : 0.0f));
+                        else
+                            ((float *)y)[place + c] = total + (bias ? ((const float *)bias)[n + c] : 0.0f);
+                    }
+                }
+            }
 }
 
 /* Up to MR_NR2 rows of x need one pass over w. For more, w is processed in blocks of NC rows, which stay in cache while
-   the tiles of x pass over them. `bias` may be null. */
-void yalis_linear(float *y, const float *x, i64 x_stride, const float *w, const float *bias, i64 M, i64 N, i64 K,
-                  i64 threads) {
-    const i64 nr = M <= MR_NR4 ? 4 : 2, mr = MIN(M, MR_NR2), block = M <= MR_NR2 ? nr : NC;
+   the tiles of x pass over them. `bias` may be null. All are floats; if `widened` [M, K] is given, they are bfloat16,
+   and it is work memory. */
+void yalis_linear(void *y, const void *x, i64 x_stride, const void *w, const void *bias, i64 M, i64 N, i64 K,
+                  i64 threads, float *widened) {
+    const i64 block = M <= MR_NR4 ? 4 : M <= MR_NR2 ? 2 : NC;
+    if (widened)
+        for (i64 m = 0; m < M; m++)
+            for (i64 k = 0; k < K; k++) widened[m * K + k] = widen(((const uint16_t *)x)[m * x_stride + k]);
     threads = MAX(1, MIN(threads, N * K / MIN_FLOATS_PER_THREAD));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         /* Each thread streams a contiguous range of the rows of w. */
         i64 blocks = (N + block - 1) / block, thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        i64 end = MIN(N, blocks * (thread + 1) / num_threads * block);
-        for (i64 b = blocks * thread / num_threads * block; b < end; b += block)
-            for (i64 m = 0; m < M; m += mr)
-                for (i64 n = b, block_end = MIN(b + block, end), step; n < block_end; n += step) {
-                    step = n + nr <= block_end ? nr : 1;
-                    (step == 4 ? tile_nr4 : step == 2 ? tile_nr2 : tile_nr1)(
-                        MIN(mr, M - m), y + m * N + n, N, x + m * x_stride, x_stride, w + n * K,
-                        bias ? bias + n : 0, K, m ? 0 : nr * K);
-                }
+        i64 first = blocks * thread / num_threads * block, end = MIN(N, blocks * (thread + 1) / num_threads * block);
+        if (widened)
+            multiply(1, y, N, 0, widened, K, w, bias, M, K, first, end);
+        else
+            multiply(0, y, N, 0, x, x_stride, w, bias, M, K, first, end);
+    }
+}
+
+/* --- mixture of experts ------------------------------------------------------------------------------------------- */
+
+/* Leave the scores of the `top_groups` best of `groups` equal groups, by the sum of their two best; others become -inf. */
+static void mask_groups(float *scores, i64 count, i64 groups, i64 top_groups) {
+    float sums[MAX_EXPERTS];
+    const i64 size = count / groups;
+    for (i64 g = 0; g < groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (i64 e = g * size; e < (g + 1) * size; e++) {
+            second = MAX(second, MIN(first, scores[e]));
+            first = MAX(first, scores[e]);
+        }
+        sums[g] = first + second;
+    }
+    for (i64 g = 0; g < groups; g++) {
+        i64 better = 0;
+        for (i64 o = 0; o < groups; o++) better += sums[o] > sums[g] || (sums[o] == sums[g] && o < g);
+        for (i64 e = g * size; better >= top_groups && e < (g + 1) * size; e++) scores[e] = -INFINITY;
+    }
+}
+
+/* The top_k experts of each row of logits[rows, count], best first, and their weights. The score of an expert is its
+   share of the softmax of all logits, its sigmoid (`scoring` 1), or its share of the softmax of the chosen (`scoring` 2).
+   `correction` [count], which may be null, is added for the choice only. Of equal scores the lower index is first. */
+void yalis_route(float *weights, i64 *experts, const float *logits, i64 stride, const float *correction, i64 rows,
+                 i64 count, i64 top_k, i64 scoring, i64 renormalize, i64 groups, i64 top_groups, double scale) {
+    for (i64 r = 0; r < rows; r++, logits += stride, weights += top_k, experts += top_k) {
+        uint8_t taken[MAX_EXPERTS] = {0};
+        float scores[MAX_EXPERTS], choice[MAX_EXPERTS], top = logits[0], total = 0;
+        for (i64 e = 1; e < count; e++) top = MAX(top, logits[e]);
+        for (i64 e = 0; e < count; e++) {
+            scores[e] = scoring == 1 ? 1.0f / (1.0f + expf(-logits[e])) : expf(logits[e] - top);
+            total += scores[e];
+        }
+        for (i64 e = 0; e < count; e++) {
+            if (scoring == 0) scores[e] /= total;
+            choice[e] = correction ? scores[e] + correction[e] : scoring == 1 || groups > 1 ? scores[e] : logits[e];
+        }
+        if (top_groups < groups) mask_groups(choice, count, groups, top_groups);
+        total = 0;
+        for (i64 k = 0; k < top_k; k++) {
+            i64 best = -1; /* the first free one if all are NaN */
+            for (i64 e = 0; e < count; e++)
+                if (!taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
+            taken[best] = 1;
+            experts[k] = best;
+            total += weights[k] = scores[best];
+        }
+        if (scoring == 1) total += 1e-20f; /* sigmoids may all be near zero */
+        const float factor = (float)scale / (renormalize || scoring == 2 ? total : 1.0f);
+        for (i64 k = 0; k < top_k; k++) weights[k] *= factor;
+    }
+}
+
+/* y[p] = x[p / per_row] w[experts[p]]^T + bias[experts[p]] for each pair p, and zeros if its expert is negative.
+   w is [count, N, K]; `bias` [count, N] may be null. Matrices that no pair has are not read. All are floats, or with
+   `half` bfloat16. Work memory: `gathered` [pairs, K], and `groups` [pairs + 2 * count + 1]. */
+void yalis_expert_linear(void *y, float *gathered, i64 *groups, const void *x, i64 x_stride, const void *w,
+                         const void *bias, const i64 *experts, i64 pairs, i64 per_row, i64 count, i64 N, i64 K,
+                         i64 half, i64 threads) {
+    const i64 size = half ? 2 : 4;
+    /* Counting sort: the pairs of the t-th expert in use, used[t], are order[starts[used[t]]..starts[used[t] + 1]]. */
+    i64 *starts = groups, *used = groups + count + 1, *order = used + count, num_used = 0;
+    memset(starts, 0, 8 * (count + 1));
+    for (i64 p = 0; p < pairs; p++)
+        if (experts[p] >= 0) starts[experts[p]]++;
+    for (i64 e = 0, end = 0; e <= count; e++) { /* to the end of each group, which the next loop moves to its start */
+        if (e < count && starts[e]) used[num_used++] = e;
+        starts[e] = end += e < count ? starts[e] : 0;
+    }
+    for (i64 p = pairs - 1; p >= 0; p--)
+        if (experts[p] >= 0) order[--starts[experts[p]]] = p;
+    const i64 parts = (N + EXPERT_ROWS - 1) / EXPERT_ROWS;
+    threads = MAX(1, MIN(threads, num_used * N * K / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for
+        for (i64 i = 0; i < pairs; i++) {
+            if (experts[i] < 0) memset((char *)y + i * N * size, 0, N * size);
+            if (i >= starts[count]) continue;
+            const char *row = (const char *)x + order[i] / per_row * x_stride * size;
+            if (half)
+                for (i64 k = 0; k < K; k++) gathered[i * K + k] = widen(((const uint16_t *)row)[k]);
+            else
+                memcpy(gathered + i * K, row, 4 * K);
+        }
+        /* Groups differ in size, so a thread that is done takes the next part of a matrix. */
+#pragma omp for schedule(dynamic)
+        for (i64 task = 0; task < num_used * parts; task++) {
+            const i64 e = used[task / parts], first = task % parts * EXPERT_ROWS, end = MIN(N, first + EXPERT_ROWS);
+            const i64 *rows = order + starts[e], M = starts[e + 1] - starts[e];
+            const float *own = gathered + starts[e] * K;
+            const void *matrix = (const char *)w + e * N * K * size;
+            const void *added = bias ? (const char *)bias + e * N * size : 0;
+            if (half)
+                multiply(1, y, N, rows, own, K, matrix, added, M, K, first, end);
+            else
+                multiply(0, y, N, rows, own, K, matrix, added, M, K, first, end);
+        }
+    }
+}
+
+/* y[rows, cols] = sum over k of weights[:, k] * x[:, k], x being [rows, top_k, cols], plus `shared` [rows, cols] if it is
+   not null, times the sigmoid of `gate` [rows] if that is not null. */
+void yalis_combine(float *y, const float *x, const float *weights, const float *shared, const float *gate,
+                   i64 gate_stride, i64 rows, i64 top_k, i64 cols, i64 threads) {
+    threads = MAX(1, MIN(threads, rows * top_k * cols / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 r = 0; r < rows; r++) {
+        float *restrict dst = y + r * cols;
+        for (i64 i = 0; i < cols; i++) dst[i] = x[r * top_k * cols + i] * weights[r * top_k];
+        for (i64 k = 1; k < top_k; k++)
+            for (i64 i = 0; i < cols; i++) dst[i] += x[(r * top_k + k) * cols + i] * weights[r * top_k + k];
+        const float scale = gate ? 1.0f / (1.0f + expf(-gate[r * gate_stride])) : 1.0f;
+        if (shared)
+            for (i64 i = 0; i < cols; i++) dst[i] += shared[r * cols + i] * scale;
     }
 }
 
@@ -223,6 +398,24 @@ void yalis_rms_norm(float *y, const float *x, i64 x_stride, const float *weight,
     }
 }
 
+/* y = x with RMSNorm over the first q_cols of each row and over the next k_cols; the other columns are copied. */
+void yalis_joint_norm(float *y, const float *x, i64 x_stride, const float *weight, double eps, i64 rows, i64 q_cols,
+                      i64 k_cols, i64 cols, i64 threads) {
+    threads = MAX(1, MIN(threads, rows * cols / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 r = 0; r < rows; r++) {
+        const i64 ends[] = {q_cols, q_cols + k_cols};
+        const float *src = x + r * x_stride;
+        float *restrict dst = y + r * cols;
+        for (i64 part = 0, i = 0; part < 2; part++) {
+            float squares = sum_of_squares(src + i, ends[part] - i);
+            float scale = 1.0f / sqrtf(squares / (float)(ends[part] - i) + (float)eps);
+            for (; i < ends[part]; i++) dst[i] = src[i] * scale * weight[i];
+        }
+        memcpy(dst + ends[1], src + ends[1], 4 * (cols - ends[1]));
+    }
+}
+
 INLINE vec silu(vec x) { return x / (1.0f + exponential(-x)); }
 
 /* y[rows, cols] = silu(x[:, :cols]) * x[:, cols:] */
@@ -240,6 +433,23 @@ void yalis_silu_gate(float *y, const float *x, i64 x_stride, i64 rows, i64 cols,
                 vec last = silu(load_partial(gate + i, end - i)) * load_partial(up + i, end - i);
                 memcpy(dst + i, &last, 4 * (end - i));
             }
+        }
+    }
+}
+
+/* y[rows, cols] = gate * sigmoid(alpha * gate) * (up + 1), with gate = min(x[:, :cols], limit) and up = x[:, cols:]
+   clamped to -limit..limit. */
+void yalis_clamped_gate(float *y, const float *x, i64 x_stride, i64 rows, i64 cols, double alpha, double limit,
+                        i64 threads) {
+    const float a = (float)alpha, most = (float)limit;
+    threads = MAX(1, MIN(threads, 4 * rows * cols / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 r = 0; r < rows; r++) {
+        const float *gates = x + r * x_stride, *ups = gates + cols;
+        for (i64 i = 0; i < cols; i++) { /* the comparisons keep NaN */
+            float gate = gates[i] > most ? most : gates[i];
+            float up = ups[i] > most ? most : ups[i] < -most ? -most : ups[i];
+            y[r * cols + i] = (up + 1.0f) * gate / (1.0f + expf(-a * gate));
         }
     }
 }
@@ -337,10 +547,12 @@ static void softmax_step(float *out, const float *q, const float *const *keys, c
 }
 
 /* Decode attention, one query per sequence: out and q are [sequences, heads, dim], tables [sequences, max blocks];
-   `window` and `softcap` are 0 if unused. Query heads that share a KV head are computed in one pass over its keys. */
+   `window` and `softcap` are 0 and `sinks` [heads], a further logit of each softmax, is NULL if unused. Query heads that
+   share a KV head are computed in one pass over its keys. */
 void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache, const float *v_cache,
                   const int32_t *tables, i64 table_stride, const int32_t *context_lens, i64 sequences, i64 heads,
-                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads) {
+                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads,
+                  const float *sinks) {
     const i64 group = heads / kv_heads;
     i64 work = 0;
     for (i64 s = 0; s < sequences; s++) work += context_lens[s] * heads * dim;
@@ -372,8 +584,10 @@ void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache
                     softmax_step(dst + g * dim, q + s * q_stride + (head + g) * dim, keys, values, count, dim, scale,
                                  softcap, max_score + g, sum_exp + g);
             }
-            for (i64 g = 0; g < num_heads; g++)
+            for (i64 g = 0; g < num_heads; g++) {
+                if (sinks) sum_exp[g] += expf(sinks[head + g] - max_score[g]);
                 for (i64 i = 0; i < dim; i++) dst[g * dim + i] /= sum_exp[g];
+            }
         }
     }
 }
@@ -434,13 +648,15 @@ typedef union {
 
 typedef struct {
     i64 function; /* index into SIGNATURES of native.py, and case of the switch below */
-    value args[17];
+    value args[18];
 } call;
 
 static void run_call(const call *c) {
     const value *v = c->args;
     switch (c->function) {
-    case 0: yalis_linear(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i); break;
+    case 0:
+        yalis_linear(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].p);
+        break;
     case 1: yalis_gather_rows(v[0].p, v[1].p, v[2].i, v[3].p, v[4].i, v[5].i); break;
     case 2: yalis_add(v[0].p, v[1].p, v[2].p, v[3].i); break;
     case 3: yalis_rms_norm(v[0].p, v[1].p, v[2].i, v[3].p, v[4].f, v[5].i, v[6].i, v[7].i, v[8].i); break;
@@ -451,8 +667,23 @@ static void run_call(const call *c) {
     case 6: yalis_write_kv(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
     case 7:
         yalis_attend(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].p, v[6].i, v[7].p, v[8].i, v[9].i, v[10].i,
-                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i);
+                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i, v[17].p);
         break;
+    case 8:
+        yalis_route(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i, v[10].i, v[11].i,
+                    v[12].f);
+        break;
+    case 9:
+        yalis_expert_linear(v[0].p, v[1].p, v[2].p, v[3].p, v[4].i, v[5].p, v[6].p, v[7].p, v[8].i, v[9].i, v[10].i,
+                            v[11].i, v[12].i, v[13].i, v[14].i);
+        break;
+    case 10:
+        yalis_combine(v[0].p, v[1].p, v[2].p, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i);
+        break;
+    case 11:
+        yalis_joint_norm(v[0].p, v[1].p, v[2].i, v[3].p, v[4].f, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i);
+        break;
+    case 12: yalis_clamped_gate(v[0].p, v[1].p, v[2].i, v[3].i, v[4].i, v[5].f, v[6].f, v[7].i); break;
     }
 }
 

@@ -26,14 +26,19 @@ TARGETS = (("-march=native",), ("-mcpu=native",), ())
 _P, _I, _F = c_void_p, c_int64, c_double
 # Argument types of the functions of native.c, in the order of the switch in run_call(), which replays them by index.
 SIGNATURES: dict[str, tuple[type, ...]] = {
-    "linear": (_P, _P, _I, _P, _P, _I, _I, _I, _I),
+    "linear": (_P, _P, _I, _P, _P, _I, _I, _I, _I, _P),
     "gather_rows": (_P, _P, _I, _P, _I, _I),
     "add": (_P, _P, _P, _I),
     "rms_norm": (_P, _P, _I, _P, _F, _I, _I, _I, _I),
     "silu_gate": (_P, _P, _I, _I, _I, _I),
     "rotate": (_P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I),
     "write_kv": (_P, _P, _P, _I, _P, _I, _P, _I, _I),
-    "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I),
+    "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I, _P),
+    "route": (_P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _I, _F),
+    "expert_linear": (_P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I),
+    "combine": (_P, _P, _P, _P, _P, _I, _I, _I, _I, _I),
+    "joint_norm": (_P, _P, _I, _P, _F, _I, _I, _I, _I, _I),
+    "clamped_gate": (_P, _P, _I, _I, _I, _F, _F, _I),
 }
 # Functions that no recorded step contains.
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -54,6 +59,11 @@ class Library:
     rotate: Callable[..., None]
     write_kv: Callable[..., None]
     attend: Callable[..., None]
+    route: Callable[..., None]
+    expert_linear: Callable[..., None]
+    combine: Callable[..., None]
+    joint_norm: Callable[..., None]
+    clamped_gate: Callable[..., None]
     top_p_thresholds: Callable[..., None]
     replay: Callable[..., None]
     replay_timed: Callable[..., None]

@@ -16,7 +16,7 @@ from yalis.attention.step import StepAttention
 from yalis.comm.allreduce_op import AllReduceOp
 from yalis.kernels import ops
 from yalis.layers.attention import SelfAttention
-from yalis.layers.mlp import MLP, MLPS
+from yalis.layers.mlp import MLPS
 from yalis.layers.rotary import RopeRows, Rotary
 from yalis.parallel.embedding import LMHead, VocabEmbedding
 from yalis.parallel.norm import NORMS, Norm, norm_reduces
@@ -86,7 +86,7 @@ class Block(nn.Module):
         else:
             normed, residual = _add_norm(self.mlp_norm, x, residual, self.partial)
         del x  # so that the MLP can reuse its memory
-        x = self.mlp(normed)
+        x = self.mlp(normed, step.batch.kv_slots, rows)
         if self.mlp_out_norm is not None:
             x = self.mlp_out_norm(x)
         if self.residual_multiplier != 1.0:
@@ -130,11 +130,6 @@ class Decoder(nn.Module):
             tied = self.embedding if spec.tie_embeddings else None
             name = EMBEDDING if spec.tie_embeddings else "lm_head"
             self.head = LMHead(grid, name, vocab, hidden, dtype, device, tied)
-
-    @property
-    def recordable_on_cpu(self) -> bool:
-        """Whether a decode step may be recorded as native calls; false if the calls depend on the tokens."""
-        return all(module.recordable_on_cpu for module in self.modules() if isinstance(module, MLP))
 
     def load(self, source: TensorSource) -> None:
         """Load the weights. Every layer reads its own slices of the checkpoint."""

@@ -39,6 +39,7 @@ class RankMemory:
     heads: range
     kv_heads: range
     width: range  # shard of the MLP width, of an expert if the model has experts
+    experts: range  # those of which this rank has a part; empty in a dense model
     vocabulary: range
     block_size: int
     weights: tuple[Part, ...]
@@ -66,7 +67,7 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of `rank` for a dtype of `itemsize` bytes and a RoPE table of `max_len` positions."""
     coords = split.coords(rank)
-    grid = Grid(split.rows, split.cols, coords.row, coords.col)
+    grid = Grid.at(split, coords)
     heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
     layers = shard(spec.num_layers, split.stages, coords.stage)
     parts = _RankParts(spec, split, coords, grid, itemsize, layers)
@@ -80,7 +81,8 @@ def rank_memory(
     )  # fmt: skip
     return RankMemory(
         coords, layers, heads, kv_heads,
-        width=grid.width(spec.intermediate_size if spec.moe is None else spec.moe.width),
+        width=grid.width(spec.intermediate_size) if spec.moe is None else grid.expert_width(spec.moe.width),
+        experts=range(0) if spec.moe is None else grid.experts(spec.moe.num_experts),
         vocabulary=grid.vocabulary(spec.vocab_size),
         block_size=block_size,
         weights=tuple(part for part in parts.weights() if part.bytes),
@@ -125,18 +127,35 @@ class _RankParts:
         yield from self._norms()
 
     def _experts(self, over_grid: str) -> Iterator[Part]:
-        """Yield the matrices of a mixture of experts. Every rank has a slice of every expert."""
+        """Yield the matrices of a mixture of experts. The shared expert and the router are not among the experts that
+        expert parallelism keeps whole."""
         moe, split = self.spec.moe, self.split
         if moe is None:
             return
         matrix = 3 * self.hidden * self.itemsize * (self.layers - self.dense_layers)
-        yield Part("expert matrices", moe.num_experts * len(self.grid.width(moe.width)) * matrix, over_grid)
+        elements = len(self.grid.experts(moe.num_experts)) * len(self.grid.expert_width(moe.width))
+        whole = "whole experts, " if split.expert_parallel else ""
+        yield Part("expert matrices", elements * matrix, whole + over_grid)
         yield Part("matrices of the shared expert", len(self.grid.width(moe.shared_width)) * matrix, over_grid)
         copies = split.rows if split.cols == 1 else 1  # with columns, all ranks of the grid split the router
         held = _repeated("whole", copies, "rows") if split.cols == 1 else over_grid
         columns = len(self.grid.router_columns(self.spec.hidden_size))
-        size = moe.router_rows * columns * self.itemsize * (self.layers - self.dense_layers)
-        yield Part("routers", size, held, copies)
+        count = self.layers - self.dense_layers
+        size = moe.router_rows * columns * (_FLOAT32 if moe.router_fp32 else self.itemsize)
+        if moe.router_bias and (split.cols == 1 or self.coords.row == self.coords.col == 0):
+            size += moe.num_experts * self.itemsize  # added once per sum of partial logits
+        yield Part("routers", count * size, held, copies)
+        if moe.correction_bias:
+            held = _repeated("whole", split.per_stage, "ranks of a stage")
+            yield Part("routing corrections", count * moe.num_experts * _FLOAT32, held, split.per_stage)
+        if moe.expert_bias:
+            biases = count * len(self.grid.experts(moe.num_experts)) * self.itemsize
+            if self.coords.col == 0:
+                held = whole + _split(split, "rows") + _only(split.cols, "column")
+                yield Part("gate and up biases of experts", 2 * len(self.grid.expert_width(moe.width)) * biases, held)
+            if self.coords.row == 0 or split.expert_parallel:
+                held = whole + over_grid if whole else _split(split, "columns") + _only(split.rows, "row")
+                yield Part("down biases of experts", self.hidden * biases, held)
 
     def kv_block(self, block_size: int) -> Iterator[Part]:
         """Yield the parts of a KV block. All columns of a grid row compute the same attention, each with a KV cache."""
@@ -187,7 +206,11 @@ class _RankParts:
         yield Part("norms", size, _repeated(_split(split, "columns"), split.rows, "rows"), split.rows)
         if spec.qk_norm:
             held = _repeated("whole", split.per_stage, "ranks of a stage")
-            yield Part("head norms", self.layers * 2 * spec.head_dim * itemsize, held, split.per_stage)
+            yield self._layered("head norms", 2 * spec.head_dim, held, split.per_stage)
+        if spec.attention_sinks:
+            sinks = self.queries // spec.head_dim
+            held = _repeated(_split(split, "rows"), split.cols, "columns")
+            yield self._layered("attention sinks", sinks, held, split.cols)
         if spec.joint_qk_norm:
             held = _split(split, "rows")
             yield self._layered("query norms", self.queries, _repeated(held, split.cols, "columns"), split.cols)

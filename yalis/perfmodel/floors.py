@@ -43,9 +43,13 @@ class ModelDims:
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: full attention in every layer
     expert_layers: int = 0
     experts: int = 0
-    top_k: int = 0  # experts of a token
+    top_k: float = 0  # experts of a token, of one rank with whole experts: on average
     expert_width: int = 0
-    shared_width: int = 0  # of the expert that serves every token; its gate is a row of the router
+    shared_width: int = 0  # of the expert that serves every token
+    shared_gate: bool = True  # the shared expert has a gate, which is a row of the router
+    router_biases: int = 0  # vectors of one number for each expert: the router's bias, the correction of its scores
+    expert_bias: bool = False
+    attention_sinks: bool = False
     #: columns of a tensor-parallel grid: the matrices of a layer have hidden / columns of the hidden size
     columns: int = 1
     embedding: bool = True  # false on pipeline stages after the first
@@ -79,6 +83,10 @@ class ModelDims:
             top_k=0 if moe is None else moe.top_k,
             expert_width=0 if moe is None else moe.width,
             shared_width=0 if moe is None else moe.shared_width,
+            shared_gate=moe is None or moe.shared_gate,
+            router_biases=0 if moe is None else moe.router_bias + moe.correction_bias,
+            expert_bias=moe is not None and moe.expert_bias,
+            attention_sinks=spec.attention_sinks,
         )
 
     @property
@@ -92,16 +100,17 @@ class ModelDims:
         return self._matrix_params(self.experts)
 
     @property
-    def active_params(self) -> int:
+    def active_params(self) -> float:
         """Parameters of those matrices that one token multiplies."""
         return self._matrix_params(self.top_k)
 
     def read_params(self, tokens: int) -> float:
-        """Return the parameters of those matrices that a step of `tokens` tokens reads, if all experts are equally
-        likely. Routing that prefers some experts reads fewer."""
+        """Return the parameters of those matrices that a step of `tokens` tokens reads, with the biases of experts, if
+        all experts are equally likely. Routing that prefers some experts reads fewer."""
         if not self.experts:
             return self.matrix_params
-        return self._matrix_params(self.experts * (1 - (1 - self.top_k / self.experts) ** tokens))
+        read = self.experts * (1 - (1 - self.top_k / self.experts) ** tokens)
+        return self._matrix_params(read) + self._expert_biases(read)
 
     def _matrix_params(self, experts: _Count) -> _Count:
         """Return the parameters of the matrices, with this many experts in each layer that has experts."""
@@ -109,13 +118,17 @@ class ModelDims:
         dense = (
             self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * (2 + self.gated) * self.intermediate
         )
-        router = self.experts + (self.shared_width > 0)
+        router = self.experts + (self.shared_width > 0 and self.shared_gate)
         sparse = 3 * (experts * self.expert_width + self.shared_width) + router
         return self.hidden_shard * (dense + self.expert_layers * sparse)
 
+    def _expert_biases(self, experts: _Count) -> _Count:
+        """Return the parameters of the biases of this many experts in each layer that has experts."""
+        return self.expert_layers * experts * (2 * self.expert_width + self.hidden_shard) * self.expert_bias
+
     @property
     def small_params(self) -> int:
-        """Parameters of norms and biases."""
+        """Parameters of norms, sinks and biases, without those of experts."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         norm = self.hidden_shard * (1 + self.norm_bias)
         layer = self.norms * norm
@@ -124,7 +137,9 @@ class ModelDims:
         layer += qkv if self.qkv_bias else 0
         layer += self.hidden_shard if self.out_bias else 0
         layer += (1 + self.gated) * self.intermediate + self.hidden_shard if self.mlp_bias else 0
-        return self.layers * layer + norm * self.head
+        layer += self.heads if self.attention_sinks else 0
+        routers = self.expert_layers * self.experts * self.router_biases
+        return self.layers * layer + routers + norm * self.head
 
     @property
     def table_params(self) -> int:
@@ -139,7 +154,8 @@ class ModelDims:
     @property
     def params(self) -> int:
         tables = 1 if self.tied and self.embedding and self.head else self.embedding + self.head
-        return self.matrix_params + self.small_params + self.table_params * tables
+        biases = self._expert_biases(self.experts)
+        return self.matrix_params + biases + self.small_params + self.table_params * tables
 
     @property
     def kv_bytes_per_token(self) -> float:

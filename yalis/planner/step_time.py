@@ -20,7 +20,7 @@ from yalis.spec import ModelSpec
 #: The library of a replica of one rank on a machine that has none.
 NO_LIBRARY = "none"
 #: Dimensions of a rank's slice that its compute time grows with.
-_GROWING = ("layers", "heads", "kv_heads", "intermediate", "vocab")
+_GROWING = ("layers", "heads", "kv_heads", "intermediate", "experts", "expert_width", "vocab")
 
 
 def with_control(machine: Machine) -> Machine:

@@ -16,8 +16,8 @@ from typing import Any
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
+from yalis.engine.expert_choice import resolve_experts, split_of
 from yalis.engine.llm import LLM
-from yalis.engine.replica_ranks import split_of
 from yalis.engine.step_profiler import DECODE, PHASES, PREFILL, RankProfile, StepProfile
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
@@ -91,6 +91,7 @@ class PhaseProfile:
         row: Row = {"phase": phase, "rank": rank, "steps": steps, "ms": sum(category_ns.values()) / times / 1e6}
         row.update({f"{category}_ms": ns / times / 1e6 for category, ns in category_ns.items()})
         row["accounted"] = total_ns / wall_ns
+        row["expert_pairs"] = sum(ranks[rank].expert_pairs for _, ranks in self.runs) or None
         return row
 
     def names(self, phase: str) -> list[list[dict[str, Any]]]:
@@ -117,7 +118,9 @@ def measure(
     case = plan.workload
     config = replace(size_engine(config, (case,)), prefix_reuse=False)
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
-        limit = config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position
+        spec = read_spec(checkpoint.config, checkpoint.label)
+        config = resolve_experts(config, spec, checkpoint.label)
+        limit = config.max_model_len or spec.max_position
     if case.total_len > limit:
         raise YalisError(
             f"a sequence of {case} has {case.total_len} tokens, but the context length is {limit}; give shorter lengths"
@@ -202,8 +205,9 @@ def _run(llm: LLM, plan: ProfilePlan, prompts: list[list[int]]) -> tuple[dict[st
 def _label(config: EngineConfig) -> str:
     """Return the split and the all-reduce, such as "tp2 nvrar"; only the split if --allreduce is auto."""
     split = split_of(config)
+    experts = " ep" if split.expert_parallel else ""
     named = split.size > 1 and config.allreduce != "auto"
-    return Setting(split).label + (f" {config.allreduce}" if named else "")
+    return Setting(split).label + experts + (f" {config.allreduce}" if named else "")
 
 
 def _notes(result: results.Result) -> list[str]:
