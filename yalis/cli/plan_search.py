@@ -214,12 +214,16 @@ def _memory(config: EngineConfig, search: Search, best: Candidate) -> SplitPlan:
 
 def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search, best: Candidate) -> str:
     """Return the srun line that runs the job with the best split."""
+    from yalis.checkpoint.resolve import locate
     from yalis.planner.search import backend_of
 
     split, machine = best.split, search.machine
     words = launch_command("srun", split.size, [machine.gpus_per_node] * best.nodes) if split.size > 1 else []
     words += [f"--gpus-per-node={machine.gpus_per_node}"] * bool(words and search.job.on_gpu)
     words += ["yalis", "bench", "throughput", "--model", config.model]
+    words += (
+        ["--load", "random"] if config.load == "random" or locate(config.model, weights=False).suffix == ".json" else []
+    )
     grid = str(split.rows) if split.cols == 1 else f"{split.rows}x{split.cols}"
     for flag, value in (("--tp", grid), ("--pp", str(split.stages)), ("--dp", str(split.replicas))):
         words += [flag, value] if value != "1" else []

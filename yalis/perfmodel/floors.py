@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from yalis.perfmodel.experts import distinct_experts
 from yalis.spec import ModelSpec
 
 _Count = TypeVar("_Count", int, float)
@@ -40,8 +41,9 @@ class ModelDims:
     sandwich_norms: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: full attention in every layer
     expert_layers: int = 0
-    experts: int = 0
-    top_k: int = 0  # experts of a token
+    experts: int = 0  # of which this rank has a part
+    top_k: float = 0  # of those, how many serve a token; a mean if other ranks have the other experts
+    routed_experts: int = 0  # that a token chooses from; more than `experts` if other ranks have some
     expert_width: int = 0
     shared_width: int = 0  # of the expert that serves every token; its gate is a row of the router
     #: columns of a tensor-parallel grid: the matrices of a layer have hidden / columns of the hidden size
@@ -73,6 +75,7 @@ class ModelDims:
             expert_layers=0 if moe is None else sum(moe.layers),
             experts=0 if moe is None else moe.num_experts,
             top_k=0 if moe is None else moe.top_k,
+            routed_experts=0 if moe is None else moe.num_experts,
             expert_width=0 if moe is None else moe.width,
             shared_width=0 if moe is None else moe.shared_width,
         )
@@ -85,25 +88,25 @@ class ModelDims:
     @property
     def matrix_params(self) -> int:
         """Parameters of the matrices in all layers, without lm_head."""
-        return self._matrix_params(self.experts)
+        return self.params_with(self.experts)
 
     @property
-    def active_params(self) -> int:
+    def active_params(self) -> float:
         """Parameters of those matrices that one token multiplies."""
-        return self._matrix_params(self.top_k)
+        return self.params_with(self.top_k)
 
     def read_params(self, tokens: int) -> float:
         """Return the parameters of those matrices that a step of `tokens` tokens reads, if all experts are equally
         likely. Routing that prefers some experts reads fewer."""
         if not self.experts:
             return self.matrix_params
-        return self._matrix_params(self.experts * (1 - (1 - self.top_k / self.experts) ** tokens))
+        return self.params_with(distinct_experts(self.experts, self.top_k, tokens))
 
-    def _matrix_params(self, experts: _Count) -> _Count:
-        """Return the parameters of the matrices, with this many experts in each layer that has experts."""
+    def params_with(self, experts: _Count) -> _Count:
+        """Return the parameters of the matrices of all layers, with this many experts in each that has experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         dense = self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * 3 * self.intermediate
-        router = self.experts + (self.shared_width > 0)
+        router = self.routed_experts + (self.shared_width > 0)
         sparse = 3 * (experts * self.expert_width + self.shared_width) + router
         return self.hidden_shard * (dense + self.expert_layers * sparse)
 

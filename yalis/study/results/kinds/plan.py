@@ -62,6 +62,7 @@ class Plan(ResultKind):
         "seq_len": Count,
         "why": [str],
         "run": str,  # the command that runs the best
+        "assumed?": {"*": {"value": float, "low": float, "high": float}},  # about the experts of a mixture of experts
     }
     needs_devices = False
     section = Section(
