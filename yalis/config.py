@@ -40,6 +40,7 @@ class EngineConfig:
     tp: GridShape = (1, 1)  # tensor parallelism: 4, "2x2" or (2, 2), rows x columns
     pp: int = 1  # pipeline parallelism: stages
     dp: int = 1  # data parallelism: replicas
+    expert_parallel: bool | None = None  # whole experts on each rank of a grid's rows; None: where a model says it pays
     micro_batches: int | None = None  # steps in flight in the pipeline; None: one per stage
     allreduce: str = "auto"  # auto or the name of a communication backend
     ranks_per_node: int | None = None  # simulate nodes of this many ranks; None: detected
@@ -66,6 +67,7 @@ class EngineConfig:
         _check_choice("prefix_reuse", self.prefix_reuse, (True, False))
         _check_choice("eager", self.eager, (True, False))
         _check_choice("compile", self.compile, (True, False))
+        _check_choice("expert_parallel", self.expert_parallel, (None, True, False))
         _check_choice("insecure_rendezvous", self.insecure_rendezvous, (True, False))
         if self.eager and self.compile:
             raise YalisError("eager and compile exclude each other; give eager=True or compile=True")

@@ -38,6 +38,7 @@ LLM_KEYWORDS = VllmKeywords(
         "gpu_memory_utilization": "memory_fraction",
         "max_num_batched_tokens": "max_batch_tokens",
         "enforce_eager": "eager",
+        "enable_expert_parallel": "expert_parallel",
         "enable_prefix_caching": "prefix_reuse",
         "num_gpu_blocks_override": "kv_blocks",
     },

@@ -75,13 +75,14 @@ class ModelSpec:
         """Return the class that computes the MLP of a layer, a key of layers.mlp.MLPS."""
         return "gated" if self.moe is not None and not self.moe.layers[layer] else self.mlp
 
-    def mlp_widths(self) -> tuple[int, ...]:
-        """Return the width of every kind of MLP in the model: dense, of an expert, of the shared expert."""
+    def mlp_widths(self, split_experts: bool = True) -> tuple[int, ...]:
+        """Return the width of every kind of MLP that is split: dense, of an expert, of the shared expert."""
         if self.moe is None:
             return (self.intermediate_size,)
         dense = () if all(self.moe.layers) else (self.intermediate_size,)
+        experts = (self.moe.width,) if split_experts else ()
         shared = (self.moe.shared_width,) if self.moe.shared_width else ()
-        return (*dense, self.moe.width, *shared)
+        return (*dense, *experts, *shared)
 
 
 _ACTIVATIONS = {

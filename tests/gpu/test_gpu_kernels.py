@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 
-from yalis.kernels import fused, gated_product, ops, reference, skinny, skinny_config
+from yalis.kernels import fused, gated_product, ops, reference, routed, skinny, skinny_config
 from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
 from yalis.kernels.integer_math import next_power_of_2
 from yalis.kernels.pdl import enable_pdl, pdl_enabled
@@ -364,3 +364,23 @@ def test_nothing_is_compiled_after_a_warm_up() -> None:
         assert compiled == []
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
+
+
+def test_own_experts_in_a_graph() -> None:
+    """The choices of other routing and padding are counted by the same graph, while another stream reads the counts."""
+    experts = torch.stack([torch.randperm(60, device="cuda")[:4] for _ in range(131)])
+    slots = torch.arange(131, device="cuda") % 3 - 1
+    counts = torch.zeros(61, dtype=torch.int64, device="cuda")
+    ops.own_experts(experts, slots, counts, 15, 15)  # compiles the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        own = ops.own_experts(experts, slots, counts, 15, 15)
+    counts.zero_()
+    experts.copy_(experts.flip(0))
+    slots.copy_(slots.roll(1))
+    expected_counts = counts.clone()
+    graph.replay()
+    assert torch.equal(own, routed.own_experts(experts, slots, expected_counts, 15, 15))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(counts.cpu(), expected_counts.cpu())

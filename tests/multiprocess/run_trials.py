@@ -1,6 +1,7 @@
 """The script of every rank of a launch: runs one engine after the other and writes its outputs to a file.
 
-Each rank also hashes the hidden states after every layer and the sampled tokens, which must be equal on several ranks.
+Each rank also hashes the hidden states after every layer, the experts chosen there and the sampled tokens, which must
+be equal on several ranks.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import torch
 from tests.multiprocess.splits import GREEDY, RANDOM, SCORED, STEPS, WAVE, Trial
 from yalis import LLM, SamplingParams
 from yalis.launch.launchers import detect_launcher
+from yalis.layers.mlp import MoE
 from yalis.models.decoder import Block
 from yalis.sampling.sampler import Sampler
 
 
 class Digests:
-    """Hashes of the hidden states and tokens of the current engine on this rank."""
+    """Hashes of the hidden states, chosen experts and tokens of the current engine on this rank."""
 
     def __init__(self) -> None:
-        self.hidden, self.tokens = hashlib.sha256(), hashlib.sha256()
+        self.hidden, self.routing, self.tokens = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
         self.steps = 0
         torch.nn.modules.module.register_module_forward_hook(self._hash_hidden)
         sample = Sampler.sample
@@ -43,10 +45,15 @@ class Digests:
             for part in output:
                 self.hidden.update(part.contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
+        if isinstance(module, MoE) and module.counts is not None:
+            self.routing.update(module.counts.cpu().numpy().tobytes())
+
     def pop(self) -> dict[str, Any]:
         """Return the hashes and start new ones."""
-        found = {"hidden": self.hidden.hexdigest(), "tokens": self.tokens.hexdigest(), "steps": self.steps}
-        self.hidden, self.tokens, self.steps = hashlib.sha256(), hashlib.sha256(), 0
+        hashes = {"hidden": self.hidden, "routing": self.routing, "tokens": self.tokens}
+        found = {**{name: one.hexdigest() for name, one in hashes.items()}, "steps": self.steps}
+        self.hidden, self.routing, self.tokens = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
+        self.steps = 0
         return found
 
 

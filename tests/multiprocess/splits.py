@@ -47,12 +47,20 @@ if find_spec("llguidance") is not None:
     NUMBERS = {"structured_outputs": StructuredOutputs(json=array)}
     WORDS = {"structured_outputs": StructuredOutputs(regex=f"([a-z]{{2,5}} ){{{STEPS}}}"), "min_tokens": STEPS}
 
+SLICES, WHOLE = {"expert_parallel": False}, {"expert_parallel": True}
 #: Models with experts by number of ranks. The pairwise cover has the dense ones.
 EXPERT_TRIALS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    2: [("olmoe", {"tp": 2}), ("mixtral-window", {"dp": 2})],
-    3: [("qwen2-moe", {"tp": 3})],
-    4: [("olmoe-bias-tied", {"tp": "2x2"}), ("qwen2-moe", {"tp": "1x4"}), ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2})],
-    8: [("qwen3-moe-sparse-tied", {"tp": "4x2"})],
+    2: [("olmoe", {"tp": 2, **SLICES}), ("mixtral-window", {"tp": 2, **WHOLE})],
+    3: [("qwen2-moe", {"tp": 3, **SLICES}), ("qwen3-moe-sparse-tied", {"tp": 3, **WHOLE})],
+    4: [
+        ("olmoe-bias-tied", {"tp": "2x2", **SLICES}),
+        ("qwen2-moe", {"tp": "1x4"}),
+        ("olmoe", {"tp": 4, **WHOLE}),
+        ("qwen2-moe", {"tp": "2x2", **WHOLE}),
+        ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2, **WHOLE}),
+        ("mixtral-window", {"tp": 2, "dp": 2, **WHOLE}),
+    ],
+    8: [("qwen3-moe-sparse-tied", {"tp": "4x2", **SLICES})],
 }
 
 #: Every prompt is sampled with GREEDY, and prompt i with RANDOM[i], all in one batch.

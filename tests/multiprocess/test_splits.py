@@ -16,11 +16,22 @@ import torch
 
 from tests.families import CASES, Reference, make_prompts, make_reference
 from tests.multiprocess.run_trials import generate, generate_long
-from tests.multiprocess.splits import EXPERT_TRIALS, LENGTHS, MEMORY_PRESSURE, RANDOM, SPLITS, STEPS, WIDE, Trial
+from tests.multiprocess.splits import (
+    EXPERT_TRIALS,
+    LENGTHS,
+    MEMORY_PRESSURE,
+    RANDOM,
+    SLICES,
+    SPLITS,
+    STEPS,
+    WHOLE,
+    WIDE,
+    Trial,
+)
 from tests.tokenizer_files import characters
 from yalis import LLM
 from yalis.config import EngineConfig
-from yalis.engine.replica_ranks import split_of
+from yalis.engine.expert_choice import split_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = replace(CASES[0], name="small")
@@ -83,6 +94,10 @@ def check(trial: Trial, given: dict[str, Any], reference: Reference, alone: dict
         assert scored[0] is None, trial.name
         expected = logprobs[:-1].gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0].tolist()
         assert scored[1:] == pytest.approx(expected, abs=1e-4), f"{trial.name}: log-probabilities of a prompt differ"
+    load = given["stats"]["expert_load"]  # of the ranks of the first pipeline stages
+    split = split_of(EngineConfig(**trial.split))
+    assert len(load) == (split.per_stage * split.replicas if split.expert_parallel else 0), trial.name
+    assert all(load), trial.name
     if trial.case == "phi3-longrope" and given["counters"] is not None:
         assert given["counters"]["rope_switches"] > 0, trial.name
 
@@ -97,11 +112,12 @@ def check_pressure(split: dict[str, Any], answers: list[dict[str, Any]]) -> None
 
 
 def check_ranks(trial: Trial, seen: list[dict[str, Any]]) -> None:
-    """All ranks of a tensor-parallel group sample the same tokens; those of one column have equal hidden states."""
+    """All ranks of a tensor-parallel group choose the same experts and tokens; those of one column have equal hidden
+    states."""
     split = split_of(EngineConfig(**trial.split))
     for first in range(0, len(seen), split.per_stage):
         group = seen[first : first + split.per_stage]
-        assert len({found["tokens"] for found in group}) == 1, trial.name
+        assert len({(found["tokens"], found["routing"]) for found in group}) == 1, trial.name
         for column in range(split.cols):
             assert len({found["hidden"] for found in group[column :: split.cols]}) == 1, trial.name
 
@@ -150,7 +166,13 @@ def test_splits_generate_the_tokens_of_one_rank(models, ranks, tmp_path):
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("ranks", SPLITS)
 def test_every_split_of_every_model(models, ranks, part, tmp_path):
-    run(models, ranks, [(case.name, split) for case in WIDE[part::3] for split in SPLITS[ranks]], tmp_path)
+    chosen = []
+    for case in WIDE[part::3]:
+        experts = [SLICES, WHOLE] if "num_experts_per_tok" in case.options else [{}]
+        for split in SPLITS[ranks]:
+            over_rows = str(split.get("tp", 1)).split("x")[0] != "1"
+            chosen += [(case.name, {**split, **each}) for each in (experts if over_rows else [{}])]
+    run(models, ranks, chosen, tmp_path)
 
 
 @pytest.mark.parametrize(

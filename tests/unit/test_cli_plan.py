@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,63 @@ def test_every_rank_has_the_planned_sizes(
     assert planned["kv_blocks"] == min(counts)
 
 
+def test_experts_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "qwen3_moe", "num_experts": 10, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "hidden_size": 24, "head_dim": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 40,
+        "num_hidden_layers": 2, "vocab_size": 100, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ("--model", tmp_path, "--device", "cpu")
+    whole = plan(capsys, *model, "--tp", 4, "--expert-parallel")
+    assert [rank["experts"] for rank in whole["ranks"]] == [[0, 3], [3, 6], [6, 8], [8, 10]]
+    assert {tuple(rank["width"]) for rank in whole["ranks"]} == {(0, 20)}
+    matrices = [
+        part["bytes"] for rank in whole["ranks"] for part in rank["weights"] if part["name"] == "expert matrices"
+    ]
+    assert matrices == [count * 3 * 24 * 20 * 2 * 4 for count in (3, 3, 2, 2)]
+    slices = plan(capsys, *model, "--tp", 4, "--no-expert-parallel")
+    assert [(rank["experts"], rank["width"][1] - rank["width"][0]) for rank in slices["ranks"]] == [([0, 10], 5)] * 4
+    assert (whole["experts"], slices["experts"]) == (None, None)  # nothing was chosen
+    assert sum(rank["weight_bytes"] for rank in whole["ranks"]) == sum(rank["weight_bytes"] for rank in slices["ranks"])
+    assert main(["plan", *map(str, model), "--tp", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(
+        "experts: (whole experts|a slice of every expert) on each rank: .*modelled .* in steps of", lines[1]
+    )
+    assert "experts" in lines[2].split()
+    for args, message in (
+        (
+            ("--tp", 11, "--expert-parallel"),
+            "tp 11 leaves ranks without an expert: .* has 10 experts; give tp 1 to 10, or",
+        ),
+        (
+            ("--tp", "11x2", "--expert-parallel"),
+            "tp 11x2 leaves ranks without an expert: .* give a grid of 1 to 10 rows",
+        ),
+        (
+            ("--tp", "1x2", "--expert-parallel"),
+            "--expert-parallel places whole experts on the rows of .* 1x2 has one row",
+        ),
+    ):
+        assert main(["plan", *map(str, (*model, *args))]) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_dense_model_has_no_experts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(folder), "--tp", "2", "--enable-expert-parallel"]) == 2
+    err = capsys.readouterr().err
+    assert "--expert-parallel needs a mixture of experts, and " in err
+    assert "is a dense model; leave it out" in err
+
+
 def test_json_has_all_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned = plan(
         capsys, "--model", folder, "--tp", "3x2", "--pp", 2, "--dp", 2, "--device", "cuda", "--max-model-len", 50
     )
-    assert planned["split"] == {"rows": 3, "cols": 2, "stages": 2, "replicas": 2, "ranks": 24}
+    assert planned["split"] == {
+        "rows": 3, "cols": 2, "stages": 2, "replicas": 2, "expert_parallel": False, "ranks": 24,
+    }  # fmt: skip
     assert (planned["dtype"], planned["max_model_len"], planned["block_size"]) == ("bfloat16", 50, 64)
     assert planned["kv_blocks"] is None  # depends on the memory of the GPU
     assert planned["even_weight_bytes"] == planned["weight_bytes"] / 12

@@ -19,12 +19,14 @@ from tests.families import CASES, make_prompts, make_reference
 from yalis import LLM, SamplingParams
 from yalis.engine import engine, oom, step_layouts
 from yalis.engine.executor import StepExecutor
+from yalis.engine.expert_load import ExpertLoad
 from yalis.engine.forward import ModelForward
 from yalis.engine.packing import Packer, StepKind
 from yalis.engine.recording import CudaGraphRecorder, DeviceMemory
 from yalis.engine.step_layouts import PROMPT_SIZES, DecodeLayout, PromptLayout, StepLimits
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels import ops
+from yalis.layers.mlp import MoE
 from yalis.scheduling import settings
 from yalis.scheduling.plan import LAST_SAMPLED, SequenceStep
 from yalis.scheduling.scheduler import SchedulerConfig
@@ -117,6 +119,30 @@ def test_replayed_steps_match_the_reference(ref, monkeypatch):
         assert stats.padding_tokens == 1  # of the step of three sequences
         assert stats.mean_padding == pytest.approx(1 / executor.replays)
         assert llm._engine.scheduler.counters.fed_tokens > 0
+
+
+def test_replayed_steps_count_the_chosen_experts_without_padding(tmp_path, monkeypatch):
+    """As on ranks with whole experts, except that one rank has all of them."""
+    case = next(case for case in CASES if case.name == "olmoe")
+    ref = make_reference(case, tmp_path, 1, make_prompts(1, (9, 1, 12), shared=0), STEPS)
+    with open_llm(ref.path, monkeypatch) as llm, torch.inference_mode():
+        runner = llm._engine.runner
+        layers = [module for module in runner.model.modules() if isinstance(module, MoE)]
+        for layer in layers:
+            layer.counts = torch.zeros(layer.moe.num_experts + 1, dtype=torch.int64)
+        runner.expert_load = ExpertLoad(runner.model, runner.grid, runner.device)
+        outputs = llm.generate(ref.prompts, plain())
+        assert [output.token_ids for output in outputs] == ref.tokens
+        stats = llm.stats
+        assert stats.padding_tokens > 0
+        assert [int(layer.counts[-1]) for layer in layers] == [stats.padding_tokens * layers[0].moe.top_k] * 2
+        # Both layers compute every decoded token; the last one leaves out prompt tokens that need no logits.
+        decoded = len(ref.prompts) * (STEPS - 1)
+        tokens = sum(map(len, ref.prompts)) + decoded + len(ref.prompts) + decoded
+        assert stats.expert_load == [tokens * layers[0].moe.top_k]
+        runner.expert_load.reset()
+        assert llm.stats.expert_load == [0]
+        assert stats.expert_imbalance == 1.0
 
 
 def test_steps_that_mix_greedy_and_other_rows_go_through_the_sampler(ref, monkeypatch):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
+
+from typing import Any
+
 import pytest
 import torch
 
@@ -71,3 +77,39 @@ def test_only_chosen_experts_are_read() -> None:
     x, weight, _ = draw(3, 6, 1)
     weight[[0, 2, 3, 5]] = torch.nan
     assert not ops.expert_linear(x, weight, torch.tensor([4, 1, 4])).isnan().any()
+
+
+def choose(rows: int, count: int, top_k: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.rand(rows, count, generator=generator).topk(top_k).indices
+
+
+@pytest.mark.parametrize(("rows", "count", "top_k"), [shape for shape in SHAPES if shape[1] > 3])
+@pytest.mark.parametrize("linear", [ops.expert_linear, routed.blocked_linear])
+def test_pairs_left_out_are_zeros(rows: int, count: int, top_k: int, linear: Any) -> None:
+    """The experts of two ranks: the sum of their products is that of one rank, and padding has none."""
+    x, weight, _ = draw(rows, count, top_k)
+    slots = torch.arange(rows) % 4 - 1  # every fourth row is padding
+    experts, counts = choose(rows, count, top_k), torch.zeros(count + 1, dtype=torch.int64)
+    total = torch.zeros(rows * top_k, weight.shape[1])
+    for held in (range(3), range(3, count)):
+        own = ops.own_experts(experts, slots, counts, held.start, len(held))
+        found = linear(x, weight[held.start : held.stop], own)
+        assert not found[own < 0].any()
+        total += found
+    expected = one_by_one(x, weight, experts.flatten())
+    expected[(slots < 0).repeat_interleave(top_k)] = 0
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+    real = torch.bincount(experts[slots >= 0].flatten(), minlength=count)
+    assert counts.tolist() == [2 * size for size in [*real.tolist(), int((slots < 0).sum()) * top_k]]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 131])
+@pytest.mark.parametrize("padded", [False, True])
+def test_own_experts_in_triton(rows: int, padded: bool) -> None:
+    kernels = pytest.importorskip("yalis.kernels.expert_choices", reason="triton is not installed")
+    experts, slots = choose(rows, 11, 5), torch.arange(rows) % 3 - 1 if padded else None
+    counts, expected_counts = torch.full((12,), 7), torch.full((12,), 7)
+    found = kernels.own_experts(experts, slots, counts, 4, 3)
+    assert torch.equal(found, routed.own_experts(experts, slots, expected_counts, 4, 3))
+    assert torch.equal(counts, expected_counts)

@@ -42,6 +42,7 @@ SPLITS = [
     Split(stages=3),
     Split(3, 2, 2),
 ]
+EXPERT_SPLITS = [Split(2, expert_parallel=True), Split(4, 2, 2, expert_parallel=True)]
 MAX_LEN = 64
 
 
@@ -152,7 +153,7 @@ def test_safetensors(case: Case, stored: torch.dtype, tmp_path: Path) -> None:
         offset = spec.norm_offset if "norm" in name else 0.0
         assert torch.equal(alone[name], tensor.float() + offset)
     assert once == sum(tensor.numel() for tensor in alone.values()) * stored.itemsize
-    for split in SPLITS:
+    for split in SPLITS + (EXPERT_SPLITS if spec.moe else []):
         models, read = load(spec, lambda: open_checkpoint(str(tmp_path)), split, torch.float32)
         check_joined(spec, split, models, alone)
         memory = [
@@ -173,7 +174,7 @@ def test_fused_experts(name: str, tmp_path: Path) -> None:
     fused = open_checkpoint(str(tmp_path / "fused"))
     assert {"model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.gate.weight"} <= set(fused.names())
     spec = read_spec(fused.config)
-    for split in (Split(), Split(3), Split(2, 2)):
+    for split in (Split(), Split(3), Split(2, 2), *EXPERT_SPLITS):
         (apart, read), (together, read_fused) = (
             load(spec, partial(open_checkpoint, str(tmp_path / folder)), split, torch.float32)
             for folder in ("apart", "fused")

@@ -43,6 +43,8 @@ SPLITS = [
     Split(2, 1, 2),
     Split(3, 2, 2),
 ]
+#: With whole experts; the models of the tests have five or more, and four heads.
+EXPERT_SPLITS = [Split(4, expert_parallel=True), Split(3, 2, 2, expert_parallel=True)]
 
 
 class FakeRank(SingleRank):
@@ -148,7 +150,7 @@ def check_copies(spec: ModelSpec, split: Split) -> None:
 @pytest.mark.parametrize("case", [case.name for case in CASES])
 def test_every_family_to_the_byte(case: str) -> None:
     spec = family(case)
-    for split in SPLITS:
+    for split in SPLITS + (EXPERT_SPLITS if spec.moe else []):
         check_against_layers(spec, split, torch.bfloat16, max_len=100)
         check_copies(spec, split)
     check_against_layers(spec, Split(2, 2), torch.float32, max_len=100)

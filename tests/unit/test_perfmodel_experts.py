@@ -7,7 +7,7 @@ import random
 import pytest
 
 from yalis.parallel.plan import shard
-from yalis.perfmodel.experts import distinct_experts, largest_distinct, largest_load
+from yalis.perfmodel.experts import distinct_experts, largest_distinct, largest_load, shares_of
 
 
 def draw(shares: tuple[int, ...], top_k: int, tokens: int, trials: int = 400) -> tuple[float, float, float]:
@@ -31,7 +31,8 @@ def draw(shares: tuple[int, ...], top_k: int, tokens: int, trials: int = 400) ->
 )
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 def test_expected_numbers_are_those_of_draws(experts: int, ranks: int, top_k: int, tokens: int) -> None:
-    shares = tuple(len(shard(experts, ranks, rank)) for rank in range(ranks))
+    shares = shares_of(experts, ranks)
+    assert shares == tuple(len(shard(experts, ranks, rank)) for rank in range(ranks))
     reached, most, load = draw(shares, top_k, tokens)
     assert distinct_experts(experts, top_k, tokens) == pytest.approx(reached, rel=0.02)
     assert largest_distinct(shares, top_k, tokens) == pytest.approx(most, rel=0.06)

@@ -303,16 +303,26 @@ WITH_EXPERTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "grid"), [(NINE_HEADS, (3, 2)), (NINE_HEADS, (1, 4)), (WITH_EXPERTS, (2, 2))])
+WHOLE_EXPERTS = {**WITH_EXPERTS, "num_experts": 5}  # --expert-parallel: three on the first row, two on the second
+
+
+@pytest.mark.parametrize(
+    ("config", "grid"),
+    [(NINE_HEADS, (3, 2)), (NINE_HEADS, (1, 4)), (WITH_EXPERTS, (2, 2)), (WHOLE_EXPERTS, (2, 2))],
+)
 def test_all_reduces_of_a_grid_are_those_that_the_engine_counts(
     config: dict[str, Any], grid: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps(config))
     work = "--batch 2 --prompt-len 8 --output-len 4 --repeats 1 --warmup 0 --threads 1 --device cpu --json"
-    assert main(["bench", "slice", "--model", str(path), "--tp", "{}x{}".format(*grid), *work.split()]) == 0
+    whole = config is WHOLE_EXPERTS
+    args = ["--model", str(path), "--tp", "{}x{}".format(*grid), *["--expert-parallel"] * whole, *work.split()]
+    assert main(["bench", "slice", *args]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    reduces = StepTimeModel(PERLMUTTER, read_spec(config, "model"), Split(*grid), 4, "nccl").all_reduces(2, 2)
+    reduces = StepTimeModel(
+        PERLMUTTER, read_spec(config, "model"), Split(*grid, expert_parallel=whole), 4, "nccl"
+    ).all_reduces(2, 2)
     assert sum(one.count for one in reduces) == row["all_reduces"]
     assert sum(one.count * one.bytes for one in reduces) == row["all_reduce_bytes"]
 
@@ -324,6 +334,8 @@ def test_splits_of_a_mixture_of_experts_are_ranked(machine: str) -> None:
     planner = Planner(load_machine(machine), Job("235b", spec, 2, [SimRequest(512, 64)] * 16))
     ranked = best_libraries(planner.candidates([2, 4], Choices(libraries=("nvrar",))), "latency")
     assert {one.scheme for one in ranked} >= {"tp", "grid", "pp", "hybrid"}
+    assert {spell_split(one.split) for one in ranked} >= {"tp 8", "tp 8 ep", "tp 4x2 ep", "tp 8 ep, dp 2", "pp 16"}
+    assert not [one for one in ranked if one.split.rows == 1 and one.split.expert_parallel]
     best = ranked[0]
     assert best.estimate.seconds < best_libraries(ranked[1:], "latency")[0].estimate.seconds
     assert best.capacity.weights > 2 * 235e9 / best.split.per_replica

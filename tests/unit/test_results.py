@@ -51,9 +51,9 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda d: d.update(schema="other"), "not a yalis result"),
-        (lambda d: d.update(schema_version=0), "schema version 0, but this yalis reads versions 1 to 6"),
+        (lambda d: d.update(schema_version=0), "schema version 0, but this yalis reads versions 1 to 7"),
         (lambda d: d.pop("host"), "has no 'host'"),
-        (lambda d: d.update(schema_version=7), "schema version 7, but this yalis reads versions 1 to 6"),
+        (lambda d: d.update(schema_version=8), "schema version 8, but this yalis reads versions 1 to 7"),
         (lambda d: d.update(rows={}), "'rows' of type dict"),
         (lambda d: d.update(rows=[]), "no rows: nothing was measured"),
         (lambda d: d.update(extra=1), "unknown field 'extra'"),

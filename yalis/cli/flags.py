@@ -44,6 +44,8 @@ HELP = {
     "tp": "tensor-parallel size: a number of ranks, or the rows x columns of a grid, such as 2x2",
     "pp": "pipeline-parallel size: the number of stages",
     "dp": "data-parallel size: the number of replicas, each on its own ranks",
+    "expert_parallel": "with --tp: each rank has whole experts of a mixture of experts, not a slice of every expert "
+    "(default: chosen by modelled cost)",
     "micro_batches": "with --pp: micro-batches in the pipeline at a time (default: one per stage)",
     "allreduce": "auto, or the name of a communication backend (see `yalis doctor`)",
     "ranks_per_node": "treat every N consecutive ranks as one node for communication, instead of detecting nodes",

@@ -51,6 +51,7 @@ class SplitPlan:
     max_model_len: int  # that the KV cache holds, if the user gave none
     notice: str | None  # the KV cache holds fewer tokens than the longest sequence
     split: Split
+    experts: str  # why the experts are split like this; empty if there was nothing to choose
     whole: RankMemory  # the model on one rank
     ranks: list[RankGroup]  # one per rank
     seq_len: int  # tokens of each sequence that `sequences` counts
@@ -107,8 +108,8 @@ def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: in
         resolve_dtype,
         resolve_max_len,
     )
+    from yalis.engine.expert_choice import choose_experts, list_splits
     from yalis.parallel.memory import rank_memory, whole_memory
-    from yalis.parallel.plan import Split
     from yalis.spec import read_spec
 
     checkpoint = open_checkpoint(config.model, load="random")  # only its config is read
@@ -116,8 +117,7 @@ def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: in
     for warning in ignored_parts(checkpoint, spec.num_layers):
         get_logger(__name__).warning("%s", warning)
     checkpoint.close()
-    split = Split(*config.tp, config.pp, config.dp)
-    split.check(spec, checkpoint.label)
+    list_splits(config, spec, checkpoint.label)  # raises if there is none
     max_len = resolve_max_len(config, spec, checkpoint.label)
     if not 1 <= (max_len if seq_len is None else seq_len) <= max_len:
         raise YalisError(f"--seq-len is {seq_len}; give 1 to {max_len}, the tokens of the longest sequence")
@@ -126,6 +126,8 @@ def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: in
     for_gpus = gpu is not None or config.device.startswith("cuda")
     device = torch.device("cuda") if for_gpus else resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
+    choice = choose_experts(config, spec, checkpoint.label, dtype.itemsize, device.type == "cuda")
+    split = choice.split
     block_size = resolve_block_size(config.block_size, device)
     max_useful_blocks = -(-max_len // block_size) * config.max_num_seqs
     unknown_memory = device.type == "cuda" and config.kv_blocks is None and config.kv_memory is None
@@ -153,8 +155,8 @@ def make_plan(config: EngineConfig, gpu_memory: float | None = None, seq_len: in
     name = str(dtype).removeprefix("torch.")
     assumed_cpu = config.device == "auto" and device.type == "cpu"
     return SplitPlan(
-        checkpoint.label, device.type, name, max_len, notice, split, whole, groups, seq_len or max_len,
-        config.max_num_seqs, gpu, fitting, assumed_cpu,
+        checkpoint.label, device.type, name, max_len, notice, split, choice.reason, whole, groups,
+        seq_len or max_len, config.max_num_seqs, gpu, fitting, assumed_cpu,
     )  # fmt: skip
 
 
@@ -175,7 +177,8 @@ def group_equal(groups: Iterable[RankGroup]) -> list[RankGroup]:
     by_size: dict[Any, RankGroup] = {}
     for rank in groups:
         memory = rank.memory
-        sizes = tuple(map(len, (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)))
+        spans = (memory.layers, memory.heads, memory.kv_heads, memory.experts, memory.width, memory.vocabulary)
+        sizes = tuple(map(len, spans))
         group = by_size.setdefault((sizes, memory.parts()), RankGroup([], memory, rank.kv_blocks, rank.kv_left))
         group.ranks.extend(rank.ranks)
     return list(by_size.values())
@@ -185,6 +188,7 @@ def as_json(plan: SplitPlan) -> dict[str, Any]:
     return {
         "model": plan.model,
         "split": {**asdict(plan.split), "ranks": plan.split.size},
+        "experts": plan.experts or None,
         "device": plan.device,
         "dtype": plan.dtype,
         "max_model_len": plan.max_model_len,
@@ -206,7 +210,8 @@ def as_json(plan: SplitPlan) -> dict[str, Any]:
 
 def _rank_json(group: RankGroup) -> dict[str, Any]:
     memory = group.memory
-    spans = {name: getattr(memory, name) for name in ("layers", "heads", "kv_heads", "width", "vocabulary")}
+    names = ("layers", "heads", "kv_heads", "experts", "width", "vocabulary")
+    spans = {name: getattr(memory, name) for name in names}
     return {
         "rank": group.ranks[0],
         **asdict(memory.coords),
@@ -234,12 +239,17 @@ def print_table(plan: SplitPlan) -> None:
             f"this machine has no GPU, so this is the plan for a CPU in {plan.dtype}; for GPUs add --gpu-memory 80 "
             "(GiB of one GPU), for another dtype --dtype bfloat16"
         )
-    heads = ["ranks", "layers", "heads", "kv heads", "MLP width", "vocabulary", "weights GiB", "KV B/token", "KV GiB"]
+    if plan.experts:
+        print(f"experts: {name_flags(plan.experts)}")
+    experts = ["experts"] if plan.whole.experts else []
+    heads = ["ranks", "layers", "heads", "kv heads", *experts, "MLP width", "vocabulary", "weights GiB", "KV B/token"]
+    heads.append("KV GiB")
     lines: list[list[str]] = []
     notes: dict[tuple[str, str], None] = {}  # ordered, without duplicates
     for group in group_equal(plan.ranks):
         memory = group.memory
-        counts = (memory.layers, memory.heads, memory.kv_heads, memory.width, memory.vocabulary)
+        parts = [memory.experts] if experts else []
+        counts = (memory.layers, memory.heads, memory.kv_heads, *parts, memory.width, memory.vocabulary)
         kv_bytes = group.kv_bytes
         kv = "rest of GPU" if kv_bytes is None else f"{kv_bytes / _GIB:.3f}" if kv_bytes else "none"
         cells = [spell_ranks(group.ranks), *(str(len(part)) for part in counts), f"{memory.weight_bytes / _GIB:.3f}"]

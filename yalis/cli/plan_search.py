@@ -199,6 +199,7 @@ def _choices(args: argparse.Namespace, config: EngineConfig) -> Choices:
         config.pp if "pp" in given else None,
         config.dp if "dp" in given else None,
         None if config.allreduce == "auto" else (config.allreduce,),
+        config.expert_parallel,
     )
 
 
@@ -207,7 +208,7 @@ def _memory(config: EngineConfig, search: Search, best: Candidate) -> SplitPlan:
     split = best.split
     chosen = replace(
         config, tp=(split.rows, split.cols), pp=split.stages, dp=split.replicas, max_model_len=search.job.model_len,
-        dtype=search.dtype, block_size=search.job.block_size,
+        dtype=search.dtype, block_size=search.job.block_size, expert_parallel=split.expert_parallel,
     )  # fmt: skip
     return make_plan(chosen, search.machine.gpu.memory_bytes.value / _GIB, search.job.model_len)
 
@@ -227,6 +228,8 @@ def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search,
     grid = str(split.rows) if split.cols == 1 else f"{split.rows}x{split.cols}"
     for flag, value in (("--tp", grid), ("--pp", str(split.stages)), ("--dp", str(split.replicas))):
         words += [flag, value] if value != "1" else []
+    if search.job.spec.moe is not None and split.rows > 1:
+        words.append("--expert-parallel" if split.expert_parallel else "--no-expert-parallel")
     words += ["--allreduce", backend_of(best.library)] if split.per_stage > 1 else []
     if args.trace is not None:
         words += ["--trace", args.trace]

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,6 +24,9 @@ from yalis.spec import ModelSpec
 from yalis.types import FinishReason, SamplingParams
 
 log = get_logger(__name__)
+
+#: Seconds between two copies of the expert load from a GPU while requests run.
+EXPERT_LOAD_AGE = 0.1
 
 
 @dataclass
@@ -45,6 +48,9 @@ class EngineStats:
     waiting: int = 0
     used_blocks: int = 0  # KV blocks of these requests
     blocks: int = 0  # KV blocks in total
+    #: With expert parallelism: pairs of a token and an expert that each rank multiplied, for the ranks of the first
+    #: pipeline stage of each replica. On a GPU the copy may be EXPERT_LOAD_AGE seconds old while requests run.
+    expert_load: list[int] = field(default_factory=list)
 
     @property
     def replayed_share(self) -> float:
@@ -55,6 +61,12 @@ class EngineStats:
     def mean_padding(self) -> float:
         """Mean padding tokens of a replayed step."""
         return self.padding_tokens / self.replayed_steps if self.replayed_steps else 0.0
+
+    @property
+    def expert_imbalance(self) -> float:
+        """The largest load of a rank over the mean, 1.0 if all are equal or none is counted."""
+        total = sum(self.expert_load)
+        return max(self.expert_load) * len(self.expert_load) / total if total else 1.0
 
 
 class Engine:
@@ -81,6 +93,7 @@ class Engine:
         stats.prefix_hit_tokens = scheduler.counters.prompt_hit_tokens
         stats.running, stats.waiting = scheduler.num_running, scheduler.num_waiting
         stats.used_blocks = scheduler.blocks.in_use
+        stats.expert_load = self.runner.expert_load.by_rank(EXPERT_LOAD_AGE if self.has_work else 0.0)
         return stats
 
     @property

@@ -77,6 +77,7 @@ class LLM(LoadedModel):
         tp: int | str | GridShape = (1, 1),
         pp: int = 1,
         dp: int = 1,
+        expert_parallel: bool | None = None,
         micro_batches: int | None = None,
         allreduce: str = "auto",
         ranks_per_node: int | None = None,

@@ -18,8 +18,9 @@ from yalis.comm.selection import check_backend_name
 from yalis.config import EngineConfig
 from yalis.engine.device import reduced_context
 from yalis.engine.engine import Engine, EngineStats
+from yalis.engine.expert_choice import list_splits
 from yalis.engine.interrupts import interrupts_held
-from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model, split_of
+from yalis.engine.replica_ranks import RankReport, ReplicaRanks, agree, agree_on_model
 from yalis.engine.replicas import ReplicaRouter
 from yalis.engine.request_loop import RequestLoop
 from yalis.engine.step_profiler import Profile
@@ -27,7 +28,6 @@ from yalis.engine.worker import join_engine, serve_rank
 from yalis.errors import YalisError, YalisFailure
 from yalis.launch.launchers import detect_launcher
 from yalis.log import get_logger
-from yalis.parallel.plan import Split
 from yalis.sampling.grammar import GrammarCompiler
 from yalis.spec import ModelSpec, read_spec
 from yalis.types import RankTopology, SamplingParams
@@ -60,7 +60,6 @@ class LoadedModel:
         self.sampling_defaults: dict[str, Any] = {}
         self._loop: RequestLoop | None = None
         self._ranks: ReplicaRanks | None = None
-        split = split_of(self.config)
         # Ranks of a launcher join before the model is opened, so that an error there reaches all of them.
         self._world = None if detect_launcher().size == 1 else join_engine(self.config)
         #: 0 on the process that submits requests and receives results
@@ -69,7 +68,7 @@ class LoadedModel:
             serve_rank(self._world, self.config)
             return
         try:
-            self._open(split)
+            self._open()
         except BaseException as error:
             reason = error
             if self._world is not None:
@@ -81,13 +80,13 @@ class LoadedModel:
                 raise
             raise reason from reason.__cause__
 
-    def _open(self, split: Split) -> None:
+    def _open(self) -> None:
         config = self.config
         check_backend_name(config.allreduce)
         checkpoint = open_checkpoint(config.model, config.load, config.load_seed)
         try:
             self.spec: ModelSpec = read_spec(checkpoint.config, checkpoint.label)
-            split.check(self.spec, checkpoint.label)
+            list_splits(config, self.spec, checkpoint.label)  # raises if there is none
             for warning in ignored_parts(checkpoint, self.spec.num_layers):
                 log.warning("%s", warning)
             if config.generation_config == "auto":

@@ -101,7 +101,9 @@ def free_bytes(device: torch.device) -> int | None:
     return read_host_memory().available
 
 
-def check_host_memory(world: World, config: EngineConfig, spec: ModelSpec, device: torch.device, label: str) -> None:
+def check_host_memory(
+    world: World, config: EngineConfig, spec: ModelSpec, split: Split, device: torch.device, label: str
+) -> None:
     """Raise YalisFailure if the ranks of this host need more memory than it has. Every rank of the world calls this.
 
     Called before anything is loaded, because the kernel overcommits memory and would kill a rank later. Does nothing on
@@ -111,7 +113,6 @@ def check_host_memory(world: World, config: EngineConfig, spec: ModelSpec, devic
         return
     dtype, block_size = resolve_dtype(config.dtype, spec.dtype, device), resolve_block_size(config.block_size, device)
     max_len = resolve_max_len(config, spec, label)
-    split = Split(*config.tp, config.pp, config.dp)
     memory = rank_memory(spec, split, world.rank, dtype.itemsize, block_size, max_len)
     blocks = count_blocks(config, device, memory.kv_block_bytes, -(-max_len // block_size) * config.max_num_seqs)
     tables = 2 * memory.rotary.bytes  # computing the table needs a second copy

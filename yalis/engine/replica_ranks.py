@@ -21,7 +21,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,8 @@ from yalis.comm.base import CommBackend
 from yalis.comm.selection import open_backend
 from yalis.comm.topology import Topology
 from yalis.config import EngineConfig
-from yalis.engine.device import rank_device, share_threads
+from yalis.engine.device import rank_device, resolve_dtype, share_threads
+from yalis.engine.expert_choice import choose_experts
 from yalis.engine.oom import check_host_memory
 from yalis.engine.runner import PendingStep, Runner
 from yalis.engine.step_profiler import RankProfile, StepInfo
@@ -50,11 +51,6 @@ from yalis.scheduling.wire import PlanDecoder, PlanEncoder, decode_output, encod
 from yalis.spec import ModelSpec
 
 log = get_logger(__name__)
-
-
-def split_of(config: EngineConfig) -> Split:
-    """Return how `config` splits the model over ranks."""
-    return Split(*config.tp, config.pp, config.dp)
 
 
 def agree(world: World, config: EngineConfig | None) -> EngineConfig | None:
@@ -106,6 +102,7 @@ class RankReport:
     weight_bytes: int
     kv_bytes: int
     bytes_read: int  # from the checkpoint
+    expert_pairs: int  # of a token and an expert that this rank multiplied; counted with expert parallelism only
     busy_seconds: float  # host time to pack, launch and sample steps; on a CPU this includes the computation
     waiting_seconds: float  # host time spent waiting for the previous pipeline stage
 
@@ -138,11 +135,12 @@ class ReplicaRanks:
         `grammars` compiles structured outputs. `open_comm` opens the communication backend; by default the one that
         `config.allreduce` names.
         """
-        self.world, self.split = world, split_of(config)
-        coords = self.split.coords(world.rank)
+        self.world = world
         device = rank_device(config, world)
+        self.split = self._choose_split(config, spec, checkpoint.label, device)
+        coords = self.split.coords(world.rank)
         share_threads(config, world, device)
-        check_host_memory(world, config, spec, device, checkpoint.label)
+        check_host_memory(world, config, spec, self.split, device, checkpoint.label)
         self._comm: CommBackend | None = None
         grid, stage = Grid(), Stage()
         if world.size > 1:
@@ -187,6 +185,15 @@ class ReplicaRanks:
         self._reporter = self.split.reporter(coords.replica)
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
         world.phase = "running" if world.rank else IDLE  # rank 0 is "running" only during calls of the user
+
+    def _choose_split(self, config: EngineConfig, spec: ModelSpec, label: str, device: torch.device) -> Split:
+        """Return the split that rank 0 chose. All ranks of the world call this."""
+        itemsize = resolve_dtype(config.dtype, spec.dtype, device).itemsize
+        choice = choose_experts(config, spec, label, itemsize, device.type == "cuda")
+        if not choice.reason:
+            return choice.split
+        log.info("experts: %s", choice.reason)
+        return replace(choice.split, expert_parallel=self.world.broadcast_object(choice.split.expert_parallel))
 
     # On the driver
 
@@ -279,5 +286,5 @@ class ReplicaRanks:
         runner = self.runner
         return RankReport(
             self.world.rank, runner.weight_bytes, runner.pool.nbytes, self._bytes_read,
-            runner.times.busy, runner.times.waiting,
+            runner.expert_load.own_pairs(), runner.times.busy, runner.times.waiting,
         )  # fmt: skip

@@ -141,7 +141,7 @@ class ReplicaRouter(RequestRouter):
 
     @property
     def stats(self) -> EngineStats:
-        """The sums over the replicas, as of their last reports."""
+        """The sums over the replicas, and the expert load of all their ranks, as of their last reports."""
         self._stats[LOCAL] = self.local.stats
         for rank, stats in self._stats.items():
             if not self._num_assigned[rank]:  # a replica does not report that its last request was cancelled
@@ -149,9 +149,12 @@ class ReplicaRouter(RequestRouter):
         sums = {
             field.name: sum(getattr(stats, field.name) for stats in self._stats.values())
             for field in fields(EngineStats)
+            if field.name != "expert_load"
         }
+        load = [pairs for stats in self._stats.values() for pairs in stats.expert_load]
         sums["waiting"] += len(self._waiting)
-        return EngineStats(**{**sums, "prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens})
+        counted = {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens, "expert_load": load}
+        return EngineStats(**{**sums, **counted})
 
     def step(self) -> list[Emitted]:
         """Assign waiting requests, run a step of the local engine if it has work, and collect the remote reports.

@@ -21,6 +21,7 @@ from yalis.checkpoint.base import Checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import count_blocks, resolve_block_size, resolve_dtype, resolve_max_len
 from yalis.engine.executor import make_executor
+from yalis.engine.expert_load import ExpertLoad
 from yalis.engine.forward import StepResult
 from yalis.engine.grammar_states import GrammarStates
 from yalis.engine.oom import (
@@ -135,8 +136,6 @@ class Runner:
         self.device, self.grid, self.stage = device, grid or Grid(), stage or Stage()
         self.dtype = resolve_dtype(config.dtype, spec.dtype, device)
         self.times = StageTimes()
-        groups = (self.grid.row_group, self.grid.col_group, self.grid.tp_group, self.stage.pp_group)
-        self.profiler = StepProfiler(device, groups)
         self._block_bytes = 0  # of one KV block, once the cache is allocated
         self.grammars = None if grammars is None else GrammarStates(grammars)
         #: whether to use the tokens that recorded steps pick, where the sampling parameters allow it
@@ -157,6 +156,7 @@ class Runner:
             self.model = Decoder(spec, grid, self.stage, max_len, self.dtype, device)
             with reading():
                 self.model.load(checkpoint)
+            self.expert_load = ExpertLoad(self.model, grid, device)
             if config.compile:
                 from yalis.models.compile import compile_blocks  # defines torch ops that only compiled blocks need
 
@@ -168,10 +168,13 @@ class Runner:
             self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
             self.packer = Packer(config.max_num_seqs, max_blocks, self.block_size, self.model.rotary.length)
             limits = StepLimits(config.max_num_seqs, config.max_batch_tokens, max_len, max_blocks)
+            groups = (grid.row_group, grid.col_group, grid.tp_group, self.stage.pp_group)
+            self.profiler = StepProfiler(device, groups, self.expert_load.own_pairs)
             self.executor = make_executor(config, self.model, self.backend, grid, self.stage, self.last_tokens, limits)
         self.pool = self._make_pool(config, needs, max_len, min_over_ranks)
         self.executor.set_kv_caches([LayerCache(*self.pool.layer(i)) for i in range(len(self.model.layers))])
         self.executor.warm_up(self._warm_up_steps(max_len), self._block_bytes)
+        self.expert_load.reset()
         self._idle_bytes = allocated_bytes(device)  # memory allocated between steps
         capacity = self.pool.num_blocks * self.block_size
         # The default length shrinks to what the KV cache holds. If the user set it, longer prompts are rejected later.
@@ -214,7 +217,7 @@ class Runner:
     def _count_weight_bytes(self) -> int:
         """Return the size that the weights of this rank will have, computed from the spec."""
         grid, stage = self.grid, self.stage
-        split = Split(grid.rows, grid.cols, stage.count)
+        split = Split(grid.rows, grid.cols, stage.count, expert_parallel=grid.expert_parallel)
         rank = split.rank(RankCoords(0, stage.index, grid.row, grid.col))
         return rank_memory(self.spec, split, rank, self.dtype.itemsize, self.block_size).weight_bytes
 

@@ -15,7 +15,8 @@ import torch
 from yalis.checkpoint.base import Checkpoint
 from yalis.comm.null import NullBackend
 from yalis.config import EngineConfig
-from yalis.engine.replica_ranks import RemoteStep, ReplicaRanks, split_of
+from yalis.engine.expert_choice import split_of
+from yalis.engine.replica_ranks import RemoteStep, ReplicaRanks
 from yalis.engine.runner import PendingStep, dummy_prompt
 from yalis.launch.fan_out import FAN_OUT, FanOut
 from yalis.launch.link import Link
@@ -34,6 +35,9 @@ class SliceWorld(World):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
 
     def open_links(self, leader: int | None) -> dict[int, Link]:
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +58,13 @@ class RankProfile:
     end_ns: int  # when the last step finished, on the rank's monotonic clock
     steps: list[StepProfile]
     names: dict[str, list[NameTime]]  # by phase: the kernels or operations that took longest, longest first
+    expert_pairs: int = 0  # pairs of a token and an expert that this rank multiplied, if they are counted
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> RankProfile:
         steps = [StepProfile(StepInfo(**step["info"]), step["category_ns"], step["idle_ns"]) for step in value["steps"]]
         names = {phase: [NameTime(**name) for name in found] for phase, found in value["names"].items()}
-        return cls(value["end_ns"], steps, names)
+        return cls(value["end_ns"], steps, names, value["expert_pairs"])
 
 
 class Profile:
@@ -87,9 +88,13 @@ class Profile:
 class StepProfiler:
     """The profiler of one rank. While it is stopped, its only cost is one NVTX range per step on a GPU."""
 
-    def __init__(self, device: torch.device, groups: Sequence[Communicator]) -> None:
-        """`groups`: the communicators whose calls are timed on a CPU."""
+    def __init__(
+        self, device: torch.device, groups: Sequence[Communicator], count_pairs: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`groups`: the communicators whose calls are timed on a CPU. `count_pairs` returns the pairs of a token and an
+        expert that this rank has multiplied so far."""
         self._on_gpu, self._device, self._groups = device.type == "cuda", device, groups
+        self._count_pairs = count_pairs
         self._session: _Session | None = None
 
     @contextmanager
@@ -114,7 +119,7 @@ class StepProfiler:
         """Start recording. Returns the list to which every launched step is appended."""
         if self._session is not None:
             raise ValueError("the profiler is running already")
-        self._session = _Session(self._device, self._groups)
+        self._session = _Session(self._device, self._groups, self._count_pairs)
         return self._session.steps
 
     def stop(self) -> RankProfile:
@@ -133,7 +138,7 @@ def phase_of(plan: StepPlan) -> str:
 class _Session:
     """What is recorded between start() and stop()."""
 
-    def __init__(self, device: torch.device, groups: Sequence[Communicator]) -> None:
+    def __init__(self, device: torch.device, groups: Sequence[Communicator], count_pairs: Callable[[], int]) -> None:
         env.silence_profiler()
         activity = torch.profiler.ProfilerActivity
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -146,6 +151,7 @@ class _Session:
         else:
             self._stack.enter_context(native.timed(self._call_recorder("native::")))
             self._stack.enter_context(time_calls(groups, self._call_recorder("comm::")))
+        self._count_pairs, self._pairs_before = count_pairs, count_pairs()
         # The profiler stamps events with wall-clock time; everything here uses the monotonic clock.
         self._offset = native.now() - time.time_ns()
         self._profiler = torch.profiler.profile(activities=[activity.CUDA if self._on_gpu else activity.CPU])
@@ -171,6 +177,7 @@ class _Session:
             torch.cuda.synchronize(self._device)
         end = native.now()
         self._profiler.stop()
+        pairs = self._count_pairs() - self._pairs_before
         self._stack.close()
         if not self.steps:
             return RankProfile(end, [], {})
@@ -196,7 +203,7 @@ class _Session:
             StepProfile(info, times.category_ns, times.idle_ns)
             for info, times in zip(self.steps, times_by_step, strict=True)
         ]
-        return RankProfile(end, steps, names)
+        return RankProfile(end, steps, names, pairs)
 
     def _operations(self, events: Sequence[Any]) -> list[Span]:
         """Return torch's operations on the thread that runs the steps, on the monotonic clock."""

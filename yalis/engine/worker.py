@@ -15,7 +15,8 @@ from yalis.checkpoint.resolve import open_checkpoint
 from yalis.checkpoint.tokenizer import load_tokenizer
 from yalis.config import EngineConfig
 from yalis.engine.engine import Engine
-from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model, split_of
+from yalis.engine.expert_choice import split_of
+from yalis.engine.replica_ranks import ReplicaRanks, agree, agree_on_model
 from yalis.engine.replicas import serve_replica
 from yalis.errors import NotJoined, YalisError, YalisFailure
 from yalis.launch.heartbeat import CLOSING, IDLE, LOADING, OPENING

@@ -79,15 +79,35 @@ def gated_linear(
 def expert_linear(
     x: Tensor,  # [N, in]
     weight: Tensor,  # [experts, out, in]
-    experts: Tensor,  # [P] int64, P a multiple of N
+    experts: Tensor,  # [P] int64, P a multiple of N; -1: the pair is left out
 ) -> Tensor:
-    """Return [P, out]: pair p is row p // (P / N) of x times the matrix of expert experts[p].
+    """Return [P, out]: pair p is row p // (P / N) of x times the matrix of expert experts[p]. Pairs left out are zeros.
 
     On a CPU the host groups the pairs, and only the matrices of chosen experts are read.
     """
     if x.is_cpu:
         return routed.grouped_linear(x, weight, experts, _dense_linear)
     return routed.blocked_linear(x, weight, experts)
+
+
+# As in rope_write, the op does not declare that it mutates `counts`, which nothing else in a step reads.
+@opaque("(Tensor experts, Tensor? kv_slots, Tensor counts, int first, int held) -> Tensor", lambda x, *_: (x.numel(),))
+def own_experts(
+    experts: Tensor,  # [T, top_k] int64
+    kv_slots: Tensor | None,  # [T] int64, negative for padding
+    counts: Tensor,  # [experts + 1] int64
+    first: int,
+    held: int,
+) -> Tensor:
+    """Return experts - first, flattened, for the `held` experts from `first` on; -1 for others and for padding.
+
+    Adds to `counts` how often each expert was chosen, with all choices of padding in the last element.
+    """
+    if experts.is_cuda and _has_triton():
+        from yalis.kernels import expert_choices
+
+        return expert_choices.own_experts(experts, kv_slots, counts, first, held)
+    return routed.own_experts(experts, kv_slots, counts, first, held)
 
 
 # The op does not declare that it mutates the caches: torch.compile would copy them, as keys and values share storage.

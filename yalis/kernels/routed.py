@@ -21,6 +21,15 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
 
 
+def own_experts(experts: Tensor, kv_slots: Tensor | None, counts: Tensor, first: int, held: int) -> Tensor:
+    """ops.own_experts in plain torch."""
+    padding = counts.shape[0] - 1
+    chosen = (experts if kv_slots is None else torch.where(kv_slots.unsqueeze(1) < 0, padding, experts)).flatten()
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    own = chosen - first
+    return torch.where((own >= 0) & (own < held), own, -1)
+
+
 def combine(y: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sums [N, out] of the pairs y [N * top_k, out], rounded once."""
     rows, top_k = weights.shape
@@ -29,47 +38,52 @@ def combine(y: Tensor, weights: Tensor) -> Tensor:
 
 def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, linear: Linear) -> Tensor:
     """ops.expert_linear with one product for each expert that occurs. The host waits for the groups."""
-    order = experts.argsort(stable=True)
-    rows = x.index_select(0, _rows_of(order, x))
-    counts = torch.bincount(experts, minlength=weight.shape[0]).tolist()
-    grouped, start = x.new_empty(experts.shape[0], weight.shape[1]), 0
+    left_out, *counts = torch.bincount(experts + 1, minlength=weight.shape[0] + 1).tolist()
+    order = experts.argsort(stable=True)[left_out:]
+    rows = x.index_select(0, _rows_of(order, experts, x))
+    grouped, start = x.new_empty(order.shape[0], weight.shape[1]), 0
     for expert, count in enumerate(counts):
         if count:
             grouped[start : start + count] = linear(rows[start : start + count], weight[expert], None)
             start += count
-    return torch.empty_like(grouped).index_copy_(0, order, grouped)
+    y = x.new_zeros if left_out else x.new_empty
+    return y(experts.shape[0], weight.shape[1]).index_copy_(0, order, grouped)
 
 
 def blocked_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     """ops.expert_linear with shapes that do not depend on the routing, and without waiting for the device.
 
     The pairs are sorted by expert, and each expert's are padded to whole blocks of rows. A block is multiplied by a
-    copy of its expert's matrix.
+    copy of its expert's matrix. Pairs that are left out share a row after the last block.
     """
     pairs, count = experts.shape[0], weight.shape[0]
     block = 1 << max(0, min(_MAX_BLOCK, pairs // count).bit_length() - 1)
     blocks = (pairs + min(count, pairs) * (block - 1)) // block  # enough for any routing
     order = experts.argsort(stable=True)
-    sizes = experts.new_zeros(count).scatter_add_(0, experts, torch.ones_like(experts))
-    ends = ((sizes + block - 1) // block).cumsum(0)  # in blocks
-    starts = ends - (sizes + block - 1) // block
+    sizes = experts.new_zeros(count + 1).scatter_add_(0, experts + 1, torch.ones_like(experts))  # the first: left out
+    needed = (sizes[1:] + block - 1) // block  # blocks of each expert
+    ends = needed.cumsum(0)
     chosen = experts.index_select(0, order)
-    within = torch.arange(pairs, device=x.device) - (sizes.cumsum(0) - sizes).index_select(0, chosen)
-    slots = starts.index_select(0, chosen) * block + within
-    padded = x.new_zeros(blocks * block, x.shape[1]).index_copy_(0, slots, x.index_select(0, _rows_of(order, x)))
+    within = torch.arange(pairs, device=x.device) - (sizes.cumsum(0) - sizes).index_select(0, chosen + 1)
+    slots = (ends - needed).index_select(0, chosen.clamp(min=0)) * block + within
+    slots = torch.where(chosen < 0, blocks * block, slots)
+    rows = x.index_select(0, _rows_of(order, experts, x))
+    padded = x.new_zeros(blocks * block + 1, x.shape[1]).index_copy_(0, slots, rows)[:-1]
     # Blocks after the last one in use multiply zeros by any matrix.
     expert_of_block = torch.searchsorted(ends, torch.arange(blocks, device=x.device), right=True).clamp_(max=count - 1)
-    y = x.new_empty(blocks, block, weight.shape[1])
+    flat = x.new_empty(blocks * block + 1, weight.shape[1])
+    flat[-1] = 0
+    y = flat[:-1].view(blocks, block, weight.shape[1])
     step = max(1, _MAX_COPY // (weight.shape[1] * weight.shape[2] * weight.itemsize))
     for first in range(0, blocks, step):
         part = slice(first, first + step)
         matrices = weight.index_select(0, expert_of_block[part])
         torch.bmm(padded.view(blocks, block, -1)[part], matrices.transpose(1, 2), out=y[part])
-    grouped = y.flatten(0, 1).index_select(0, slots)
+    grouped = flat.index_select(0, slots)
     return torch.empty_like(grouped).index_copy_(0, order, grouped)
 
 
-def _rows_of(pairs: Tensor, x: Tensor) -> Tensor:
-    """Return the row of x that each pair multiplies."""
-    repeated = pairs.shape[0] // max(1, x.shape[0])
+def _rows_of(pairs: Tensor, experts: Tensor, x: Tensor) -> Tensor:
+    """Return the row of x that each of these pairs multiplies."""
+    repeated = experts.shape[0] // max(1, x.shape[0])
     return pairs if repeated <= 1 else pairs // repeated

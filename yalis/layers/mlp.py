@@ -25,8 +25,12 @@ class MLP(nn.Module, ABC):
         super().__init__()
 
     @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden / c] to [T, hidden / c]."""
+    def forward(self, x: Tensor, kv_slots: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
+        """[T, hidden / c] to [T, hidden / c].
+
+        `kv_slots`: negative for tokens that are padding; None if none are. `rows` [T]: the elements of `kv_slots` that
+        belong to x; by default all.
+        """
 
 
 class GatedMLP(MLP):
@@ -56,7 +60,7 @@ class GatedMLP(MLP):
         )
         self.activation = spec.activation
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kv_slots: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         y: Tensor = self.down(self.gate_up.gated(x, self.activation))
         return y
 
@@ -69,8 +73,9 @@ class GatedMLP(MLP):
 class MoE(MLP):
     """The weighted sum of the chosen experts, and of a shared expert if the model has one.
 
-    Every rank has a slice of every expert, split as a dense MLP is. All ranks of a grid choose the same experts: the
-    router's output has the same bits on each of them. One all-reduce sums the outputs of all experts.
+    Every rank has a slice of every expert, split as a dense MLP is. With expert parallelism each row of the grid has
+    whole experts instead; the shared expert, which serves every token, is still sliced. All ranks of a grid choose the
+    same experts: the router's output has the same bits on each of them. One all-reduce sums the outputs of all experts.
     """
 
     recordable_on_cpu = False  # which matrices a step multiplies depends on its tokens
@@ -87,7 +92,11 @@ class MoE(MLP):
         if moe.shared_width:
             outputs.append(RowShard(f"{prefix}.shared_expert_gate", 1, range(1)))
         self.router = ReplicatedLinear(grid, outputs, hidden, dtype, device)
-        width = grid.width(moe.width)
+        self.held, width = grid.experts(moe.num_experts), grid.expert_width(moe.width)
+        #: how many tokens chose each expert, and padding tokens any; only with expert parallelism
+        self.counts: Tensor | None = None
+        if grid.expert_parallel:
+            self.counts = torch.zeros(moe.num_experts + 1, dtype=torch.int64, device=device)
 
         def shard(expert: int, matrix: int) -> ExpertShard:
             """Return rows of gate (0), up (1) or down (2)."""
@@ -99,13 +108,12 @@ class MoE(MLP):
                 name, moe.width, width, f"{prefix}.experts.gate_up_proj", expert, moe.num_experts, 2, matrix
             )
 
-        every = range(moe.num_experts)
         self.gate_up = ExpertLinear(
-            moe.num_experts, [shard(expert, matrix) for expert in every for matrix in (0, 1)],
+            len(self.held), [shard(expert, matrix) for expert in self.held for matrix in (0, 1)],
             hidden, grid.hidden(hidden), grid.col_group, dtype, device,
         )  # fmt: skip
         self.down = ExpertLinear(
-            moe.num_experts, [shard(expert, 2) for expert in every],
+            len(self.held), [shard(expert, 2) for expert in self.held],
             moe.width, width, grid.row_group, dtype, device,
         )  # fmt: skip
         self.shared = (
@@ -114,16 +122,24 @@ class MoE(MLP):
             else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kv_slots: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         moe = self.moe
         logits = self.router(x)
         weights, experts = routed.route(logits[:, : moe.num_experts], moe.top_k, moe.renormalize)
-        chosen = experts.flatten()
+        chosen = self._own_pairs(experts, kv_slots, rows)
         gate_up = self.gate_up.sum_partials(self.gate_up.routed(x, chosen))
         y = routed.combine(self.down.routed(ops.gated(gate_up, self.activation), chosen), weights)
         if self.shared is not None:
             y = y + self.shared.partial(x) * torch.sigmoid(logits[:, moe.num_experts :])
         return self.down.sum_partials(y)
+
+    def _own_pairs(self, experts: Tensor, kv_slots: Tensor | None, rows: Tensor | None) -> Tensor:
+        """Return the index of each chosen expert [T, top_k] among this rank's, [T * top_k]; -1 for those of others."""
+        if self.counts is None:
+            return experts.flatten()
+        if kv_slots is not None and rows is not None:
+            kv_slots = kv_slots.index_select(0, rows)
+        return ops.own_experts(experts, kv_slots, self.counts, self.held.start, len(self.held))
 
 
 MLPS: dict[str, type[MLP]] = {"gated": GatedMLP, "moe": MoE}

@@ -80,7 +80,7 @@ class Block(nn.Module):
             residual = ops.gather_rows(residual, rows)
         normed, residual = self.mlp_norm.add_norm(x, residual)
         del x  # so that the MLP can reuse its memory
-        x = self.mlp(normed)
+        x = self.mlp(normed, step.batch.kv_slots, rows)
         if self.mlp_out_norm is not None:
             x = self.mlp_out_norm(x)
         if self.residual_multiplier != 1.0:

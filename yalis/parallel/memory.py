@@ -39,6 +39,7 @@ class RankMemory:
     heads: range
     kv_heads: range
     width: range  # shard of the MLP width, of an expert if the model has experts
+    experts: range  # those of which this rank has a part; empty in a dense model
     vocabulary: range
     block_size: int
     weights: tuple[Part, ...]
@@ -66,7 +67,7 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of `rank` for a dtype of `itemsize` bytes and a RoPE table of `max_len` positions."""
     coords = split.coords(rank)
-    grid = Grid(split.rows, split.cols, coords.row, coords.col)
+    grid = Grid.at(split, coords)
     heads, kv_heads = grid.heads(spec.num_heads, spec.num_kv_heads)
     layers = shard(spec.num_layers, split.stages, coords.stage)
     parts = _RankParts(spec, split, coords, grid, itemsize, layers)
@@ -79,7 +80,8 @@ def rank_memory(
     )  # fmt: skip
     return RankMemory(
         coords, layers, heads, kv_heads,
-        width=grid.width(spec.intermediate_size if spec.moe is None else spec.moe.width),
+        width=grid.width(spec.intermediate_size) if spec.moe is None else grid.expert_width(spec.moe.width),
+        experts=range(0) if spec.moe is None else grid.experts(spec.moe.num_experts),
         vocabulary=grid.vocabulary(spec.vocab_size),
         block_size=block_size,
         weights=tuple(part for part in parts.weights() if part.bytes),
@@ -124,12 +126,15 @@ class _RankParts:
         yield from self._norms()
 
     def _experts(self, over_grid: str) -> Iterator[Part]:
-        """Yield the matrices of a mixture of experts. Every rank has a slice of every expert."""
+        """Yield the matrices of a mixture of experts. The shared expert and the router are not among the experts that
+        expert parallelism keeps whole."""
         moe, split = self.spec.moe, self.split
         if moe is None:
             return
         matrix = 3 * self.hidden * self.itemsize * (self.layers - self.dense_layers)
-        yield Part("expert matrices", moe.num_experts * len(self.grid.width(moe.width)) * matrix, over_grid)
+        elements = len(self.grid.experts(moe.num_experts)) * len(self.grid.expert_width(moe.width))
+        whole = "whole experts, " if split.expert_parallel else ""
+        yield Part("expert matrices", elements * matrix, whole + over_grid)
         yield Part("matrices of the shared expert", len(self.grid.width(moe.shared_width)) * matrix, over_grid)
         copies = split.rows if split.cols == 1 else 1  # with columns, all ranks of the grid split the router
         held = _repeated("whole", copies, "rows") if split.cols == 1 else over_grid

@@ -31,13 +31,15 @@ class RankCoords:
 class Split:
     """The parallel degrees. The column varies fastest with the rank, then the row, stage and replica.
 
-    So the ranks of a tensor-parallel group are contiguous.
+    So the ranks of a tensor-parallel group are contiguous. With `expert_parallel` a row of the grid has whole experts
+    of a mixture of experts, otherwise it has a slice of every expert.
     """
 
     rows: int = 1
     cols: int = 1
     stages: int = 1
     replicas: int = 1
+    expert_parallel: bool = False
 
     @property
     def per_stage(self) -> int:
@@ -70,21 +72,25 @@ class Split:
         """Return the rank that reports a replica's sampled tokens: the first rank of its last stage."""
         return self.rank(RankCoords(replica, self.stages - 1))
 
+    @property
+    def grid_name(self) -> str:
+        return f"tp {self.rows}" if self.cols == 1 else f"tp {self.rows}x{self.cols}"
+
     def __str__(self) -> str:
-        grid = f"tp {self.rows}" if self.cols == 1 else f"tp {self.rows}x{self.cols}"
-        return f"{grid} x pp {self.stages} x dp {self.replicas}"
+        experts = " (whole experts)" if self.expert_parallel else ""
+        return f"{self.grid_name}{experts} x pp {self.stages} x dp {self.replicas}"
 
     def check(self, spec: ModelSpec, label: str) -> None:
         """Raise an error if a rank would get an empty shard. Called before any weight is read."""
-        width = min(spec.mlp_widths())
-        max_rows = min(spec.num_heads, width)
+        if self.expert_parallel:
+            self._check_experts(spec, label)
+        widths = spec.mlp_widths(split_experts=not self.expert_parallel)
+        max_rows = min((spec.num_heads, *widths))
         if self.rows > max_rows:
-            grid, fitting = f"tp {self.rows}", f"tp 1 to {max_rows}"
-            if self.cols > 1:
-                grid, fitting = f"tp {self.rows}x{self.cols}", f"a grid of 1 to {max_rows} rows"
+            width = f" and an MLP width of {min(widths)}" if widths else ""
             raise YalisError(
-                f"{grid} leaves ranks without a shard: {label} has {spec.num_heads} heads and an MLP width of "
-                f"{width}; give {fitting}"
+                f"{self.grid_name} leaves ranks without a shard: {label} has {spec.num_heads} heads{width}; give "
+                f"{self._spell_rows(max_rows)}"
             )
         if spec.hidden_size % self.cols:
             divisors = [cols for cols in range(1, spec.hidden_size + 1) if spec.hidden_size % cols == 0]
@@ -102,6 +108,26 @@ class Split:
                 f"pp {self.stages} leaves stages without a layer: {label} has {spec.num_layers}; "
                 f"give pp 1 to {spec.num_layers}"
             )
+
+    def _check_experts(self, spec: ModelSpec, label: str) -> None:
+        if spec.moe is None:
+            raise YalisError(
+                f"expert_parallel=True needs a mixture of experts, and {label} is a dense model; leave it out"
+            )
+        if self.rows == 1 and self.cols > 1:
+            raise YalisError(
+                f"expert_parallel=True places whole experts on the rows of a grid, and {self.grid_name} has one row; "
+                f"give tp={self.cols}, or leave out expert_parallel=True"
+            )
+        experts = spec.moe.num_experts
+        if self.rows > experts:
+            raise YalisError(
+                f"{self.grid_name} leaves ranks without an expert: {label} has {experts} experts; give "
+                f"{self._spell_rows(experts)}, or expert_parallel=False for a slice of every expert on each rank"
+            )
+
+    def _spell_rows(self, count: int) -> str:
+        return f"tp 1 to {count}" if self.cols == 1 else f"a grid of 1 to {count} rows"
 
 
 def _listed(numbers: Sequence[int], limit: int = 12) -> str:
@@ -123,6 +149,7 @@ class Grid:
     row_group: Communicator = field(default_factory=SingleRank)  # one rank per row, all in this column
     col_group: Communicator = field(default_factory=SingleRank)  # one rank per column, all in this row
     tp_group: Communicator = field(default_factory=SingleRank)  # all r * c ranks
+    expert_parallel: bool = False  # whole experts on each row instead of slices of every expert
 
     @classmethod
     def open(cls, split: Split, rank: int, comm: CommBackend) -> Grid:
@@ -139,7 +166,13 @@ class Grid:
         if split.rows > 1:
             start = first + coords.row * split.cols
             col_group = comm.group(f"{name}.row{coords.row}", range(start, start + split.cols))
-        return cls(split.rows, split.cols, coords.row, coords.col, row_group, col_group, tp_group)
+        groups = (row_group, col_group, tp_group)
+        return cls(split.rows, split.cols, coords.row, coords.col, *groups, split.expert_parallel)
+
+    @classmethod
+    def at(cls, split: Split, coords: RankCoords) -> Grid:
+        """Return the grid at these coordinates without process groups, to compute shards."""
+        return cls(split.rows, split.cols, coords.row, coords.col, expert_parallel=split.expert_parallel)
 
     @property
     def capturable(self) -> bool:
@@ -154,6 +187,14 @@ class Grid:
     def width(self, size: int) -> range:
         """Return this rank's shard of the MLP width (intermediate size)."""
         return shard(size, self.rows, self.row)
+
+    def experts(self, count: int) -> range:
+        """Return the experts of which this rank has a part: all, or with expert parallelism the shard of its row."""
+        return shard(count, self.rows, self.row) if self.expert_parallel else range(count)
+
+    def expert_width(self, size: int) -> range:
+        """Return this rank's shard of the width of an expert that it has."""
+        return range(size) if self.expert_parallel else self.width(size)
 
     def router_columns(self, hidden: int) -> range:
         """Return this rank's columns of a router: all if the grid has one column, else a shard over all ranks."""

@@ -15,6 +15,12 @@ from statistics import NormalDist
 _GRID = 400  # points of a numeric integration
 
 
+def shares_of(experts: int, ranks: int) -> tuple[int, ...]:
+    """Return the whole experts of each rank, as parallel.plan.shard deals them: the first ranks have one more."""
+    base, extra = divmod(experts, ranks)
+    return tuple(base + (rank < extra) for rank in range(ranks))
+
+
 def distinct_experts(experts: int, top_k: float, tokens: float) -> float:
     """Return the expected number of different experts that `tokens` tokens choose."""
     return experts * (1 - (1 - top_k / experts) ** tokens)

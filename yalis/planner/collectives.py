@@ -110,7 +110,11 @@ def _mlp_sums(
         yield groups.cols, width(spec.intermediate_size)
         return
     yield groups.tp, spec.moe.router_rows * itemsize
-    yield groups.cols, spec.moe.top_k * width(spec.moe.width)
+    # With whole experts the sum contains the pairs of all rows of the grid.
+    yield (
+        groups.cols,
+        spec.moe.top_k * (2 * spec.moe.width * itemsize if split.expert_parallel else width(spec.moe.width)),
+    )
     if spec.moe.shared_width:
         yield groups.cols, width(spec.moe.shared_width)
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from yalis.parallel.plan import shard
-from yalis.perfmodel.experts import distinct_experts, largest_distinct, largest_load
+from yalis.kernels.integer_math import cdiv
+from yalis.perfmodel.experts import distinct_experts, largest_distinct, largest_load, shares_of
 from yalis.perfmodel.floors import ModelDims
 from yalis.planner.kernel_times import KernelTimes, join
 from yalis.planner.quantity import Quantity
 
 #: Rows of the smallest and largest tile of a grouped product.
 _MIN_TILE, _MAX_TILE = 16, 128
+#: A narrower slice of an expert computes as long as one of this width.
+_MIN_WIDTH = 64
 
 
 def _assumed(value: float, low: float, high: float, why: str) -> Quantity:
@@ -62,7 +64,7 @@ def expert_load(dims: ModelDims, ranks: int, tokens: int, assumptions: Assumptio
     if dims.experts == dims.routed_experts:
         reached = relative * distinct_experts(dims.experts, dims.top_k, tokens)
         return ExpertLoad(tokens * dims.top_k, max(reached, dims.top_k))
-    shares = tuple(len(shard(dims.routed_experts, ranks, rank)) for rank in range(ranks))
+    shares = shares_of(dims.routed_experts, ranks)
     top_k = round(dims.top_k * dims.routed_experts / dims.experts)
     uneven = assumptions["expert_imbalance"].value
     pairs = min(uneven * largest_load(shares, top_k, tokens), tokens * min(top_k, max(shares)))
@@ -85,5 +87,6 @@ def grouped_product(
     out = n // 2 if gated else n
     weights = load.reached * n * k
     bytes_moved = (weights / assumptions["expert_read_eff"].value + load.pairs * (k + out)) * kernels.itemsize
-    compute = 2.0 * padded * n * k / (kernels.matmul * assumptions["expert_matmul_eff"].value)
+    columns, depth = (cdiv(size, _MIN_WIDTH) * _MIN_WIDTH for size in (n, k))
+    compute = 2.0 * padded * columns * depth / (kernels.matmul * assumptions["expert_matmul_eff"].value)
     return assumptions["expert_s"].value + join(bytes_moved / kernels.read, compute)

@@ -104,13 +104,13 @@ def activation_bytes(job: Job, split: Split, vocabulary: int) -> int:
     token chooses, and then also the rows that the experts read and write.
     """
     spec, config = job.spec, job.config
-    grid = Grid(split.rows, split.cols)
+    grid = Grid(split.rows, split.cols, expert_parallel=split.expert_parallel)
     hidden = spec.hidden_size * (1 + _HIDDEN_COPIES / split.cols)
     tokens = min(config.max_batch_tokens, job.model_len * config.max_num_seqs)
     rows = min(config.max_num_seqs, tokens)
     width = 3 * len(grid.width(spec.intermediate_size))
     if spec.moe is not None:
-        of_expert = 3 * len(grid.width(spec.moe.width)) + 2 * len(grid.hidden(spec.hidden_size))
+        of_expert = 3 * len(grid.expert_width(spec.moe.width)) + 2 * len(grid.hidden(spec.hidden_size))
         width = spec.moe.top_k * of_expert + 3 * len(grid.width(spec.moe.shared_width))
     layer = tokens * (hidden + width) * job.itemsize
     device = _CONTEXT_BYTES + _GRAPH_BYTES if job.on_gpu else 0

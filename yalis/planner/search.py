@@ -40,6 +40,7 @@ class Choices:
     stages: int | None = None
     replicas: int | None = None
     libraries: tuple[str, ...] | None = None  # by their own names or as --allreduce
+    expert_parallel: bool | None = None  # whole experts on each row of a grid, instead of slices of every expert
 
 
 @dataclass(frozen=True)
@@ -249,9 +250,10 @@ def splits(spec: ModelSpec, gpus: int, gpus_per_node: int, choices: Choices = AN
             continue
         for cols in divisors(per_stage):
             for stages in divisors(gpus // per_stage):
-                split = Split(per_stage // cols, cols, stages, gpus // per_stage // stages)
-                if _chosen(split, choices) and is_possible(split, spec):
-                    yield split
+                for whole in (False, True) if spec.moe is not None and per_stage > cols else (False,):
+                    split = Split(per_stage // cols, cols, stages, gpus // per_stage // stages, whole)
+                    if _chosen(split, choices) and is_possible(split, spec):
+                        yield split
 
 
 def backend_of(library: str) -> str:
@@ -284,6 +286,7 @@ def _chosen(split: Split, choices: Choices) -> bool:
         choices.grid in (None, (split.rows, split.cols))
         and choices.stages in (None, split.stages)
         and choices.replicas in (None, split.replicas)
+        and (choices.expert_parallel in (None, split.expert_parallel) or split.rows == 1)
     )
 
 

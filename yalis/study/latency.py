@@ -19,9 +19,9 @@ from yalis import __version__
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype, with_block_size
+from yalis.engine.expert_choice import split_of
 from yalis.engine.interrupts import Stopped
 from yalis.engine.llm import LLM
-from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.perfmodel.floors import ModelDims, Work, decode_work, floor_s, prefill_work
 from yalis.spec import read_spec

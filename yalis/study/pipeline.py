@@ -16,8 +16,8 @@ from typing import Any
 
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, with_block_size
+from yalis.engine.expert_choice import split_of
 from yalis.engine.llm import LLM
-from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisError
 from yalis.study import bandwidth, results
 from yalis.study.spread import spread

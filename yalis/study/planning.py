@@ -123,6 +123,7 @@ def _row(one: Candidate, replay: Replay | None, interval: Interval | None) -> di
         "columns": one.split.cols,
         "pp": one.split.stages,
         "dp": one.split.replicas,
+        "expert_parallel": one.split.expert_parallel,
         "library": one.library,
         "best_of_scheme": interval is not None,
         "seconds": guess.seconds,

@@ -16,8 +16,8 @@ from typing import Any
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
+from yalis.engine.expert_choice import split_of
 from yalis.engine.llm import LLM
-from yalis.engine.replica_ranks import split_of
 from yalis.engine.step_profiler import DECODE, PHASES, PREFILL, RankProfile, StepProfile
 from yalis.errors import YalisError, YalisFailure
 from yalis.kernels.native import now
@@ -91,6 +91,7 @@ class PhaseProfile:
         row: Row = {"phase": phase, "rank": rank, "steps": steps, "ms": sum(category_ns.values()) / times / 1e6}
         row.update({f"{category}_ms": ns / times / 1e6 for category, ns in category_ns.items()})
         row["accounted"] = total_ns / wall_ns
+        row["expert_pairs"] = sum(ranks[rank].expert_pairs for _, ranks in self.runs) or None
         return row
 
     def names(self, phase: str) -> list[list[dict[str, Any]]]:

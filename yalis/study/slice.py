@@ -22,9 +22,9 @@ from yalis.checkpoint.resolve import open_checkpoint
 from yalis.config import EngineConfig, GridShape
 from yalis.engine.device import release_memory, resolve_block_size, resolve_device, resolve_dtype
 from yalis.engine.engine import Engine
+from yalis.engine.expert_choice import choose_experts, split_of
 from yalis.engine.interrupts import Stopped, interrupts_held
 from yalis.engine.oom import free_bytes
-from yalis.engine.replica_ranks import split_of
 from yalis.engine.slice_rank import SliceRank
 from yalis.errors import YalisError, YalisFailure, count_of
 from yalis.parallel.dims import rank_dims
@@ -83,11 +83,13 @@ def measure(
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
         spec = read_spec(checkpoint.config, checkpoint.label)
         check_length(plan.workload, config.max_model_len or spec.max_position)
-        for split in plan.splits:
-            split.check(spec, checkpoint.label)
-        dtype = resolve_dtype(config.dtype, spec.dtype, device)
-        for split in plan.splits:
-            check_memory(config, plan, spec, split, dtype, device)
+        dtype, on_gpu = resolve_dtype(config.dtype, spec.dtype, device), device.type == "cuda"
+        choices = [
+            choose_experts(replace(config, tp=grid, pp=plan.pp), spec, checkpoint.label, dtype.itemsize, on_gpu)
+            for grid in plan.tp
+        ]
+        for choice in choices:
+            check_memory(config, plan, spec, choice.split, dtype, device)
         report("measuring the device's bandwidth")
         rates = bandwidth.measure_rates(device, dtype)
         done, interrupt = 0, None
@@ -180,8 +182,9 @@ class Slice:
     """An engine whose only rank is one rank of a split model."""
 
     def __init__(self, config: EngineConfig, rank: int, spec: ModelSpec, checkpoint: Checkpoint) -> None:
-        self.split, self.rank, self.spec = split_of(config), rank, spec
+        self.rank, self.spec = rank, spec
         self._ranks = SliceRank(rank, config, spec, checkpoint)
+        self.split = self._ranks.split
         # Steps do not wait for tokens of the last stage, so a schedule without micro-batches keeps this stage busy.
         self.engine = Engine(replace(config, pp=1), spec, self._ranks, frozenset())
         self._all_reduces, self._reduced_bytes = self._ranks.count_all_reduces()

@@ -23,8 +23,8 @@ from yalis import __version__
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import release_memory, resolve_device, resolve_dtype, with_block_size
+from yalis.engine.expert_choice import split_of
 from yalis.engine.llm import LLM
-from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisFailure, count_of
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_work
 from yalis.spec import ModelSpec, read_spec

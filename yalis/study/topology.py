@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from yalis.config import EngineConfig
+from yalis.engine.expert_choice import split_of
 from yalis.engine.llm import LLM
-from yalis.engine.replica_ranks import split_of
 from yalis.errors import YalisError
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.world import World

@@ -14,7 +14,7 @@ from yalis.launch.launchers import SRUN
 
 SCHEMA = "yalis-result"
 #: 2 added `topology`; 5 renamed a column of scaling and a parameter of profile. Added columns: see `Column.since`.
-VERSION = 6
+VERSION = 7
 
 Row = dict[str, Any]
 

@@ -133,7 +133,7 @@ def _split(scheme: str, ranks: int, node_ranks: int) -> Split | None:
 
 def _parse_split(scheme: str) -> Split:
     """Parse one split, such as "2x2", "tp4" or "tp2-pp2"."""
-    counts: dict[str, int] = {}
+    counts: dict[str, Any] = {}
     for part in scheme.lower().split("-"):
         match = re.fullmatch(r"(?:tp)?([1-9]\d*)x([1-9]\d*)|(tp|pp|dp)([1-9]\d*)", part)
         if match is None or counts.keys() & (new := _degrees(match)).keys():

@@ -62,6 +62,8 @@ class Profile(ResultKind):
         Column("other_ms", float, "ms", required_if_ok=True),
         Column("idle_ms", float, "ms", required_if_ok=True),  # gaps: no kernel runs, or the host works between calls
         Column("accounted", float, required_if_ok=True),  # share of the wall time that the categories add up to
+        # Pairs of a token and an expert that the rank multiplied in all profiled steps; with expert parallelism only.
+        Column("expert_pairs", int, positive=True, since=7),
     )
     parameters = {
         "engine": {"model": str, "ranks_per_gpu": Count},
@@ -197,13 +199,27 @@ def _make_table(found: Sequence[Result]) -> Table:
         *(TableColumn(_head(category), partial(_cell, category)) for category in CATEGORIES),
         TableColumn("accounted", percent("accounted", 1)),
     ]
+    if any(row["expert_pairs"] for result in found for row in result.rows):
+        columns.append(TableColumn("expert load", lambda row: _share_text(row["expert_load"])))
     rows: list[Row] = []
     for result in found:
         for phase in dict.fromkeys(row["phase"] for row in result.rows):
             ranks = [row for row in result.rows if row["phase"] == phase]
+            ranks = [{**row, "expert_load": load} for row, load in zip(ranks, expert_loads(ranks), strict=True)]
             summary = _summary_rows(ranks, phase) if len(ranks) > 1 else []
             rows += [{**row, "split": result.parameters["split"]} for row in [*ranks, *summary]]
     return Table(columns, rows)
+
+
+def expert_loads(rows: Sequence[Row]) -> list[float | None]:
+    """Return the expert pairs of each rank of a phase over the mean of all; None where they were not counted."""
+    counted = [row["expert_pairs"] for row in rows if row["expert_pairs"]]
+    mean = sum(counted) / len(counted) if counted else 1.0
+    return [row["expert_pairs"] / mean if row["expert_pairs"] else None for row in rows]
+
+
+def _share_text(load: float | None) -> str:
+    return "" if load is None else f"{load:.2f}"
 
 
 def _cell(category: str, row: Row) -> str:
@@ -218,6 +234,9 @@ def _summary_rows(ranks: list[Row], phase: str) -> list[Row]:
     for label, key in (("max", "max_ms"), ("mean", "mean_ms"), ("max / mean", "imbalance")):
         row = {f"{category}_ms": by_category[category][key] for category in CATEGORIES}
         rows.append({"phase": phase, "rank": label, "ms": by_category["all"][key], "accounted": None, **row})
+    loads = [row["expert_load"] for row in ranks if row["expert_load"] is not None]
+    rows[0]["expert_load"], rows[2]["expert_load"] = (max(loads), max(loads)) if loads else (None, None)
+    rows[1]["expert_load"] = 1.0 if loads else None
     return rows
 
 
@@ -244,6 +263,10 @@ def _phase_lines(phase: str, rows: list[Row]) -> Iterator[str]:
         summary = summarize_ranks(rows)
         for label, key in (("max", "max_ms"), ("mean", "mean_ms"), ("max/mean", "imbalance")):
             yield f"{label:<10}" + "".join(f"{one[key]:>15.2f}" for one in summary)
+    loads = expert_loads(rows)
+    if any(load is not None for load in loads):
+        shares = ", ".join(f"{load:.2f}" for load in loads if load is not None)
+        yield f"expert load of each rank, over the mean: {shares}"
 
 
 def _label_differences(group: Sequence[StoredResult]) -> list[StoredResult]:
