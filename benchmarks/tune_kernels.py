@@ -1,6 +1,9 @@
 """Find the fastest skinny GEMM configurations on this GPU. Prints lines for TUNED in yalis/kernels/skinny_config.py.
 
-PYTHONPATH=. python benchmarks/tune_kernels.py [--rows 1,16,64] [--dtype bfloat16] [--processes 16]
+PYTHONPATH=. python benchmarks/tune_kernels.py [--rows 1,16,64] [--dtype bfloat16] [--processes 16] [--experts]
+
+With --experts it searches the grouped products of Qwen3-30B-A3B instead, with these rows and two prefill sizes, and
+prints what yalis/kernels/experts_config.py chooses beside the fastest launch.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from typing import TextIO
 
 import torch
 
+from yalis.kernels.experts_config import ExpertShape, uses_gemv
 from yalis.kernels.gpu_limits import gpu_limits
 from yalis.kernels.skinny_config import GemmShape, candidates
-from yalis.study.kernels.benchmark import LLAMA_8B, build, tune
-from yalis.study.kernels.cases import matrices
+from yalis.study.kernels.benchmark import LLAMA_8B, build, tune, tune_experts
+from yalis.study.kernels.cases import EXPERT_DIMS, matrices
 
 
 def main() -> None:
@@ -24,8 +28,12 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,32,64,128", help="values of M, separated by commas")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--processes", type=int, default=16, help="processes that compile")
+    parser.add_argument("--experts", action="store_true", help="search the grouped products of experts")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
+    if args.experts:
+        search_experts([*map(int, args.rows.split(",")), 2048, 16384], dtype)
+        return
     shapes = []
     for rows in map(int, args.rows.split(",")):
         for name, (n, k) in matrices(LLAMA_8B).items():
@@ -41,6 +49,18 @@ def main() -> None:
             compiled.result()
     for shape, config in tune(shapes, dtype, lambda text: write_line(text, sys.stderr)).items():
         write_line(f"    GemmShape{tuple(shape)}: GemmConfig{tuple(config)},", sys.stdout)
+
+
+def search_experts(row_counts: list[int], dtype: torch.dtype) -> None:
+    """Print the fastest launch of gate and up, and of down, for each number of rows."""
+    dims = EXPERT_DIMS["cuda"]
+    shapes = []
+    for rows in row_counts:
+        pairs = rows * int(dims.top_k)
+        if not uses_gemv(pairs, dims.experts):
+            shapes.append(ExpertShape(pairs, dims.experts, dims.expert_width, dims.hidden, dtype.itemsize, True))
+            shapes.append(ExpertShape(pairs, dims.experts, dims.hidden, dims.expert_width, dtype.itemsize))
+    tune_experts(shapes, int(dims.top_k), dtype, lambda text: write_line(text, sys.stdout))
 
 
 def write_line(text: str, stream: TextIO) -> None:

@@ -28,18 +28,24 @@ class Case:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     in_order: bool = False  # contiguous blocks instead of shuffled ones
+    sinks: bool = False
 
     @property
     def params(self) -> AttentionParams:
         # Not the usual 1 / sqrt(head_dim), so that a backend that ignores the scale fails.
-        return AttentionParams(0.3 / math.sqrt(self.head_dim) + 0.2, self.window, self.softcap)
+        sinks = None
+        if self.sinks:
+            generator = torch.Generator().manual_seed(self.seed)
+            sinks = 2 * torch.randn(self.kv_heads * self.group, generator=generator)
+            sinks = sinks.to(self.device, self.dtype)
+        return AttentionParams(0.3 / math.sqrt(self.head_dim) + 0.2, self.window, self.softcap, sinks)
 
     @property
     def needs(self) -> AttentionNeeds:
         heads = self.kv_heads * self.group
         return AttentionNeeds(
             heads, self.kv_heads, self.head_dim, self.dtype, torch.device(self.device), self.block_size,
-            self.window is not None, self.softcap is not None,
+            self.window is not None, self.softcap is not None, self.sinks,
         )  # fmt: skip
 
 
@@ -114,7 +120,8 @@ def expect(step: Step, params: AttentionParams) -> Tensor:
     k, v = (x.double() for x in step.cache)
     k.flatten(0, 1)[batch.kv_slots], v.flatten(0, 1)[batch.kv_slots] = step.k.double(), step.v.double()
     indices = (batch.query_start, batch.context_len, batch.block_tables)
-    return reference.paged_attention(step.q.double(), k, v, *indices, params.scale, params.window, params.softcap).cpu()
+    scalars = (params.scale, params.window, params.softcap)
+    return reference.paged_attention(step.q.double(), k, v, *indices, *scalars, params.sinks).cpu()
 
 
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: int, params: AttentionParams) -> Tensor:
@@ -131,7 +138,10 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, position: int, params: A
             scores.append(score)
         max_score = max(scores)
         weights = torch.tensor([math.exp(s - max_score) for s in scores], dtype=torch.float64)
-        rows.append((weights[:, None] * values[first : position + 1, head // group]).sum(0) / weights.sum())
+        total = weights.sum()
+        if params.sinks is not None:
+            total += math.exp(float(params.sinks[head]) - max_score)
+        rows.append((weights[:, None] * values[first : position + 1, head // group]).sum(0) / total)
     return torch.stack(rows)
 
 

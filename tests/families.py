@@ -50,6 +50,9 @@ class Case:
             for name, weight in model.named_parameters():
                 noise = torch.randn(weight.shape, generator=generator)
                 weight.copy_(offset + 0.2 * noise if "norm" in name else self.std * noise)
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):
+                    buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         model.generation_config.eos_token_id = None
         model.generation_config.bos_token_id = None
         return model
@@ -189,19 +192,16 @@ CASES = [
         },
         replayed_on_cpu=False,
     ),
-    # The experts that a step multiplies depend on its tokens, so no step of a mixture of experts is recorded on a CPU.
     Case(
         "mixtral-window",
         "MixtralConfig",
         {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 27, "sliding_window": 8},
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
         "olmoe",
         "OlmoeConfig",
         {"num_experts": 11, "num_experts_per_tok": 4, "intermediate_size": 21},
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -215,7 +215,6 @@ CASES = [
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -229,7 +228,6 @@ CASES = [
             "use_sliding_window": True,
             "sliding_window": 8,
         },
-        replayed_on_cpu=False,
     ),
     Case(
         "qwen2-moe-dense-tied",
@@ -245,7 +243,6 @@ CASES = [
             "num_key_value_heads": 1,
             "tie_word_embeddings": True,
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -263,6 +260,73 @@ CASES = [
             "use_sliding_window": True,
             "sliding_window": 12,
             "tie_word_embeddings": True,
+        },
+        brief=True,
+    ),
+    Case(
+        "glm4-moe",
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 10,
+            "num_experts_per_tok": 3,
+            "n_group": 5,
+            "topk_group": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 19,
+            "routed_scaling_factor": 2.5,
+            "head_dim": 16,
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "glm4-moe-norms-tied",
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 7,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 33,
+            "first_k_dense_replace": 0,
+            "num_key_value_heads": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 24,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 21,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "swiglu_limit": 1.5,
+        },
+        replayed_on_cpu=False,
+        brief=True,
+    ),
+    Case(
+        "gpt-oss-tied",
+        "GptOssConfig",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 5,
+            "intermediate_size": 33,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 24,
+            "sliding_window": 12,
+            "attention_bias": False,
+            "swiglu_alpha": 1.1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
         },
         replayed_on_cpu=False,
         brief=True,

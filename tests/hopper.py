@@ -94,11 +94,11 @@ def main() -> None:
     gemm_tiles = {"x_desc": "128,64", "w_desc": "64,64"}
     head = {"GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
     decode = {**head, "BLOCK_SIZE": 16, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_G": 4, "MERGE_CHUNK": 8}
-    decode |= {"USE_TMA": False, "SOFTCAP": False, "PDL": True}
+    decode |= {"USE_TMA": False, "SOFTCAP": False, "SINKS": False, "PDL": True}
     decode_tma = {**decode, "BLOCK_SIZE": 64, "USE_TMA": True}
     decode_tiles = dict.fromkeys(("k_cache", "v_cache"), "1,32,128")
     prefill = {**head, "BLOCK_SIZE": 64, "BLOCK_M": 128, "BLOCK_N": 64, "USE_TMA": True}
-    prefill |= {"WINDOW": False, "SOFTCAP": False}
+    prefill |= {"WINDOW": False, "SOFTCAP": False, "SINKS": False}
     prefill_tiles = dict.fromkeys(("k_cache", "v_cache"), "1,64,128")
     rope = {"H": 32, "K": 8, "D": 128, "BLOCK_D": 128, "ROTARY_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 8}
     rope |= {"NORM": True, "PDL": True}

@@ -27,6 +27,11 @@ class ConfigReader:
             raise YalisError(f"{key} in {self.label} is {value}; it must be at most {maximum}")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """Return a whole number from 0."""
+        value = self.config.get(key)
+        return 0 if type(value) is int and value == 0 else self.integer(key, default)
+
     def number(self, key: str, default: float) -> float:
         value = self.config.get(key)
         value = default if value is None else value

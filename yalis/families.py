@@ -11,9 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from yalis import moe_gguf
 from yalis.config_reader import ConfigReader
 from yalis.errors import YalisError
-from yalis.moe import MoESpec, list_unknown_fields, read_mixtral_moe, read_olmoe_moe, read_qwen2_moe, read_qwen3_moe
+from yalis.moe import (
+    MoESpec,
+    list_unknown_fields,
+    read_glm4_moe,
+    read_gpt_oss_moe,
+    read_mixtral_moe,
+    read_olmoe_moe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 
 
 class GgufReader(Protocol):
@@ -26,6 +36,8 @@ class GgufReader(Protocol):
     def integer(self, key: str, default: int | None = None) -> int: ...
 
     def number(self, key: str, default: float | None = None) -> float: ...
+
+    def flag(self, key: str, default: bool) -> bool: ...
 
     def has_tensor(self, name: str) -> bool: ...
 
@@ -61,7 +73,9 @@ class Family:
     sandwich_norms: bool = False
     fused_projections: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names for a RoPE scaling type
+    rope_defaults: Mapping[str, Any] = field(default_factory=dict)  # the RoPE scaling of a config.json without one
     partial_rotary: bool = False  # honours partial_rotary_factor, which transformers ignores in the other families
+    mxfp4_experts: bool = False  # fused experts may be stored as MXFP4, which is dequantized on load
     #: Returns ModelSpec fields computed from config.json keys that only this family has.
     spec_fields: Callable[[ConfigReader], dict[str, Any]] = lambda config: {}
 
@@ -95,7 +109,7 @@ def _qwen_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return _listed_layers(config, num_layers) or [layer >= first for layer in range(num_layers)]
 
 
-def _gemma2_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+def _even_sliding_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     return _listed_layers(config, num_layers) or [layer % 2 == 0 for layer in range(num_layers)]
 
 
@@ -144,6 +158,14 @@ def _qwen3_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
     return _moe_fields(read_qwen3_moe(config))
 
 
+def _glm4_moe_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_glm4_moe(config)) | {"out_bias": False, "qk_norm": config.flag("use_qk_norm")}
+
+
+def _gpt_oss_spec_fields(config: ConfigReader) -> dict[str, Any]:
+    return _moe_fields(read_gpt_oss_moe(config)) | {"attention_sinks": True}
+
+
 def _moe_fields(moe: MoESpec) -> dict[str, Any]:
     return {"mlp": "moe", "moe": moe, "mlp_bias": False}
 
@@ -158,7 +180,8 @@ def _llama_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[
 
 def _is_mistral_gguf(metadata: GgufReader) -> bool:
     """Mistral's GGUF files have Llama's architecture name. The window or the model's name distinguishes them."""
-    return _gguf_window(metadata) is not None or "mistral" in metadata.model_name.lower()
+    dense = not moe_gguf.has_experts(metadata)
+    return dense and (_gguf_window(metadata) is not None or "mistral" in metadata.model_name.lower())
 
 
 def _mistral_gguf_config(metadata: GgufReader, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,7 +294,7 @@ _RECORDS = (
             "final_logit_softcapping": 30.0,
             "tie_word_embeddings": True,
         },
-        sliding_layers=_gemma2_sliding_layers,
+        sliding_layers=_even_sliding_layers,
         activation="gelu_pytorch_tanh",
         norm_offset=1.0,
         sandwich_norms=True,
@@ -300,6 +323,19 @@ _RECORDS = (
         name="mixtral",
         architecture="MixtralForCausalLM",
         models="Mixtral",
+        gguf=GgufFormat(
+            "llama",
+            tensor_names={
+                "ffn_gate_inp": "block_sparse_moe.gate",
+                "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+                "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+                "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+            },
+            interleaved_heads=True,
+            rope_dim_is_head_dim=True,
+            extra_config=moe_gguf.mixtral_config,
+            matches=moe_gguf.has_experts,
+        ),
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -313,6 +349,7 @@ _RECORDS = (
         name="olmoe",
         architecture="OlmoeForCausalLM",
         models="OLMoE",
+        gguf=GgufFormat("olmoe", extra_config=moe_gguf.olmoe_config),
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         spec_fields=_olmoe_spec_fields,
     ),
@@ -320,6 +357,7 @@ _RECORDS = (
         name="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         models="Qwen1.5-MoE, Qwen2-MoE",
+        gguf=GgufFormat("qwen2moe", extra_config=moe_gguf.qwen2_moe_config),
         defaults={
             "num_key_value_heads": 16,
             "sliding_window": 4096,
@@ -334,6 +372,7 @@ _RECORDS = (
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         models="Qwen3-MoE",
+        gguf=GgufFormat("qwen3moe", extra_config=moe_gguf.qwen3_moe_config),
         defaults={
             "num_key_value_heads": 4,
             "sliding_window": 4096,
@@ -343,6 +382,63 @@ _RECORDS = (
         sliding_layers=_qwen3_moe_sliding_layers,
         qk_norm=True,
         spec_fields=_qwen3_moe_spec_fields,
+    ),
+    Family(
+        name="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        models="GLM-4.5, GLM-4.6",
+        gguf=GgufFormat(
+            "glm4moe",
+            tensor_names={
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+                "ffn_up_shexp": "mlp.shared_experts.up_proj",
+                "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            },
+            extra_config=moe_gguf.glm4_moe_config,
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "intermediate_size": 10944,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+        },
+        partial_rotary=True,
+        spec_fields=_glm4_moe_spec_fields,
+    ),
+    Family(
+        name="gpt_oss",
+        architecture="GptOssForCausalLM",
+        models="gpt-oss",
+        gguf=GgufFormat(
+            "gpt-oss",
+            tensor_names={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+            extra_config=moe_gguf.gpt_oss_config,
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "intermediate_size": 2880,
+            "attention_bias": True,
+        },
+        rope_defaults={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        sliding_layers=_even_sliding_layers,
+        activation="silu",  # not used: experts have a clamped gate
+        mxfp4_experts=True,
+        spec_fields=_gpt_oss_spec_fields,
     ),
 )
 #: The families by config.json's "architectures" entry.
@@ -379,11 +475,6 @@ def find_family(config: Mapping[str, Any], label: str) -> Family:
 
 def find_gguf_family(metadata: GgufReader) -> Family:
     """Return the family of a GGUF file by its general.architecture."""
-    if metadata.integer("expert_count", 0):  # llama.cpp's name for Mixtral is "llama", too
-        raise YalisError(
-            f"{metadata.label} is a mixture of experts, which is not read from GGUF files yet; give its safetensors "
-            "checkpoint"
-        )
     formats = [(family, family.gguf) for family in _RECORDS if family.gguf is not None]
     candidates = [(family, stored) for family, stored in formats if stored.architecture == metadata.architecture]
     if not candidates:

@@ -18,25 +18,36 @@ MAX_EXPERTS = 4096
 
 @dataclass(frozen=True)
 class MoESpec:
-    """The mixture of experts of a model. A token's weights are the `top_k` largest of a softmax over all experts.
-
-    With `renormalize` they are divided by their sum, which is the same as a softmax over the chosen experts alone.
-    """
+    """The mixture of experts of a model. kernels/routed.py computes the experts and weights of a token from it."""
 
     num_experts: int
     top_k: int  # experts of a token
     width: int  # intermediate size of an expert
     layers: tuple[bool, ...]  # which layers have experts; the others have a dense MLP
-    renormalize: bool
+    renormalize: bool  # divide the weights of a token by their sum
     shared_width: int = 0  # intermediate size of the expert that serves every token; 0: there is none
+    shared_gate: bool = False  # the output of the shared expert is multiplied by a sigmoid of the router
+    #: Scores of the experts: a softmax of all logits, a sigmoid of each, or a softmax of the chosen experts' logits.
+    scoring: str = "softmax"  # softmax | sigmoid | softmax_chosen
+    correction_bias: bool = False  # a bias is added to the scores for the choice, but not for the weights
+    groups: int = 1  # experts are chosen from the `top_groups` best of these groups, by the sum of their best two
+    top_groups: int = 1
+    scale: float = 1.0  # multiplies the weights
+    router_bias: bool = False
+    router_fp32: bool = False  # weights and logits of the router are float32 in any compute dtype
+    expert_bias: bool = False
+    clamp: tuple[float, float] | None = None  # (alpha, limit) of ops.clamped_gate, which replaces the activation
     #: Names within a layer of a checkpoint with one matrix per expert. Fused tensors are always below "mlp".
     module: str = "mlp"
+    router: str = "gate"
+    shared: str = "shared_expert"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    transposed: bool = False  # fused tensors have inputs before outputs, and rows of gate and up alternate (gpt-oss)
 
     @property
     def router_rows(self) -> int:
         """Outputs of the router: one for each expert, and one for the gate of the shared expert."""
-        return self.num_experts + (self.shared_width > 0)
+        return self.num_experts + self.shared_gate
 
 
 def read_mixtral_moe(config: ConfigReader) -> MoESpec:
@@ -58,7 +69,7 @@ def read_qwen2_moe(config: ConfigReader) -> MoESpec:
         config.integer("moe_intermediate_size", 1408),
         config.integer("shared_expert_intermediate_size", 5632),
     )
-    return MoESpec(experts, top_k, width, _sparse_layers(config), config.flag("norm_topk_prob"), shared)
+    return MoESpec(experts, top_k, width, _sparse_layers(config), config.flag("norm_topk_prob"), shared, True)
 
 
 def read_qwen3_moe(config: ConfigReader) -> MoESpec:
@@ -67,14 +78,63 @@ def read_qwen3_moe(config: ConfigReader) -> MoESpec:
     return MoESpec(experts, top_k, width, _sparse_layers(config), config.flag("norm_topk_prob"))
 
 
-def _experts(config: ConfigReader, experts: int, top_k: int) -> tuple[int, int]:
-    """Return the number of experts and of those that serve a token, by default the given ones."""
-    if unknown := list_unknown_fields(config.config):
+def read_glm4_moe(config: ConfigReader) -> MoESpec:
+    understood: dict[str, tuple[Any, ...] | None] = {
+        "n_group": None, "topk_group": None, "routed_scaling_factor": None, "n_shared_experts": None,
+        "first_k_dense_replace": None, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
+    }  # fmt: skip
+    experts, top_k = _experts(config, 128, 8, understood)
+    groups, top_groups = _groups(config, experts, top_k)
+    width, layers = config.integer("moe_intermediate_size", 1408), config.integer("num_hidden_layers")
+    dense = config.count("first_k_dense_replace", 1)
+    return MoESpec(
+        experts, top_k, width, tuple(layer >= dense for layer in range(layers)), config.flag("norm_topk_prob"),
+        shared_width=width * config.count("n_shared_experts", 1), scoring="sigmoid", correction_bias=True,
+        groups=groups, top_groups=top_groups, scale=config.number("routed_scaling_factor", 1.0), router_fp32=True,
+        shared="shared_experts",
+    )  # fmt: skip
+
+
+def read_gpt_oss_moe(config: ConfigReader) -> MoESpec:
+    experts, top_k = _experts(config, 128, 4, {"swiglu_limit": None})
+    return MoESpec(
+        experts, top_k, config.integer("intermediate_size"), _all_layers(config), False, scoring="softmax_chosen",
+        router_bias=True, expert_bias=True,
+        clamp=(config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)),
+        router="router", transposed=True,
+    )  # fmt: skip
+
+
+def _groups(config: ConfigReader, experts: int, top_k: int) -> tuple[int, int]:
+    """Return the number of groups of experts, and of those from which a token's experts are chosen."""
+    groups, chosen = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        raise YalisError(
+            f"n_group in {config.label} is {groups}, but the model has {experts} experts; groups must be of equal size "
+            "and have at least two"
+        )
+    if chosen > groups or top_k > experts // groups * chosen:
+        raise YalisError(
+            f"topk_group in {config.label} is {chosen}; it must be at most n_group ({groups}), and so many groups must "
+            f"have the {top_k} experts of a token"
+        )
+    return groups, chosen
+
+
+def _experts(
+    config: ConfigReader, experts: int, top_k: int, understood: Mapping[str, tuple[Any, ...] | None] | None = None
+) -> tuple[int, int]:
+    """Return the number of experts and of those that serve a token, by default the given ones.
+
+    `understood`: keys of _UNKNOWN_FIELDS that this family has, with the values it accepts, None for any.
+    """
+    if unknown := list_unknown_fields(config.config, understood):
         raise YalisError(f"{config.label} has {'; '.join(unknown)}, which is not supported in this architecture")
-    names = ("num_experts", "num_local_experts")  # transformers writes either, for some families
-    given = {config.integer(key, maximum=MAX_EXPERTS) for key in names if config.config.get(key) is not None}
+    names = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers writes several, for some families
+    present = [key for key in names if config.config.get(key) is not None]
+    given = {config.integer(key, maximum=MAX_EXPERTS) for key in present}
     if len(given) > 1:
-        raise YalisError(f"{config.label} has {' and '.join(names)}, and they differ; remove the wrong one")
+        raise YalisError(f"{config.label} has {' and '.join(present)}, and they differ; remove the wrong one")
     experts = given.pop() if given else experts
     chosen = config.integer("num_experts_per_tok", top_k)
     if chosen > experts:
@@ -121,10 +181,16 @@ _UNKNOWN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def list_unknown_fields(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config.json that ask for mathematics that is not covered, with their values and meanings."""
-    return [
-        f"{key} {config[key]!r} ({meaning})"
-        for key, (neutral, meaning) in _UNKNOWN_FIELDS.items()
-        if config.get(key) is not None and config[key] not in neutral
-    ]
+def list_unknown_fields(
+    config: Mapping[str, Any], understood: Mapping[str, tuple[Any, ...] | None] | None = None
+) -> list[str]:
+    """Return the keys of a config.json that ask for mathematics that is not covered, with their values and meanings.
+
+    `understood`: keys that are covered, with the values that are, None for any value.
+    """
+    found = []
+    for key, (neutral, meaning) in _UNKNOWN_FIELDS.items():
+        accepted = (understood or {}).get(key, neutral)
+        if accepted is not None and config.get(key) is not None and config[key] not in accepted:
+            found.append(f"{key} {config[key]!r} ({meaning})")
+    return found

@@ -67,6 +67,7 @@ class ModelSpec:
     embed_scale: float | None = None  # multiplies the token embeddings; rounded to the compute dtype, as in Gemma 2
     residual_multiplier: float = 1.0  # multiplies the output of attention and MLP before the residual is added
     attention_softcap: float | None = None
+    attention_sinks: bool = False  # a learned logit per query head, in the softmax of each query but without a value
     logit_softcap: float | None = None
     logits_scaling: float = 1.0  # divides the logits
     fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
@@ -182,8 +183,8 @@ def _rope(family: Family, reader: ConfigReader, head_dim: int, max_position: int
         "rope_theta": config.get("rope_theta"),
         "partial_rotary_factor": config.get("partial_rotary_factor"),
     }
-    rope.update(config.get("rope_scaling") or {})
-    rope.update(config.get("rope_parameters") or {})
+    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope.update(scaling or family.rope_defaults)
     theta = float(rope.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind = family.rope_aliases.get(kind, kind)

@@ -23,6 +23,7 @@ from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
 from yalis.kernels.integer_math import next_power_of_2
 from yalis.kernels.pdl import enable_pdl, pdl_enabled
 from yalis.kernels.skinny_config import GemmConfig, GemmShape, choose_config, shared_bytes
+from yalis.moe import MoESpec
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -384,3 +385,73 @@ def test_own_experts_in_a_graph() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         assert torch.equal(counts.cpu(), expected_counts.cpu())
+
+
+# rows, experts, experts of a row, inputs, width: one row, all decode sizes, a prefill, and odd sizes
+EXPERTS = (
+    (1, 128, 8, 2048, 768),
+    (16, 128, 8, 2048, 768),
+    (64, 128, 8, 2048, 768),
+    (1000, 128, 8, 2048, 768),
+    (7, 8, 2, 4096, 14336),
+    (300, 11, 3, 333, 21),
+)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", EXPERTS, ids=str)
+def test_experts(dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    """Both products, with a plan as in a step, biases and pairs that are left out."""
+    rows, count, top_k, inputs, width = size
+    x = draw(rows, inputs, dtype=dtype)
+    gate_up, down = draw(count, 2 * width, inputs, dtype=dtype), draw(count, inputs, width, dtype=dtype)
+    gate_up, down = gate_up / inputs**0.5, down / width**0.5
+    bias = draw(count, 2 * width, dtype=dtype)
+    logits = draw(rows, count, dtype=torch.float32)
+    spec = MoESpec(count, top_k, width, (True,), renormalize=True)
+    weights, experts = ops.route(logits, spec)
+    expected = routed.route(logits, spec)
+    assert torch.equal(experts, expected[1])
+    assert error(weights, expected[0]) < 1e-5
+    for left_out in (False, True):
+        chosen = experts.flatten()
+        if left_out:
+            chosen = torch.where(chosen % 3 == 0, -1, chosen)
+        plan = ops.group_experts(x, chosen, count)
+        hidden = ops.expert_linear(x, gate_up, chosen, bias, "silu", plan)
+        wanted = reference.gated(reference.expert_linear(x, gate_up, chosen, bias), "silu")
+        assert error(hidden, wanted) < 2 * TOLERANCE[dtype]
+        y = ops.expert_linear(wanted, down, chosen, plan=plan)
+        products = reference.expert_linear(wanted, down, chosen)
+        assert error(y, products) < TOLERANCE[dtype]
+        shared, gate = draw(rows, inputs, dtype=dtype), draw(rows, 1, dtype=dtype)
+        found = ops.combine_experts(products, weights, shared, gate)
+        assert error(found, routed.combine(products, weights, shared, gate)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_a_graph_serves_any_routing(rows: int) -> None:
+    """One captured layer, replayed with other logits: the launches do not depend on the routing."""
+    count, hidden, width, dtype = 128, 256, 96, torch.bfloat16
+    spec = MoESpec(count, 8, width, (True,), renormalize=True)
+    x, logits = draw(rows, hidden, dtype=dtype), draw(rows, count, dtype=dtype)
+    gate_up, down = draw(count, 2 * width, hidden, dtype=dtype) / 16, draw(count, hidden, width, dtype=dtype) / 16
+
+    def layer() -> torch.Tensor:
+        weights, experts = ops.route(logits, spec)
+        chosen = experts.flatten()
+        plan = ops.group_experts(x, chosen, count)
+        hidden_rows = ops.expert_linear(x, gate_up, chosen, None, "silu", plan)
+        return ops.combine_experts(ops.expert_linear(hidden_rows, down, chosen, plan=plan), weights)
+
+    with enable_pdl(x.device):
+        layer()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = layer()
+    for fill in ("random", "one expert", "random"):
+        logits.normal_()
+        if fill == "one expert":
+            logits.copy_(torch.arange(count, device="cuda", dtype=dtype).expand(rows, count))
+        graph.replay()
+        assert torch.equal(found, layer()), fill

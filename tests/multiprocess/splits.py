@@ -50,13 +50,19 @@ if find_spec("llguidance") is not None:
 SLICES, WHOLE = {"expert_parallel": False}, {"expert_parallel": True}
 #: Models with experts by number of ranks. The pairwise cover has the dense ones.
 EXPERT_TRIALS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    2: [("olmoe", {"tp": 2, **SLICES}), ("mixtral-window", {"tp": 2, **WHOLE})],
-    3: [("qwen2-moe", {"tp": 3, **SLICES}), ("qwen3-moe-sparse-tied", {"tp": 3, **WHOLE})],
+    2: [
+        ("olmoe", {"tp": 2, **SLICES}),
+        ("mixtral-window", {"tp": 2, **WHOLE}),
+        ("glm4-moe-norms-tied", {"tp": 2, **SLICES}),
+    ],
+    3: [("qwen2-moe", {"tp": 3, **SLICES}), ("gpt-oss", {"tp": 3, **WHOLE})],
     4: [
         ("olmoe-bias-tied", {"tp": "2x2", **SLICES}),
         ("qwen2-moe", {"tp": "1x4"}),
         ("olmoe", {"tp": 4, **WHOLE}),
         ("qwen2-moe", {"tp": "2x2", **WHOLE}),
+        ("gpt-oss-tied", {"tp": "2x2", **SLICES}),
+        ("glm4-moe", {"tp": "1x2", "pp": 2}),
         ("qwen2-moe-dense-tied", {"tp": 2, "pp": 2, **WHOLE}),
         ("mixtral-window", {"tp": 2, "dp": 2, **WHOLE}),
     ],

@@ -69,6 +69,14 @@ def test_softcap(name: str, window: int | None) -> None:
     check(name, Case(MIXES["equal prompts"], softcap=0.7))
 
 
+@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks(name: str, window: int | None) -> None:
+    check(name, Case(MIXES["mixed"], sinks=True, window=window, group=3))
+    check(name, Case(MIXES["equal prompts"], sinks=True, softcap=0.7))
+    check(name, Case(((200, 1), (3, 1)), sinks=True))  # several KV splits
+
+
 @st.composite
 def cases(draw: st.DrawFn, max_len: int) -> Case:
     sequence = st.tuples(st.integers(0, max_len), st.one_of(st.just(1), st.integers(1, max_len // 2)))
@@ -80,6 +88,7 @@ def cases(draw: st.DrawFn, max_len: int) -> Case:
         block_size=draw(st.sampled_from([8, 16, 32])),
         window=draw(st.one_of(st.none(), st.integers(1, max_len))),
         softcap=draw(st.sampled_from([None, None, 1.5])),
+        sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
         in_order=draw(st.booleans()),
     )

@@ -14,8 +14,8 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.families import Case
-from tests.gguf_files import SIZES, read_all, write_gguf, write_matrix
+from tests.families import Case, choose_eager
+from tests.gguf_files import SIZES, fuse_experts, read_all, write_gguf, write_matrix
 from tests.peak_memory import peak_extra_bytes
 from yalis import LLM, SamplingParams
 from yalis.checkpoint.gguf import GgufCheckpoint
@@ -75,10 +75,66 @@ CASES = [
             "logits_scaling": 3.0,
         },
     ),
+    Case("mixtral", "MixtralConfig", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    Case("olmoe", "OlmoeConfig", {**SIZES, "num_experts": 7, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
+    Case(
+        "qwen2-moe",
+        "Qwen2MoeConfig",
+        {
+            **SIZES,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 21,
+            "shared_expert_intermediate_size": 35,
+        },
+    ),
+    Case(
+        "qwen3-moe",
+        "Qwen3MoeConfig",
+        {
+            **SIZES,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 21,
+            "norm_topk_prob": True,
+            "head_dim": 20,
+        },
+    ),
+    Case(
+        "glm4-moe",
+        "Glm4MoeConfig",
+        {
+            **SIZES,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 21,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 16,
+        },
+    ),
+    Case(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            **SIZES,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 21,
+            "head_dim": 16,
+            "sliding_window": 8,
+        },
+    ),
 ]
+#: Families of which llama.cpp may also write gate and up of all experts as one tensor.
+JOINED = ("qwen3-moe", "gpt-oss")
 
 
-def _write(case: Case, folder: Path, kind: Kind = Kind.F32) -> tuple[Path, transformers.PreTrainedModel]:
+def _write(
+    case: Case, folder: Path, kind: Kind = Kind.F32, joined: bool = False
+) -> tuple[Path, transformers.PreTrainedModel]:
     model = case.build(seed=3)
     extra: dict[str, object] = {}
     factors = {}
@@ -89,14 +145,18 @@ def _write(case: Case, folder: Path, kind: Kind = Kind.F32) -> tuple[Path, trans
     if case.name == "phi3-longrope":
         factors = {"rope_factors_long": _LONG["long_factor"], "rope_factors_short": _LONG["short_factor"]}
         extra["phi3.rope.scaling.original_context_length"] = 24
-    return write_gguf(folder / f"{case.name}.gguf", model, kind, extra=extra, factors=factors), model
+    return write_gguf(folder / f"{case.name}.gguf", model, kind, extra=extra, factors=factors, joined=joined), model
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tensors_and_config_make_the_same_model(case: Case, tmp_path: Path) -> None:
     path, model = _write(case, tmp_path)
     checkpoint = GgufCheckpoint(path)
-    tensors = read_all(checkpoint)
+    tensors = fuse_experts(read_all(checkpoint), model)
+    if case.name in JOINED:
+        (tmp_path / "joined").mkdir()
+        together = GgufCheckpoint(_write(case, tmp_path / "joined", joined=True)[0])
+        assert all(torch.equal(tensors[name], value) for name, value in fuse_experts(read_all(together), model).items())
     expected = {name: weight for name, weight in model.state_dict().items() if name in tensors}
     missing = set(model.state_dict()) - set(tensors)
     assert missing == ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
@@ -110,8 +170,7 @@ def test_tensors_and_config_make_the_same_model(case: Case, tmp_path: Path) -> N
     assert config["architectures"][0] in FAMILIES
     read_spec(config)
     rebuilt_config = getattr(transformers, case.config)(**config)
-    rebuilt_config._attn_implementation = "eager"
-    rebuilt = transformers.AutoModelForCausalLM.from_config(rebuilt_config, dtype=torch.float32).eval()
+    rebuilt = transformers.AutoModelForCausalLM.from_config(choose_eager(rebuilt_config), dtype=torch.float32).eval()
     rebuilt.load_state_dict(tensors, strict=False)
     for length in (9, 40):  # shorter and longer than the sliding windows and longrope's switch length
         ids = torch.randint(3, 251, (1, length), generator=torch.Generator().manual_seed(length))
@@ -321,8 +380,45 @@ def test_a_wrong_shape_and_a_missing_tensor(tmp_path: Path) -> None:
         checkpoint.tensor("lm_head.weight", (251, 48))
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    """llama.cpp writes Mixtral as "llama" with a number of experts."""
-    path = write_gguf(tmp_path / "m.gguf", CASES[0].build(seed=3), extra={"llama.expert_count": 8})
-    with pytest.raises(YalisError, match="mixture of experts, which is not read from GGUF files yet"):
-        GgufCheckpoint(path)
+def test_tensors_of_experts_that_do_not_match_the_metadata(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "mixtral")
+    model = case.build(seed=3)
+    path = write_gguf(tmp_path / "m.gguf", model)
+    content = path.read_bytes()
+    at = content.index(b"llama.expert_count") + len(b"llama.expert_count") + 4
+    assert content[at] == 5
+    (tmp_path / "n.gguf").write_bytes(content[:at] + b"\x06" + content[at + 1 :])
+    with pytest.raises(YalisError, match=r"'blk.0.ffn_gate_exps.weight'.* but its metadata has 6 experts"):
+        GgufCheckpoint(tmp_path / "n.gguf")
+
+
+def test_a_tensor_for_each_expert(tmp_path: Path) -> None:
+    """Early GGUF files of Mixtral have blk.0.ffn_gate.3.weight instead of a tensor of all experts."""
+    case = next(case for case in CASES if case.name == "mixtral")
+    whole = GgufCheckpoint(write_gguf(tmp_path / "m.gguf", case.build(seed=3)))
+    writer = gguf.GGUFWriter(tmp_path / "apart.gguf", "llama")
+    for key in ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+                "attention.head_count_kv", "expert_count", "expert_used_count"):  # fmt: skip
+        writer.add_uint32(f"llama.{key}", whole.metadata[f"llama.{key}"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    parts = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
+    for name, value in read_all(whole).items():
+        words = name.split(".")
+        if "experts" in words:
+            name = f"blk.{words[2]}.{parts[words[-2]]}.{words[5]}.weight"
+        else:
+            name = whole._entries[name].name
+        writer.add_tensor(name, value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    apart = GgufCheckpoint(tmp_path / "apart.gguf")
+    assert apart.config["architectures"] == ["MixtralForCausalLM"]
+    assert apart._entries.keys() == whole._entries.keys()
+    for expert in range(5):
+        name = f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"
+        values = [torch.empty(checkpoint.find(name).shape) for checkpoint in (whole, apart)]
+        for value, checkpoint in zip(values, (whole, apart), strict=True):
+            checkpoint.find(name).read_into(value)
+        assert torch.equal(*values)

@@ -86,8 +86,8 @@ def test_quantization_is_refused_by_its_method(
     if method == "gptq":  # random weights run, with a warning
         LLM(str(folder), load="random", device="cpu", kv_blocks=4).close()
         assert f"the config of {folder} declares quantization with gptq" in caplog.text
-    edit_config(folder, architectures=["GptOssForCausalLM"])
-    assert "architecture 'GptOssForCausalLM', which is not supported" in refusal(folder)
+    edit_config(folder, architectures=["DeepseekV3ForCausalLM"])
+    assert "architecture 'DeepseekV3ForCausalLM', which is not supported" in refusal(folder)
     edit_config(folder, architectures=["LlamaForCausalLM"], quantization_config=None)
     assert isinstance(open_checkpoint(str(folder)), SafetensorsCheckpoint)
 

@@ -92,6 +92,13 @@ def test_rotary_and_head_norm(tokens: int, heads: int, half: int, rest: int, mor
     assert close(*both(ops.rms_norm, x, torch.randn(dim), 1e-6))
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 2, 16), (37, 3, 3, 5)])
+def test_norm_of_all_heads_together(shape: tuple[int, int, int, int]) -> None:
+    tokens, heads, kv_heads, dim = shape
+    qkv = strided(tokens, (heads + 2 * kv_heads) * dim, 3).unflatten(1, (-1, dim))
+    assert close(*both(ops.joint_head_norm, qkv, torch.randn((heads + kv_heads) * dim), kv_heads, 1e-5))
+
+
 def test_other_dtypes_use_plain_torch() -> None:
     x, weight = torch.randn(2, 8, dtype=torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)
     assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))

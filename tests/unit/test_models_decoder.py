@@ -37,13 +37,3 @@ def test_the_last_layer_computes_only_rows_that_get_logits(name: str) -> None:
         assert seen == [15] * (spec.num_layers - 1) + [len(rows)]
         assert torch.equal(written, pool), "all tokens write their keys and values"
         torch.testing.assert_close(some, whole[rows])
-
-
-def test_steps_with_experts_are_not_recorded_on_a_cpu() -> None:
-    """One layer with experts is enough: the calls of a step depend on its tokens."""
-    names = ("phi3", "qwen2-moe-dense-tied")
-    models = {case.name: make_model(case) for case in CASES if case.name in names}
-    assert {name: model.recordable_on_cpu for name, model in models.items()} == {
-        "phi3": True,
-        "qwen2-moe-dense-tied": False,
-    }

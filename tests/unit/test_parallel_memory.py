@@ -80,6 +80,11 @@ def build(spec: ModelSpec, split: Split, rank: int, dtype: torch.dtype, max_len:
     return Decoder(spec, grid, stage, max_len, dtype, torch.device("meta"))
 
 
+def is_moe(model: Decoder, name: str) -> bool:
+    """Whether the parameter is of a layer with experts."""
+    return isinstance(model.layers[int(name.split(".")[1])].mlp, MoE)
+
+
 def parameter_bytes(model: Decoder) -> dict[str, int]:
     """Return the bytes of the decoder's parameters by the names of memory parts."""
     found: dict[str, int] = {}
@@ -90,6 +95,12 @@ def parameter_bytes(model: Decoder) -> dict[str, int]:
         elif ".joint_norm." in name:
             head = parameter.nbytes // (layer.num_heads + layer.num_kv_heads)
             parts = {"query norms": layer.num_heads * head, "key norms": layer.num_kv_heads * head}
+        elif name.endswith(".sinks.weight"):
+            parts = {"attention sinks": parameter.nbytes}
+        elif ".mlp.correction." in name:
+            parts = {"routing corrections": parameter.nbytes}
+        elif name.endswith((".mlp.gate_up.bias", ".mlp.down.bias")) and is_moe(model, name):
+            parts = {f"{'down' if '.down.' in name else 'gate and up'} biases of experts": parameter.nbytes}
         elif ".mlp.router." in name:
             parts = {"routers": parameter.nbytes}
         elif ".mlp.shared." in name:
@@ -108,8 +119,7 @@ def parameter_bytes(model: Decoder) -> dict[str, int]:
         elif name.endswith("bias"):
             parts = {"down biases" if ".down." in name else "gate and up biases": parameter.nbytes}
         else:
-            experts = isinstance(model.layers[int(name.split(".")[1])].mlp, MoE)
-            parts = {"expert matrices" if experts else "MLP matrices": parameter.nbytes}
+            parts = {"expert matrices" if is_moe(model, name) else "MLP matrices": parameter.nbytes}
         for part, size in parts.items():
             found[part] = found.get(part, 0) + size
     return found

@@ -118,6 +118,8 @@ def test_parameter_counts_of_all_families_match_transformers() -> None:
     from transformers import (
         AutoModelForCausalLM,
         Gemma2Config,
+        Glm4MoeConfig,
+        GptOssConfig,
         GraniteConfig,
         LlamaConfig,
         MixtralConfig,
@@ -140,12 +142,16 @@ def test_parameter_counts_of_all_families_match_transformers() -> None:
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
     experts["shared_expert_intermediate_size"] = 40
     configs += [kind(**sizes, **experts) for kind in (MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig)]
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    configs.append(GptOssConfig(**sizes, **experts))
+    configs.append(Glm4MoeConfig(**sizes, **experts, n_shared_experts=2, use_qk_norm=True))
     configs.append(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True, tie_word_embeddings=True))
     for config in configs:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         fields = config.to_dict() | {"architectures": [type(model).__name__]}
-        assert ModelDims.of(read_spec(fields), 2, 2).params == sum(p.numel() for p in model.parameters()), config
+        weights = [*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("correction_bias"))]
+        assert ModelDims.of(read_spec(fields), 2, 2).params == sum(weight.numel() for weight in weights), config
 
 
 def test_floors_do_not_import_torch() -> None:

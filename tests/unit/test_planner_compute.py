@@ -361,4 +361,4 @@ def test_experts_on_a_cpu() -> None:
     read = 4 * (rank.dims.active_params + rank.dims.head_params)
     assert one.matmul == pytest.approx(read / (load_machine("h200").gpu.read_bytes_per_s.value * 0.9))
     assert 2.5 < four.matmul / one.matmul < 4
-    assert not one.replayed  # which experts a step reads depends on its tokens
+    assert one.replayed

@@ -104,6 +104,21 @@ def test_missing_keys_have_the_defaults_of_transformers(architecture):
             {"architectures": ["Qwen3MoeForCausalLM"], "scoring_func": "sigmoid"},
             "scoring_func 'sigmoid' .another router than softmax.",
         ),
+        (
+            {"architectures": ["GptOssForCausalLM"], "n_shared_experts": 1},
+            "n_shared_experts 1 .shared experts without a gate.",
+        ),
+        ({"architectures": ["Glm4MoeForCausalLM"], "scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"architectures": ["Glm4MoeForCausalLM"], "n_group": 3}, "n_group in .* is 3, .* of equal size"),
+        (
+            {"architectures": ["Glm4MoeForCausalLM"], "n_group": 64, "topk_group": 3},
+            "must have the 8 experts of a token",
+        ),
+        (
+            {"architectures": ["Glm4MoeForCausalLM"], "topk_group": 2},
+            "topk_group in .* is 2; it must be at most n_group",
+        ),
+        ({"architectures": ["Glm4MoeForCausalLM"], "first_k_dense_replace": -1}, "first_k_dense_replace in .* is -1"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0 .clamped queries"),
         (
             {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_group": 8, "topk_group": 4},
@@ -118,16 +133,37 @@ def test_invalid_values_raise_one_sentence(change, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("architecture", [name for name in FAMILIES if "Moe" in name or name.startswith("Mixtral")])
+EXPERTS = [name for name in FAMILIES if "Moe" in name or name.startswith(("Mixtral", "GptOss"))]
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
 def test_experts_have_the_defaults_of_transformers(architecture):
     sizes = {key: value for key, value in GOOD.items() if key != "architectures"}
     expected = transformers.AutoConfig.for_model(FAMILIES[architecture].name, **sizes)
     moe = read_spec({**sizes, "architectures": [architecture]}).moe
-    assert (moe.num_experts, moe.top_k) == (expected.num_experts, expected.num_experts_per_tok)
+    experts = getattr(expected, "n_routed_experts", None) or expected.num_experts
+    assert (moe.num_experts, moe.top_k) == (experts, expected.num_experts_per_tok)
     assert moe.width == getattr(expected, "moe_intermediate_size", expected.intermediate_size)
-    assert moe.shared_width == getattr(expected, "shared_expert_intermediate_size", 0)
-    assert moe.renormalize == getattr(expected, "norm_topk_prob", True)
-    assert moe.layers == (True, True)
+    shared = getattr(expected, "shared_expert_intermediate_size", getattr(expected, "n_shared_experts", 0) * moe.width)
+    assert moe.shared_width == shared
+    assert moe.renormalize == getattr(expected, "norm_topk_prob", moe.scoring == "softmax")
+    dense = getattr(expected, "first_k_dense_replace", 0)
+    assert moe.layers == tuple(layer >= dense for layer in range(2))
+    groups = (getattr(expected, "n_group", 1), getattr(expected, "topk_group", 1))
+    assert (moe.groups, moe.top_groups) == groups
+    assert moe.scale == getattr(expected, "routed_scaling_factor", 1.0)
+    if moe.clamp is not None:
+        assert moe.clamp == (expected.swiglu_alpha, expected.swiglu_limit)
+
+
+def test_rope_of_gpt_oss_is_yarn_unless_config_json_has_another() -> None:
+    sizes = {**GOOD, "architectures": ["GptOssForCausalLM"], "max_position_embeddings": 131072}
+    written = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    written["original_max_position_embeddings"] = 4096
+    default = read_spec(sizes).rope
+    assert (default.kind, default.factor, default.truncate) == ("yarn", 32.0, False)
+    assert read_spec({**sizes, "rope_scaling": written, "rope_theta": 150000}).rope == default
+    assert read_spec({**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}).rope.kind == "default"
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -140,4 +176,4 @@ def test_partial_rotary_factor_is_honoured_where_transformers_honours_it(archite
     rotary = transformers.AutoModel.from_config(config).rotary_emb
     spec = read_spec({**sizes, "architectures": [architecture], "head_dim": 16, "rope_parameters": options})
     assert spec.rope.dim == 2 * len(rotary.inv_freq)
-    assert spec.rope.dim == (8 if architecture == "Phi3ForCausalLM" else 16)
+    assert spec.rope.dim == (8 if architecture in ("Phi3ForCausalLM", "Glm4MoeForCausalLM") else 16)

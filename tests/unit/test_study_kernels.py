@@ -16,7 +16,10 @@ from yalis.study.kernels import benchmark, cases
 from yalis.study.kernels.backends import NativeBackend, TritonBackend
 from yalis.study.kernels.cases import KernelsPlan, list_cases, matrices
 
-TINY = ModelDims(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=False)
+TINY = ModelDims(
+    hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=300, tied=False,
+    expert_layers=2, experts=6, top_k=2, expert_width=24,
+)  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -38,10 +41,10 @@ def test_every_operation_matches_its_reference_and_has_a_floor() -> None:
     found = {(row["kernel"], row["shape"].split()[0]) for row in result.rows}
     assert {kernel for kernel, _ in found} == {
         "linear", "linear, gate", "norm", "add, norm", "gate", "rope, write", "use last tokens", "gather rows",
-        "argmax", "pick greedy", "attention", "prefill attention", "step",
+        "argmax", "pick greedy", "attention", "prefill attention", "step", "route", "experts",
     }  # fmt: skip
     assert {shape for kernel, shape in found if kernel == "linear"} == set(matrices(TINY))
-    assert len(result.rows) == 2 * (6 + 4 + 4 + 1 + 1) + 1
+    assert len(result.rows) == 2 * (6 + 4 + 4 + 1 + 1) + 1 + 3 * 2
     assert len(messages) == 1 + len(result.rows)
     for row in result.rows:
         assert row["status"] == "ok"
@@ -53,6 +56,9 @@ def test_every_operation_matches_its_reference_and_has_a_floor() -> None:
     step = next(row for row in result.rows if row["kernel"] == "step" and row["rows"] == 1)
     num_weights = 128 * 64 + 64 * 64 + 192 * 64 + 64 * 96 + 300 * 64
     assert step["floor_us"] == pytest.approx(1e6 * 4 * num_weights / 1e9)
+    # Two of six experts, three matrices each, and one row in and out.
+    experts = next(row for row in result.rows if row["kernel"] == "experts")
+    assert experts["floor_us"] == pytest.approx(1e6 * 4 * (2 * 3 * 24 * 64 + 2 * 64) / 1e9)
     # Two prompts of three blocks each: token n attends to n keys, at two multiply-adds per element of a head.
     prompt = next(row for row in result.rows if row["kernel"] == "prefill attention")
     assert (prompt["shape"], prompt["rows"]) == ("2 x 48 tokens", 96)
@@ -109,11 +115,12 @@ def test_wrong_kernels_are_reported_without_times(
     rows = {row["kernel"]: row for row in benchmark.measure(plan(rows=(1,)), "").rows}
     assert rows["argmax"]["status"] == "wrong: off by 1.0e+00"
     monkeypatch.setitem(benchmark.DIMS, "cpu", TINY)
+    monkeypatch.setitem(cases.EXPERT_DIMS, "cpu", TINY)
     args = f"bench kernels --device cpu --rows 1 --layers 1 --prompt-len 40 --repeats 1 --out {tmp_path}"
     assert main(args.split()) == 1
     out, err = capsys.readouterr()
     assert "wrong: off by 1.0e+00\n" in out
-    assert "1 of 17 kernels differ from their reference, the first is argmax (300, 1 row): off by" in err
+    assert "1 of 21 kernels differ from their reference, the first is argmax (300, 1 row): off by" in err
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -121,6 +128,7 @@ def test_speed_is_shown_in_the_unit_that_bounds_the_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(benchmark.DIMS, "cpu", TINY)
+    monkeypatch.setitem(cases.EXPERT_DIMS, "cpu", TINY)
     args = "bench kernels --device cpu --rows 1 --layers 1 --prompts 1 --prompt-len 40 --repeats 1"
     for rates, ceilings, unit in (
         ((1e15, 1e12, "a kernel"), "read 1000.00 TB/s (a kernel), matmul 1.00 TFLOP/s", "FLOP/s"),

@@ -60,6 +60,7 @@ class AttentionNeeds:
     block_size: int
     window: bool = False  # some layer has a sliding window
     softcap: bool = False  # scores are soft-capped with tanh
+    sinks: bool = False  # the softmax has a learned logit per query head (AttentionParams.sinks)
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class AttentionParams:
     scale: float
     window: int | None = None  # a token attends to itself and the window - 1 tokens before it
     softcap: float | None = None
+    #: [H], a logit of each query head that takes part in the softmax of its scores, with a value of zero
+    sinks: Tensor | None = None
 
 
 class AttentionBackend(ABC):

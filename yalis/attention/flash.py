@@ -36,6 +36,8 @@ class FlashAttention(AttentionBackend):
             return "it computes in bfloat16 and float16 only"
         if needs.softcap:
             return "it cannot cap scores (softcap)"
+        if needs.sinks:
+            return "it has no attention sinks"
         if needs.head_dim % 8 or needs.head_dim > 256:
             return f"it needs a head_dim that is a multiple of 8 and at most 256, not {needs.head_dim}"
         if not torch.backends.cuda.is_flash_attention_available():

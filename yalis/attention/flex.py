@@ -75,7 +75,15 @@ class FlexAttention(AttentionBackend):
             "scale": params.scale,
             "enable_gqa": heads != k.shape[1],
         }
-        out: Tensor = load_flex_attention(q.device.type)(q, k, v, **arguments)
+        attention = load_flex_attention(q.device.type)
+        if params.sinks is None:
+            out: Tensor = attention(q, k, v, **arguments)
+        else:
+            from torch.nn.attention.flex_attention import AuxRequest
+
+            out, aux = attention(q, k, v, return_aux=AuxRequest(lse=True), **arguments)
+            # exp(lse) / (exp(lse) + exp(sink)) is the weight of all keys together.
+            out = out * torch.sigmoid(aux.lse - params.sinks.float()[:, None]).unsqueeze(-1).to(out.dtype)
         return out[0].transpose(0, 1)[:tokens]
 
 

@@ -74,4 +74,5 @@ class NativeAttention(AttentionBackend):
             batch.context_len.data_ptr() + group.first * 4, group.size,
             heads, kv_heads, dim, block_size,
             params.window or 0, params.scale, params.softcap or 0.0, torch.get_num_threads(),
+            None if params.sinks is None else params.sinks.data_ptr(),
         )  # fmt: skip

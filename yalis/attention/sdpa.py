@@ -71,7 +71,7 @@ class SdpaAttention(AttentionBackend):
         """Return the attention [S * Q, H, D] of one group; q holds the rows of this group only."""
         keys = group.key_ranges.get(params.window)
         if keys is None:
-            allow_causal = params.softcap is None
+            allow_causal = params.softcap is None and params.sinks is None
             keys = make_key_range(group, batch, params.window, cache.k.shape[1], q.dtype, allow_causal)
             group.key_ranges[params.window] = keys
         k, v = gather_kv(cache.k, group.size, keys), gather_kv(cache.v, group.size, keys)
@@ -86,8 +86,8 @@ class SdpaAttention(AttentionBackend):
 
     def _compute(self, q: Tensor, k: Tensor, v: Tensor, keys: KeyRange, params: AttentionParams) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
-        if params.softcap is not None:
-            return softcapped_attention(q, k, v, keys.mask, params.scale, params.softcap)
+        if params.softcap is not None or params.sinks is not None:
+            return explicit_attention(q, k, v, keys.mask, params)
         if grouped and q.is_cuda and not (keys.causal and q.dtype != torch.float32):
             # Only torch's flash kernel supports grouped-query heads. The others would fall back to the math kernel,
             # which materializes the whole score matrix.
@@ -182,16 +182,22 @@ def additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
 
 
-def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Return attention with scores softcap * tanh(scale * q k^T / softcap), computed in float32.
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
+    """Return attention from all scores in float32, with softcap and sinks: softcap * tanh(scale * q k^T / softcap).
 
-    q is [S, heads, Q, D], k and v are [S, K, L, D].
+    q is [S, heads, Q, D], k and v are [S, K, L, D]. Query heads that share a KV head may be rows of one head of q.
     """
     size, heads, queries, dim = q.shape
     kv_heads, length = k.shape[1], k.shape[2]
-    folded = (q.float() * (scale / softcap)).reshape(size, kv_heads, -1, dim)
-    scores = torch.matmul(folded, k.float().transpose(2, 3)).tanh_().mul_(softcap).view(size, heads, queries, length)
+    softcap = params.softcap
+    folded = (q.float() * (params.scale / (softcap or 1.0))).reshape(size, kv_heads, -1, dim)
+    scores = torch.matmul(folded, k.float().transpose(2, 3)).view(size, heads, queries, length)
+    if softcap is not None:
+        scores = scores.tanh_().mul_(softcap)
     if mask is not None:
         scores += mask
-    weights = scores.softmax(-1).view(size, kv_heads, -1, length)
+    if params.sinks is not None:
+        sinks = params.sinks.float().view(heads, -1, 1).expand(size, heads, queries, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., :length].reshape(size, kv_heads, -1, length)
     return torch.matmul(weights, v.float()).view(size, heads, queries, dim).to(q.dtype)

@@ -51,5 +51,5 @@ class TritonAttention(AttentionBackend):
     def attend(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, shared: Any, params: AttentionParams) -> Tensor:
         return self.kernels.paged_attention(  # type: ignore[no-any-return]
             q, cache.k, cache.v, batch.query_start, batch.context_len, batch.block_tables, shared,
-            params.scale, params.window, params.softcap, pdl_enabled(),
+            params.scale, params.window, params.softcap, pdl_enabled(), params.sinks,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from yalis.checkpoint.base import Checkpoint, LazyTensor
-from yalis.checkpoint.gguf_config import GgufMetadata, build_config, hugging_face_name
+from yalis.checkpoint.gguf_config import GgufMetadata, build_config, hugging_face_entries
 from yalis.checkpoint.gguf_header import FLOATS, GgufEntry, import_gguf, read_header
 from yalis.checkpoint.mapped_file import MappedFile, row_chunks
 from yalis.errors import YalisError
@@ -119,8 +119,10 @@ class GgufCheckpoint(Checkpoint):
             name: _read_vector(by_name[f"{name}.weight"]) for name in _ROPE_TENSORS if f"{name}.weight" in by_name
         }
         self.config = build_config(metadata, self.family, factors, _main_dtype(entries))
-        known = ((hugging_face_name(entry.name, self.family), entry) for entry in entries)
-        self._entries = {name: entry for name, entry in known if name is not None}
+        experts = metadata.integer("expert_count", 0)
+        self._entries = {
+            name: part for entry in entries for name, part in hugging_face_entries(entry, self.family, experts)
+        }
 
     def names(self) -> Iterator[str]:
         return iter(self._entries)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from yalis.checkpoint.gguf_header import GgufEntry
 from yalis.errors import YalisError
 from yalis.families import Family
+from yalis.moe import MAX_EXPERTS
 
 _MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 #: GGUF tensor name within a block -> Hugging Face name within a layer; a Family may list differences.
@@ -25,8 +28,22 @@ LAYER_TENSORS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    # The matrices of all experts are one tensor.
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+#: GGUF tensor name within a block -> Hugging Face name within a layer, of tensors without ".weight" or ".bias" there.
+_BARE_TENSORS = {"attn_sinks": "self_attn.sinks", "exp_probs_b": "mlp.gate.e_score_correction_bias"}
+#: GGUF tensors of experts with the rows of two matrices, and the names of these alone.
+_JOINED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+#: Early files of Mixtral have a tensor for each expert, such as blk.0.ffn_gate.7.weight.
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)(?:\.(\d+))?\.(weight|bias)")
 
 
 class GgufMetadata:
@@ -57,17 +74,62 @@ class GgufMetadata:
             raise YalisError(f"{self.architecture}.{key} in {self.label} is {value}; it must be a whole number")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if not isinstance(value, bool):
+            raise YalisError(f"{self.architecture}.{key} in {self.label} is {value!r}; it must be true or false")
+        return value
 
-def hugging_face_name(name: str, family: Family) -> str | None:
-    """Return the Hugging Face name of a GGUF tensor, or None for one that is no weight there, such as RoPE factors."""
-    match = _NAME.fullmatch(name)
+
+def hugging_face_entries(entry: GgufEntry, family: Family, num_experts: int) -> Iterator[tuple[str, GgufEntry]]:
+    """Yield the Hugging Face name and location of a tensor, or of every matrix in a tensor of all experts.
+
+    Yields nothing for a tensor that is no weight there, such as RoPE factors.
+    """
+    match = _NAME.fullmatch(entry.name)
     if match is None:
-        return None
-    layer, part, kind = match.groups()
+        return
+    layer, part, number, kind = match.groups()
     if layer is None:
-        return f"{_MODEL_TENSORS[part]}.{kind}" if part in _MODEL_TENSORS else None
+        if part in _MODEL_TENSORS and number is None:
+            yield f"{_MODEL_TENSORS[part]}.{kind}", entry
+        return
+    if part in _BARE_TENSORS:
+        yield f"model.layers.{layer}.{_BARE_TENSORS[part]}", entry
+        return
     known = {**LAYER_TENSORS, **family.gguf_format.tensor_names}
-    return f"model.layers.{layer}.{known[part]}.{kind}" if part in known else None
+    part += "" if number is None else "_exps"
+    names = [f"model.layers.{layer}.{known[name]}.{kind}" for name in _JOINED.get(part, (part,)) if name in known]
+    if not part.endswith("_exps"):
+        if part == "ffn_gate_inp_shexp" and len(entry.shape) == 1:  # llama.cpp drops dimensions of size 1
+            entry = replace(entry, shape=(1, *entry.shape))
+        yield from ((name, entry) for name in names)
+        return
+    experts = {int(number): entry} if number is not None else dict(enumerate(_split_experts(entry, num_experts)))
+    for expert, rows in experts.items():
+        for name, matrix in zip(names, _split_rows(rows, len(names)), strict=True):
+            yield name.format(expert=expert), matrix
+
+
+def _split_experts(entry: GgufEntry, num_experts: int) -> list[GgufEntry]:
+    """Return the location of each expert's matrix in a tensor of all experts, [experts, ...]."""
+    if len(entry.shape) < 2 or entry.shape[0] != num_experts or num_experts > MAX_EXPERTS:
+        raise YalisError(
+            f"tensor {entry.name!r} in {entry.file.path} has shape {entry.shape}, but its metadata has {num_experts} "
+            f"experts (at most {MAX_EXPERTS} are supported); fetch the file again"
+        )
+    return [replace(part, shape=entry.shape[1:]) for part in _split_rows(entry, num_experts)]
+
+
+def _split_rows(entry: GgufEntry, count: int) -> list[GgufEntry]:
+    """Divide a tensor into `count` parts of equally many rows."""
+    if count == 1:
+        return [entry]
+    elements = math.prod(entry.shape) // count
+    if entry.shape[0] % count or elements % entry.block:
+        raise YalisError(f"tensor {entry.name!r} in {entry.file.path} cannot be divided by rows; fetch the file again")
+    shape, size = (entry.shape[0] // count, *entry.shape[1:]), elements // entry.block * entry.block_bytes
+    return [replace(entry, shape=shape, offset=entry.offset + index * size) for index in range(count)]
 
 
 def build_config(

@@ -20,7 +20,8 @@ from torch import Tensor
 from yalis.checkpoint.base import Checkpoint, LazyTensor
 from yalis.checkpoint.json_file import read_json_object
 from yalis.checkpoint.mapped_file import MappedFile, row_chunks
-from yalis.checkpoint.unsupported import quantization_method, refuse_lfs_pointer, refuse_pickles
+from yalis.checkpoint.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4Tensor
+from yalis.checkpoint.unsupported import refuse_lfs_pointer, refuse_pickles, unsupported_quantization
 from yalis.errors import YalisError
 from yalis.spec import read_spec
 
@@ -70,7 +71,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = read_config(folder / "config.json")
         self._entries: dict[str, _Entry] = {}
         paths = _weight_files(folder)
-        method = quantization_method(self.config)
+        method = unsupported_quantization(self.config)
         if not paths or method is not None:
             read_spec(self.config, self.label)  # an unsupported architecture is the better message
         if method is not None:
@@ -90,18 +91,36 @@ class SafetensorsCheckpoint(Checkpoint):
             self._entries.update(_read_header(file))
 
     def names(self) -> Iterator[str]:
-        return iter(self._entries)
+        """Yield the names of all tensors. Those of MXFP4 have the name of the tensor that they replace."""
+        for name in self._entries:
+            if self._find_mxfp4(name.removesuffix(BLOCKS)) is not None:
+                yield name.removesuffix(BLOCKS)
+            elif self._find_mxfp4(name.removesuffix(SCALES)) is None:
+                yield name
 
-    def find(self, name: str) -> SafetensorsTensor | None:
+    def find(self, name: str) -> LazyTensor | None:
         entry = self._entries.get(name)
         if entry is None:
-            return None
+            return self._find_mxfp4(name)
         if entry.dtype not in _DTYPES:
             raise YalisError(
                 f"tensor {name!r} in {entry.file.path} is stored as {entry.dtype}; "
                 f"accepted: {', '.join(_DTYPES)} (a checkpoint in one of these, or a GGUF file, works)"
             )
         return SafetensorsTensor(name, entry)
+
+    def _find_mxfp4(self, name: str) -> Mxfp4Tensor | None:
+        blocks, scales = self._entries.get(name + BLOCKS), self._entries.get(name + SCALES)
+        if blocks is None or scales is None:
+            return None
+        expected = (*scales.shape, BLOCK // 2)
+        if len(scales.shape) != 3 or blocks.shape != expected or blocks.dtype != "U8" or scales.dtype != "U8":
+            raise YalisError(
+                f"tensor {name + BLOCKS!r} in {blocks.file.path} has type {blocks.dtype} and shape {blocks.shape}, but "
+                f"its scales have {scales.dtype} and {scales.shape}; MXFP4 needs U8 of shape [experts, rows, groups] "
+                f"and blocks of {BLOCK // 2} bytes: fetch the model again"
+            )
+        return Mxfp4Tensor(name, scales.shape, (blocks.file, blocks.offset), (scales.file, scales.offset))
 
     @property
     def bytes_read(self) -> int:

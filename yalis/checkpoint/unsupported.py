@@ -11,6 +11,7 @@ from typing import Any
 from yalis.checkpoint.base import Checkpoint
 from yalis.checkpoint.json_file import read_json_object
 from yalis.errors import YalisError
+from yalis.families import match_family
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -38,14 +39,17 @@ def refuse_adapter(folder: Path, label: str) -> None:
     raise YalisError(f"LoRA adapters are not supported, and {label} has {found[0]}; {merge}, or {instead}")
 
 
-def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """Return the quantization method that a config.json declares, such as gptq; None if it declares none."""
+def unsupported_quantization(config: Mapping[str, Any]) -> str | None:
+    """Return the quantization method that a config.json declares, such as gptq; None if its tensors can be read."""
     declared = config.get("quantization_config") or config.get("compression_config")
     if not declared:
         return None
     if not isinstance(declared, dict):
         return "an unknown method"
     if method := declared.get("quant_method"):
+        family = match_family(config)
+        if method == "mxfp4" and family is not None and family.mxfp4_experts:
+            return None
         return str(method)
     if declared.get("load_in_4bit") or declared.get("load_in_8bit"):  # configs older than quant_method
         return "bitsandbytes"
@@ -99,7 +103,7 @@ def ignored_parts(checkpoint: Checkpoint, num_layers: int) -> list[str]:
             f"num_hidden_layers is {num_layers} in the config of {checkpoint.label}, but its weights have {stored} "
             "layers; the rest is not used"
         )
-    if (method := quantization_method(checkpoint.config)) is not None:
+    if (method := unsupported_quantization(checkpoint.config)) is not None:
         warnings.append(
             f"the config of {checkpoint.label} declares quantization with {method}, which is not supported yet; its "
             "random weights are not quantized"

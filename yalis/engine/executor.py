@@ -100,8 +100,8 @@ def make_executor(
     """
     on_cpu = last_tokens.device.type == "cpu"
     recordable = backend.capturable and grid.capturable and not config.eager
-    if on_cpu:  # a replay buffer holds native calls; compiled blocks make others, and routed experts vary by token
-        recordable = recordable and model.recordable_on_cpu and not config.compile
+    if on_cpu:  # a replay buffer holds native calls, and compiled blocks make others
+        recordable = recordable and not config.compile
     if on_cpu or not recordable:
         forward = ModelForward(model, backend, last_tokens)
         recorder = CpuRecorder(forward, limits.max_blocks) if recordable else StepRecorder(forward)

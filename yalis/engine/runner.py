@@ -146,7 +146,7 @@ class Runner:
         padding = head_padding(heads, kv_heads, spec.num_heads // spec.num_kv_heads)
         needs = AttentionNeeds(
             len(heads) + sum(padding), len(kv_heads), spec.head_dim, self.dtype, device, self.block_size,
-            window=any(spec.windows), softcap=spec.attention_softcap is not None,
+            window=any(spec.windows), softcap=spec.attention_softcap is not None, sinks=spec.attention_sinks,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
         max_len = resolve_max_len(config, spec, checkpoint.label)

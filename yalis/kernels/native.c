@@ -1,5 +1,5 @@
-/* CPU kernels of a decode step in float32: skinny GEMM, RMSNorm, rotary embedding, gated activation, paged attention,
-   and the top_p filter of sampling.
+/* CPU kernels of a decode step in float32: skinny GEMM, mixture of experts, RMSNorm, rotary embedding, gated
+   activation, paged attention, and the top_p filter of sampling.
 
    Plain C with the vector extensions of GCC and Clang, compiled on first use by native.py for the host CPU. It uses the
    OpenMP runtime that torch has loaded, so that both share one thread pool.
@@ -28,6 +28,8 @@
 #define MR_NR2 8
 #endif
 #define NC 24 /* rows of w that stay in cache while all rows of x pass over them */
+#define EXPERT_ROWS (4 * NC) /* rows of an expert's w that one thread takes at a time */
+#define MAX_EXPERTS 4096 /* as in moe.py */
 #define KEY_TILE 64 /* keys of a context that are scored before their values are accumulated */
 #define HEAD_TILE 16 /* query heads that share one pass over the keys */
 #define MIN_FLOATS_PER_THREAD 8192 /* less work than this does not pay for another thread */
@@ -163,25 +165,143 @@ static void tile_nr1(i64 rows, float *y, i64 y_stride, const float *x, i64 x_str
     dispatch_tile(rows, MR_NR2, 1, y, y_stride, x, x_stride, w, bias, K, prefetch);
 }
 
+/* Rows first..end of w, in blocks of `block` rows. With `rows`, row m of the product is row rows[m] of y. */
+INLINE void multiply(float *y, i64 y_stride, const i64 *rows, const float *x, i64 x_stride, const float *w,
+                     const float *bias, i64 M, i64 K, i64 first, i64 end) {
+    const i64 nr = M <= MR_NR4 ? 4 : 2, mr = MIN(M, MR_NR2), block = M <= MR_NR2 ? nr : NC;
+    for (i64 b = first; b < end; b += block)
+        for (i64 m = 0; m < M; m += mr)
+            for (i64 n = b, block_end = MIN(b + block, end), step; n < block_end; n += step) {
+                float tile[MR_NR2 * 4], *dst = rows ? tile : y + m * y_stride + n;
+                step = n + nr <= block_end ? nr : 1;
+                (step == 4 ? tile_nr4 : step == 2 ? tile_nr2 : tile_nr1)(
+                    MIN(mr, M - m), dst, rows ? step : y_stride, x + m * x_stride, x_stride, w + n * K,
+                    bias ? bias + n : 0, K, m ? 0 : nr * K);
+                if (rows)
+                    for (i64 i = 0; i < MIN(mr, M - m); i++)
+                        memcpy(y + rows[m + i] * y_stride + n, tile + i * step, 4 * step);
+            }
+}
+
 /* Up to MR_NR2 rows of x need one pass over w. For more, w is processed in blocks of NC rows, which stay in cache while
    the tiles of x pass over them. `bias` may be null. */
 void yalis_linear(float *y, const float *x, i64 x_stride, const float *w, const float *bias, i64 M, i64 N, i64 K,
                   i64 threads) {
-    const i64 nr = M <= MR_NR4 ? 4 : 2, mr = MIN(M, MR_NR2), block = M <= MR_NR2 ? nr : NC;
+    const i64 block = M <= MR_NR4 ? 4 : M <= MR_NR2 ? 2 : NC;
     threads = MAX(1, MIN(threads, N * K / MIN_FLOATS_PER_THREAD));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         /* Each thread streams a contiguous range of the rows of w. */
         i64 blocks = (N + block - 1) / block, thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
         i64 end = MIN(N, blocks * (thread + 1) / num_threads * block);
-        for (i64 b = blocks * thread / num_threads * block; b < end; b += block)
-            for (i64 m = 0; m < M; m += mr)
-                for (i64 n = b, block_end = MIN(b + block, end), step; n < block_end; n += step) {
-                    step = n + nr <= block_end ? nr : 1;
-                    (step == 4 ? tile_nr4 : step == 2 ? tile_nr2 : tile_nr1)(
-                        MIN(mr, M - m), y + m * N + n, N, x + m * x_stride, x_stride, w + n * K,
-                        bias ? bias + n : 0, K, m ? 0 : nr * K);
-                }
+        multiply(y, N, 0, x, x_stride, w, bias, M, K, blocks * thread / num_threads * block, end);
+    }
+}
+
+/* --- mixture of experts ------------------------------------------------------------------------------------------- */
+
+/* Leave the scores of the `top_groups` best of `groups` equal groups, by the sum of their two best; others become -inf. */
+static void mask_groups(float *scores, i64 count, i64 groups, i64 top_groups) {
+    float sums[MAX_EXPERTS];
+    const i64 size = count / groups;
+    for (i64 g = 0; g < groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (i64 e = g * size; e < (g + 1) * size; e++) {
+            second = MAX(second, MIN(first, scores[e]));
+            first = MAX(first, scores[e]);
+        }
+        sums[g] = first + second;
+    }
+    for (i64 g = 0; g < groups; g++) {
+        i64 better = 0;
+        for (i64 o = 0; o < groups; o++) better += sums[o] > sums[g] || (sums[o] == sums[g] && o < g);
+        for (i64 e = g * size; better >= top_groups && e < (g + 1) * size; e++) scores[e] = -INFINITY;
+    }
+}
+
+/* The top_k experts of each row of logits[rows, count], best first, and their weights. The score of an expert is its
+   share of the softmax of all logits, its sigmoid (`scoring` 1), or its share of the softmax of the chosen (`scoring` 2).
+   `correction` [count], which may be null, is added for the choice only. Of equal scores the lower index is first. */
+void yalis_route(float *weights, i64 *experts, const float *logits, i64 stride, const float *correction, i64 rows,
+                 i64 count, i64 top_k, i64 scoring, i64 renormalize, i64 groups, i64 top_groups, double scale) {
+    for (i64 r = 0; r < rows; r++, logits += stride, weights += top_k, experts += top_k) {
+        uint8_t taken[MAX_EXPERTS] = {0};
+        float scores[MAX_EXPERTS], choice[MAX_EXPERTS], top = logits[0], total = 0;
+        for (i64 e = 1; e < count; e++) top = MAX(top, logits[e]);
+        for (i64 e = 0; e < count; e++) {
+            scores[e] = scoring == 1 ? 1.0f / (1.0f + expf(-logits[e])) : expf(logits[e] - top);
+            total += scores[e];
+        }
+        for (i64 e = 0; e < count; e++) {
+            if (scoring == 0) scores[e] /= total;
+            choice[e] = correction ? scores[e] + correction[e] : scoring == 1 || groups > 1 ? scores[e] : logits[e];
+        }
+        if (top_groups < groups) mask_groups(choice, count, groups, top_groups);
+        total = 0;
+        for (i64 k = 0; k < top_k; k++) {
+            i64 best = -1; /* the first free one if all are NaN */
+            for (i64 e = 0; e < count; e++)
+                if (!taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
+            taken[best] = 1;
+            experts[k] = best;
+            total += weights[k] = scores[best];
+        }
+        if (scoring == 1) total += 1e-20f; /* sigmoids may all be near zero */
+        const float factor = (float)scale / (renormalize || scoring == 2 ? total : 1.0f);
+        for (i64 k = 0; k < top_k; k++) weights[k] *= factor;
+    }
+}
+
+/* y[p] = x[p / per_row] w[experts[p]]^T + bias[experts[p]] for each pair p, and zeros if its expert is negative.
+   w is [count, N, K]; `bias` [count, N] may be null. Matrices that no pair has are not read. Work memory:
+   `gathered` [pairs, K], and `groups` [pairs + 2 * count + 1]. */
+void yalis_expert_linear(float *y, float *gathered, i64 *groups, const float *x, i64 x_stride, const float *w,
+                         const float *bias, const i64 *experts, i64 pairs, i64 per_row, i64 count, i64 N, i64 K,
+                         i64 threads) {
+    /* Counting sort: the pairs of the t-th expert in use, used[t], are order[starts[used[t]]..starts[used[t] + 1]]. */
+    i64 *starts = groups, *used = groups + count + 1, *order = used + count, num_used = 0;
+    memset(starts, 0, 8 * (count + 1));
+    for (i64 p = 0; p < pairs; p++)
+        if (experts[p] >= 0) starts[experts[p]]++;
+    for (i64 e = 0, end = 0; e <= count; e++) { /* to the end of each group, which the next loop moves to its start */
+        if (e < count && starts[e]) used[num_used++] = e;
+        starts[e] = end += e < count ? starts[e] : 0;
+    }
+    for (i64 p = pairs - 1; p >= 0; p--)
+        if (experts[p] >= 0) order[--starts[experts[p]]] = p;
+    const i64 parts = (N + EXPERT_ROWS - 1) / EXPERT_ROWS;
+    threads = MAX(1, MIN(threads, num_used * N * K / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for
+        for (i64 i = 0; i < pairs; i++) {
+            if (i < starts[count]) memcpy(gathered + i * K, x + order[i] / per_row * x_stride, 4 * K);
+            if (experts[i] < 0) memset(y + i * N, 0, 4 * N);
+        }
+        /* Groups differ in size, so a thread that is done takes the next part of a matrix. */
+#pragma omp for schedule(dynamic)
+        for (i64 task = 0; task < num_used * parts; task++) {
+            const i64 e = used[task / parts], first = task % parts * EXPERT_ROWS;
+            multiply(y, N, order + starts[e], gathered + starts[e] * K, K, w + e * N * K, bias ? bias + e * N : 0,
+                     starts[e + 1] - starts[e], K, first, MIN(N, first + EXPERT_ROWS));
+        }
+    }
+}
+
+/* y[rows, cols] = sum over k of weights[:, k] * x[:, k], x being [rows, top_k, cols], plus `shared` [rows, cols] if it is
+   not null, times the sigmoid of `gate` [rows] if that is not null. */
+void yalis_combine(float *y, const float *x, const float *weights, const float *shared, const float *gate,
+                   i64 gate_stride, i64 rows, i64 top_k, i64 cols, i64 threads) {
+    threads = MAX(1, MIN(threads, rows * top_k * cols / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 r = 0; r < rows; r++) {
+        float *restrict dst = y + r * cols;
+        for (i64 i = 0; i < cols; i++) dst[i] = x[r * top_k * cols + i] * weights[r * top_k];
+        for (i64 k = 1; k < top_k; k++)
+            for (i64 i = 0; i < cols; i++) dst[i] += x[(r * top_k + k) * cols + i] * weights[r * top_k + k];
+        const float scale = gate ? 1.0f / (1.0f + expf(-gate[r * gate_stride])) : 1.0f;
+        if (shared)
+            for (i64 i = 0; i < cols; i++) dst[i] += shared[r * cols + i] * scale;
     }
 }
 
@@ -220,6 +340,24 @@ void yalis_rms_norm(float *y, const float *x, i64 x_stride, const float *weight,
         float *restrict dst = y + r * cols;
         float scale = 1.0f / sqrtf(sum_of_squares(src, cols) / (float)cols + (float)eps);
         for (i64 i = 0; i < cols; i++) dst[i] = src[i] * scale * weight[i];
+    }
+}
+
+/* y = x with RMSNorm over the first q_cols of each row and over the next k_cols; the other columns are copied. */
+void yalis_joint_norm(float *y, const float *x, i64 x_stride, const float *weight, double eps, i64 rows, i64 q_cols,
+                      i64 k_cols, i64 cols, i64 threads) {
+    threads = MAX(1, MIN(threads, rows * cols / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 r = 0; r < rows; r++) {
+        const i64 ends[] = {q_cols, q_cols + k_cols};
+        const float *src = x + r * x_stride;
+        float *restrict dst = y + r * cols;
+        for (i64 part = 0, i = 0; part < 2; part++) {
+            float squares = sum_of_squares(src + i, ends[part] - i);
+            float scale = 1.0f / sqrtf(squares / (float)(ends[part] - i) + (float)eps);
+            for (; i < ends[part]; i++) dst[i] = src[i] * scale * weight[i];
+        }
+        memcpy(dst + ends[1], src + ends[1], 4 * (cols - ends[1]));
     }
 }
 
@@ -337,10 +475,12 @@ static void softmax_step(float *out, const float *q, const float *const *keys, c
 }
 
 /* Decode attention, one query per sequence: out and q are [sequences, heads, dim], tables [sequences, max blocks];
-   `window` and `softcap` are 0 if unused. Query heads that share a KV head are computed in one pass over its keys. */
+   `window` and `softcap` are 0 and `sinks` [heads], a further logit of each softmax, is NULL if unused. Query heads that
+   share a KV head are computed in one pass over its keys. */
 void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache, const float *v_cache,
                   const int32_t *tables, i64 table_stride, const int32_t *context_lens, i64 sequences, i64 heads,
-                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads) {
+                  i64 kv_heads, i64 dim, i64 block_size, i64 window, double scale, double softcap, i64 threads,
+                  const float *sinks) {
     const i64 group = heads / kv_heads;
     i64 work = 0;
     for (i64 s = 0; s < sequences; s++) work += context_lens[s] * heads * dim;
@@ -372,8 +512,10 @@ void yalis_attend(float *out, const float *q, i64 q_stride, const float *k_cache
                     softmax_step(dst + g * dim, q + s * q_stride + (head + g) * dim, keys, values, count, dim, scale,
                                  softcap, max_score + g, sum_exp + g);
             }
-            for (i64 g = 0; g < num_heads; g++)
+            for (i64 g = 0; g < num_heads; g++) {
+                if (sinks) sum_exp[g] += expf(sinks[head + g] - max_score[g]);
                 for (i64 i = 0; i < dim; i++) dst[g * dim + i] /= sum_exp[g];
+            }
         }
     }
 }
@@ -434,7 +576,7 @@ typedef union {
 
 typedef struct {
     i64 function; /* index into SIGNATURES of native.py, and case of the switch below */
-    value args[17];
+    value args[18];
 } call;
 
 static void run_call(const call *c) {
@@ -451,7 +593,21 @@ static void run_call(const call *c) {
     case 6: yalis_write_kv(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].p, v[7].i, v[8].i); break;
     case 7:
         yalis_attend(v[0].p, v[1].p, v[2].i, v[3].p, v[4].p, v[5].p, v[6].i, v[7].p, v[8].i, v[9].i, v[10].i,
-                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i);
+                     v[11].i, v[12].i, v[13].i, v[14].f, v[15].f, v[16].i, v[17].p);
+        break;
+    case 8:
+        yalis_route(v[0].p, v[1].p, v[2].p, v[3].i, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i, v[10].i, v[11].i,
+                    v[12].f);
+        break;
+    case 9:
+        yalis_expert_linear(v[0].p, v[1].p, v[2].p, v[3].p, v[4].i, v[5].p, v[6].p, v[7].p, v[8].i, v[9].i, v[10].i,
+                            v[11].i, v[12].i, v[13].i);
+        break;
+    case 10:
+        yalis_combine(v[0].p, v[1].p, v[2].p, v[3].p, v[4].p, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i);
+        break;
+    case 11:
+        yalis_joint_norm(v[0].p, v[1].p, v[2].i, v[3].p, v[4].f, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i);
         break;
     }
 }

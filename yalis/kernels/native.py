@@ -33,7 +33,11 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "silu_gate": (_P, _P, _I, _I, _I, _I),
     "rotate": (_P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I),
     "write_kv": (_P, _P, _P, _I, _P, _I, _P, _I, _I),
-    "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I),
+    "attend": (_P, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _I, _P),
+    "route": (_P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _I, _F),
+    "expert_linear": (_P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I),
+    "combine": (_P, _P, _P, _P, _P, _I, _I, _I, _I, _I),
+    "joint_norm": (_P, _P, _I, _P, _F, _I, _I, _I, _I, _I),
 }
 # Functions that no recorded step contains.
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -54,6 +58,10 @@ class Library:
     rotate: Callable[..., None]
     write_kv: Callable[..., None]
     attend: Callable[..., None]
+    route: Callable[..., None]
+    expert_linear: Callable[..., None]
+    combine: Callable[..., None]
+    joint_norm: Callable[..., None]
     top_p_thresholds: Callable[..., None]
     replay: Callable[..., None]
     replay_timed: Callable[..., None]

@@ -14,10 +14,13 @@ R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 Shape = Callable[..., tuple[int, ...]]
 
 
-def opaque(schema: str, *shapes: Shape) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def opaque(
+    schema: str, *shapes: Shape, dtypes: tuple[torch.dtype, ...] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function of tensors the torch op yalis::<name> within compiled code. Elsewhere it is called directly.
 
-    The results have the dtype and device of the first argument, and the shapes that `shapes` return for the arguments.
+    The results have the device of the first argument, the dtypes `dtypes` or that of the first argument, and the shapes
+    that `shapes` return for the arguments.
     The function selects its implementation when it runs. One compiled graph therefore serves any number of rows, with
     the same bits as uncompiled code.
     """
@@ -31,7 +34,8 @@ def opaque(schema: str, *shapes: Shape) -> Callable[[Callable[P, R]], Callable[P
             return result.contiguous() if isinstance(result, Tensor) else tuple(x.contiguous() for x in result)
 
         def fake(first: Tensor, *args: object) -> Any:
-            outputs = tuple(first.new_empty(shape(first, *args)) for shape in shapes)
+            kinds = dtypes or (first.dtype,) * len(shapes)
+            outputs = tuple(first.new_empty(s(first, *args), dtype=d) for s, d in zip(shapes, kinds, strict=True))
             return outputs if len(outputs) > 1 else outputs[0]
 
         op = torch.library.custom_op(f"yalis::{name}", run, mutates_args=(), schema=schema)

@@ -3,7 +3,7 @@
 - CPU in float32: native code (kernels/native.c).
 - GPU: Triton kernels. GEMMs with few rows are fused with their epilogue (kernels/skinny.py). GEMMs with many rows use
   cuBLAS, and kernels/fused.py has the operations around them. From FUSED_GATE_MIN_ROWS rows on, the gate and up GEMM is
-  fused with the gate (kernels/gated_product.py).
+  fused with the gate (kernels/gated_product.py). Experts have grouped products (kernels/experts.py).
 - Everything else: plain torch, operation by operation. All implementations round where these operations round.
 
 No op waits for the device, so CUDA graphs can capture them. They must run once before a capture, which compiles kernels
@@ -25,11 +25,14 @@ from torch.nn import functional as F
 from yalis.kernels import native, routed
 from yalis.kernels.opaque import opaque
 from yalis.kernels.pdl import pdl_enabled
+from yalis.moe import MoESpec
 
 # With more rows, MKL's blocked GEMM is faster than native.c, which streams the matrix past the rows.
 NATIVE_MAX_ROWS = 48
 # From here on a GPU is at its power limit, and a separate gate kernel costs more than cuBLAS gains over our GEMM.
 FUSED_GATE_MIN_ROWS = 8192
+# Whether a GPU runs mixtures of experts with kernels/experts.py; False: plain torch (kernels/routed.py).
+TRITON_EXPERTS = True
 
 
 @opaque(
@@ -72,22 +75,134 @@ def gated_linear(
     return gated(linear(x, weight, bias), activation)
 
 
+def route(
+    logits: Tensor,  # [N, experts]
+    moe: MoESpec,
+    correction: Tensor | None = None,  # [experts] fp32
+) -> tuple[Tensor, Tensor]:
+    """Return the weights [N, top_k] in fp32 and the experts [N, top_k] of each row; see routed.route."""
+    routing = (moe.top_k, moe.scoring, moe.renormalize, moe.groups, moe.top_groups, moe.scale)
+    return _route(logits, correction, *routing)
+
+
 @opaque(
-    "(Tensor x, Tensor weight, Tensor experts) -> Tensor",
-    lambda x, weight, experts: (experts.shape[0], weight.shape[1]),
+    "(Tensor logits, Tensor? correction, int top_k, str scoring, bool renormalize, int groups, int top_groups, "
+    "float scale) -> (Tensor, Tensor)",
+    lambda logits, _, top_k, *__: (logits.shape[0], top_k),
+    lambda logits, _, top_k, *__: (logits.shape[0], top_k),
+    dtypes=(torch.float32, torch.int64),
 )
+def _route(
+    logits: Tensor,
+    correction: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    routing = (top_k, scoring, renormalize, groups, top_groups, scale)
+    if TRITON_EXPERTS and _triton(logits) and groups == top_groups:
+        from yalis.kernels import experts as kernels
+
+        return kernels.route(logits, correction, top_k, scoring, renormalize, scale, pdl_enabled())
+    lib = _native(logits)
+    if lib is None or logits.stride(1) != 1:
+        return routed.choose_experts(logits, correction, *routing)
+    rows, count = logits.shape
+    weights, experts = logits.new_empty((rows, top_k)), logits.new_empty((rows, top_k), dtype=torch.int64)
+    lib.route(
+        weights.data_ptr(), experts.data_ptr(), logits.data_ptr(), logits.stride(0),
+        None if correction is None else correction.data_ptr(), rows, count, top_k,
+        routed.SCORINGS.index(scoring), renormalize, groups, top_groups, scale,
+    )  # fmt: skip
+    return weights, experts
+
+
+def group_experts(x: Tensor, experts: Tensor, count: int) -> Tensor | None:
+    """Return a plan for expert_linear() of x [N, in] with these experts [P] of `count`, to be used by several calls.
+
+    None where each call groups the pairs itself.
+    """
+    if torch.compiler.is_compiling() or not (TRITON_EXPERTS and _triton(x)):
+        return None
+    from yalis.kernels import experts as kernels
+    from yalis.kernels.experts_config import uses_gemv
+
+    return None if uses_gemv(experts.shape[0], count) else kernels.group(experts, count, pdl_enabled())
+
+
+@opaque(
+    "(Tensor x, Tensor weight, Tensor experts, Tensor? bias=None, str activation='', Tensor? plan=None) -> Tensor",
+    lambda x, weight, experts, bias=None, activation="", *_: (
+        experts.shape[0], weight.shape[1] // (2 if activation else 1),
+    ),
+)  # fmt: skip
 def expert_linear(
     x: Tensor,  # [N, in]
     weight: Tensor,  # [experts, out, in]
     experts: Tensor,  # [P] int64, P a multiple of N; -1: the pair is left out
+    bias: Tensor | None = None,  # [experts, out]
+    activation: str = "",
+    plan: Tensor | None = None,  # of group_experts()
 ) -> Tensor:
     """Return [P, out]: pair p is row p // (P / N) of x times the matrix of expert experts[p]. Pairs left out are zeros.
 
-    On a CPU the host groups the pairs, and only the matrices of chosen experts are read.
+    With an activation, out is rows of gate and then rows of up, and the result is activation(gate) * up [P, out / 2].
+    On a CPU only the matrices of chosen experts are read. From NATIVE_MAX_ROWS rows for each expert on, the host groups
+    the pairs, and MKL multiplies them.
     """
-    if x.is_cpu:
-        return routed.grouped_linear(x, weight, experts, _dense_linear)
-    return routed.blocked_linear(x, weight, experts)
+    if TRITON_EXPERTS and _triton(x) and weight.dtype == x.dtype:
+        from yalis.kernels import experts as kernels
+
+        return kernels.expert_linear(x, weight, experts, plan, bias, activation, pdl_enabled())
+    if activation:
+        return gated(expert_linear(x, weight, experts, bias), activation)
+    if not x.is_cpu:
+        return routed.blocked_linear(x, weight, experts, bias)
+    lib, pairs, (count, out, depth) = _native(x), experts.shape[0], weight.shape
+    if (
+        lib is None or not 0 < pairs <= NATIVE_MAX_ROWS * count
+        or x.stride(1) != 1 or not (weight.is_contiguous() and experts.is_contiguous())
+    ):  # fmt: skip
+        return routed.grouped_linear(x, weight, experts, _dense_linear, bias)
+    y, gathered = x.new_empty((pairs, out)), x.new_empty((pairs, depth))
+    groups = experts.new_empty(pairs + 2 * count + 1)
+    lib.expert_linear(
+        y.data_ptr(), gathered.data_ptr(), groups.data_ptr(), x.data_ptr(), x.stride(0), weight.data_ptr(),
+        None if bias is None else bias.data_ptr(), experts.data_ptr(),
+        pairs, pairs // x.shape[0], count, out, depth, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+@opaque(
+    "(Tensor y, Tensor weights, Tensor? shared=None, Tensor? gate=None) -> Tensor",
+    lambda y, weights, *_: (weights.shape[0], y.shape[1]),
+)
+def combine_experts(
+    y: Tensor,  # [N * top_k, C]
+    weights: Tensor,  # [N, top_k] fp32
+    shared: Tensor | None = None,  # [N, C], the output of the shared expert
+    gate: Tensor | None = None,  # [N, 1]
+) -> Tensor:
+    """Return the weighted sum [N, C] of each row's experts, plus `shared` times the sigmoid of `gate`."""
+    if TRITON_EXPERTS and _triton(y):
+        from yalis.kernels import experts as kernels
+
+        return kernels.combine(y, weights, shared, gate, pdl_enabled())
+    lib = _native(y)
+    if lib is None or not y.is_contiguous() or (shared is not None and not shared.is_contiguous()):
+        return routed.combine(y, weights, shared, gate)
+    (rows, top_k), cols = weights.shape, y.shape[1]
+    out = y.new_empty((rows, cols))
+    lib.combine(
+        out.data_ptr(), y.data_ptr(), weights.data_ptr(), None if shared is None else shared.data_ptr(),
+        None if gate is None else gate.data_ptr(), 0 if gate is None else gate.stride(0),
+        rows, top_k, cols, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 # As in rope_write, the op does not declare that it mutates `counts`, which nothing else in a step reads.
@@ -170,6 +285,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
+@opaque("(Tensor qkv, Tensor weight, int kv_heads, float eps) -> Tensor", lambda qkv, *_: qkv.shape)
+def joint_head_norm(
+    qkv: Tensor,  # [T, H + 2K, D]
+    weight: Tensor,  # [(H + K) * D]
+    kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """Return qkv with RMSNorm over all query heads of a token together, and over all its key heads."""
+    tokens, all_heads, dim = qkv.shape
+    keys = kv_heads * dim
+    queries, cols = weight.shape[0] - keys, all_heads * dim
+    lib = _native(qkv)
+    if lib is None or not _is_packed(qkv):
+        flat, sizes = qkv.flatten(1), (queries, keys)
+        q, k, v = flat.split((*sizes, keys), dim=1)
+        normed = (part.float() * torch.rsqrt(part.float().pow(2).mean(-1, keepdim=True) + eps) for part in (q, k))
+        scaled = (part.to(qkv.dtype) * w for part, w in zip(normed, weight.split(sizes), strict=True))
+        return torch.cat((*scaled, v), dim=1).view(qkv.shape)
+    y = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    lib.joint_norm(
+        y.data_ptr(), qkv.data_ptr(), qkv.stride(0), weight.data_ptr(), eps,
+        tokens, queries, keys, cols, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (the norm of x + residual, x + residual), [T, C] each; without a residual, (the norm of x, x)."""
     return (rms_norm(x, weight, eps), x) if residual is None else _add_rms_norm(x, residual, weight, eps)
@@ -247,6 +388,16 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     y = gate_up.new_empty((rows, width))
     lib.silu_gate(y.data_ptr(), gate_up.data_ptr(), gate_up.stride(0), rows, width, torch.get_num_threads())
     return y
+
+
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return gate * sigmoid(alpha * gate) * (up + 1) for gate_up [T, 2 * width], gate in the first half (gpt-oss).
+
+    gate is at most `limit`, up is from -limit to limit.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

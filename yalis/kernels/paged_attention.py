@@ -2,6 +2,8 @@
 
     out = softmax(mask(scale * q k^T)) v, with grouped-query heads, an optional sliding window and score soft-capping
 
+With sinks, the softmax of a query also has the logit sinks[head], whose value is zero: the sums of a row start with it.
+
 A step is at most two launches: `_paged_prefill_kernel` for sequences with several new tokens, `_paged_decode_kernel`
 for those with one. Both are flash attention with an online softmax (kernels/online_softmax.py); the query heads that
 share a KV head are rows of one tile, so each key is read once for all of them.
@@ -32,7 +34,7 @@ from yalis.kernels.fused import pdl_sync
 from yalis.kernels.gpu_limits import GpuLimits, gpu_limits
 from yalis.kernels.integer_math import cdiv, next_power_of_2
 from yalis.kernels.kv_splits import BLOCK_SPLITS, plan_splits
-from yalis.kernels.online_softmax import MASKED_SCORE, load_block_ids, online_softmax_step
+from yalis.kernels.online_softmax import LOG2E, MASKED_SCORE, load_block_ids, online_softmax_step
 from yalis.kernels.pdl import pdl_option
 from yalis.kernels.tma import make_descriptor
 
@@ -46,9 +48,10 @@ _MAX_COUNTERS = 1 << 20
 def _paged_prefill_kernel(
     out_ptr, q_ptr, k_cache, v_cache, query_start_ptr, context_len_ptr, tables_ptr, tile_sequence_ptr, tile_start_ptr,
     stride_ot, stride_oh, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_ts, stride_tb, scale, window, softcap,
+    stride_ts, stride_tb, scale, window, softcap, sinks_ptr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of sequences with several queries. Grid: (num_tiles, K).
 
@@ -81,6 +84,9 @@ def _paged_prefill_kernel(
     table_ptr = tables_ptr + sequence * stride_ts
     m_i = tl.full([BLOCK_M], MASKED_SCORE, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        m_i = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        l_i += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     # Keys [low, stop) are visited. Every row attends to all of [clear, full); the tiles before (window) and after
@@ -130,10 +136,10 @@ def _paged_prefill_kernel(
 def _paged_decode_kernel(
     out_ptr, partial_out_ptr, partial_lse_ptr, counter_ptr, q_ptr, k_cache, v_cache, query_start_ptr, plan_ptr,
     tables_ptr, stride_ot, stride_oh, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
-    stride_vh, stride_ts, stride_tb, scale, softcap,
+    stride_vh, stride_ts, stride_tb, scale, softcap, sinks_ptr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, MERGE_CHUNK: tl.constexpr,
-    USE_TMA: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    USE_TMA: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of sequences with one query. Grid: (K, max_splits).
 
@@ -166,6 +172,10 @@ def _paged_decode_kernel(
     q = tl.load(q_ptr + token * stride_qt + (head * stride_qh)[:, None] + d[None, :], mask=mask, other=0.0)
     m_i = tl.full([BLOCK_M], MASKED_SCORE, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # of the first split only: the merge adds the sums of all splits
+        sink = tl.load(sinks_ptr + head, mask=r < GROUP, other=0.0).to(tl.float32) * LOG2E
+        m_i = tl.where(index == 0, sink, m_i)
+        l_i = tl.where(index == 0, 1.0, l_i)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     query_position = tl.zeros([BLOCK_M], tl.int32) + end  # not before any key, so only `end` masks
     full = begin + tl.maximum(0, end - begin) // BLOCK_N * BLOCK_N  # end of the tiles without a mask
@@ -329,6 +339,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     pdl: bool = False,
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
     """Return the causal attention [T, H, D] of each sequence's new tokens over all of its cached tokens.
 
@@ -354,9 +365,9 @@ def paged_attention(
         k, v = (kv_descriptor(cache, config.block_n) if use_tma else cache for cache in (k_cache, v_cache))
         _paged_prefill_kernel[(plan.num_tiles, kv_heads)](
             out, q, k, v, query_start, context_len, block_tables, plan.tile_sequence, plan.tile_start,
-            *strides, scale, window or 0, softcap or 1.0,
+            *strides, scale, window or 0, softcap or 1.0, sinks,
             **sizes, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            USE_TMA=use_tma, WINDOW=window is not None, SOFTCAP=softcap is not None,
+            USE_TMA=use_tma, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     if plan.max_splits:
@@ -379,10 +390,10 @@ def paged_attention(
         block_g = next_power_of_2(group)
         _paged_decode_kernel[(kv_heads, max_splits)](
             out, partial_out, partial_lse, counters, q, k, v, query_start, plan.split_plans[window], block_tables,
-            *strides, scale, softcap or 1.0,
+            *strides, scale, softcap or 1.0, sinks,
             **sizes, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_G=block_g, MERGE_CHUNK=max(1, min(32, _MERGE_ELEMENTS // (block_g * block_d))),
-            USE_TMA=use_tma, SOFTCAP=softcap is not None, PDL=pdl,
+            USE_TMA=use_tma, SOFTCAP=softcap is not None, SINKS=sinks is not None, PDL=pdl,
             num_warps=config.num_warps, num_stages=config.num_stages, **pdl_option(pdl),
         )  # fmt: skip
     return out

@@ -22,6 +22,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
     """Return the causal attention [T, H, D] of each sequence's new tokens over its own blocks, in the dtype of q."""
     out = torch.empty_like(q)
@@ -39,7 +40,10 @@ def paged_attention(
         masked = key > query
         if window is not None:
             masked |= key <= query - window
-        weights = scores.masked_fill(masked, -math.inf).softmax(-1)
+        scores = scores.masked_fill(masked, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores.dtype).view(-1, 1, 1).expand_as(scores[..., :1])), dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
 
@@ -120,3 +124,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     partner = torch.cat((second, first), dim=-1)
     out = ((rotated * cos).double() + partner.double() * sin.double()).to(x.dtype)
     return torch.cat((out, rest), dim=-1)
+
+
+def expert_linear(
+    x: Tensor,  # [N, K]
+    weight: Tensor,  # [E, O, K]
+    experts: Tensor,  # [P], P a multiple of N
+    bias: Tensor | None = None,  # [E, O]
+) -> Tensor:
+    """Return [P, O]: pair p is row p // (P / N) of x times the matrix of expert experts[p]; zeros if that is -1."""
+    y = x.new_zeros(experts.shape[0], weight.shape[1])
+    for expert in range(weight.shape[0]):
+        pairs = (experts == expert).nonzero().flatten()
+        rows = x[pairs * x.shape[0] // experts.shape[0]]
+        y[pairs] = linear(rows, weight[expert], None if bias is None else bias[expert])
+    return y

@@ -1,4 +1,7 @@
-"""Products of rows with the matrix of an expert each, in plain torch. Shapes: N rows, P pairs, E experts."""
+"""Routing, and products of rows with the matrix of an expert each, in plain torch.
+
+Shapes: N rows, P pairs of a row and one of its experts, E experts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from yalis.moe import MoESpec
 
 # Rows of a block: its product reads one matrix. From about this size on a GPU computes longer than it reads.
 _MAX_BLOCK = 128
@@ -15,10 +20,53 @@ _MAX_COPY = 256 << 20
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Return the weights [N, top_k] in fp32 and the experts [N, top_k] of each row, for router logits [N, E]."""
-    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, experts
+#: The values of MoESpec.scoring. native.c takes their index.
+SCORINGS = ("softmax", "sigmoid", "softmax_chosen")
+
+
+def route(logits: Tensor, moe: MoESpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the weights [N, top_k] in fp32 and the experts [N, top_k] of each row, for router logits [N, E].
+
+    `correction` [E] fp32 is added to the scores for the choice of experts, if the model has it.
+    """
+    routing = (moe.top_k, moe.scoring, moe.renormalize, moe.groups, moe.top_groups, moe.scale)
+    return choose_experts(logits, correction, *routing)
+
+
+def choose_experts(
+    logits: Tensor,
+    correction: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """route() with the fields of the MoESpec one by one, as custom ops take them."""
+    if scoring == "softmax_chosen":
+        chosen_logits, experts = logits.float().topk(top_k, dim=-1)
+        weights = chosen_logits.softmax(-1)
+    else:
+        scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
+        corrected = scores if correction is None else scores + correction
+        if top_groups < groups:
+            corrected = _mask_groups(corrected, groups, top_groups)
+        weights, experts = corrected.topk(top_k, dim=-1)
+        if corrected is not scores:
+            weights = scores.gather(1, experts)
+    if renormalize:
+        # Sigmoids may all be near zero.
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if scoring == "sigmoid" else 0.0))
+    return weights * scale if scale != 1.0 else weights, experts
+
+
+def _mask_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
+    """Return scores [N, E] with -inf for all experts outside the best groups, by the sum of their two best scores."""
+    grouped = scores.view(scores.shape[0], groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def own_experts(experts: Tensor, kv_slots: Tensor | None, counts: Tensor, first: int, held: int) -> Tensor:
@@ -30,13 +78,16 @@ def own_experts(experts: Tensor, kv_slots: Tensor | None, counts: Tensor, first:
     return torch.where((own >= 0) & (own < held), own, -1)
 
 
-def combine(y: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sums [N, out] of the pairs y [N * top_k, out], rounded once."""
+def combine(y: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """ops.combine_experts. The sum over the experts is rounded once."""
     rows, top_k = weights.shape
-    return torch.bmm(weights.to(y.dtype).unsqueeze(1), y.view(rows, top_k, y.shape[1])).squeeze(1)
+    combined = torch.bmm(weights.to(y.dtype).unsqueeze(1), y.view(rows, top_k, y.shape[1])).squeeze(1)
+    if shared is None:
+        return combined
+    return combined + (shared if gate is None else shared * torch.sigmoid(gate))
 
 
-def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, linear: Linear) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, linear: Linear, bias: Tensor | None = None) -> Tensor:
     """ops.expert_linear with one product for each expert that occurs. The host waits for the groups."""
     left_out, *counts = torch.bincount(experts + 1, minlength=weight.shape[0] + 1).tolist()
     order = experts.argsort(stable=True)[left_out:]
@@ -44,13 +95,14 @@ def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, linear: Linear) -
     grouped, start = x.new_empty(order.shape[0], weight.shape[1]), 0
     for expert, count in enumerate(counts):
         if count:
-            grouped[start : start + count] = linear(rows[start : start + count], weight[expert], None)
+            added = None if bias is None else bias[expert]
+            grouped[start : start + count] = linear(rows[start : start + count], weight[expert], added)
             start += count
     y = x.new_zeros if left_out else x.new_empty
     return y(experts.shape[0], weight.shape[1]).index_copy_(0, order, grouped)
 
 
-def blocked_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+def blocked_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None) -> Tensor:
     """ops.expert_linear with shapes that do not depend on the routing, and without waiting for the device.
 
     The pairs are sorted by expert, and each expert's are padded to whole blocks of rows. A block is multiplied by a
@@ -79,6 +131,8 @@ def blocked_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
         part = slice(first, first + step)
         matrices = weight.index_select(0, expert_of_block[part])
         torch.bmm(padded.view(blocks, block, -1)[part], matrices.transpose(1, 2), out=y[part])
+    if bias is not None:
+        y += bias.index_select(0, expert_of_block).unsqueeze(1)
     grouped = flat.index_select(0, slots)
     return torch.empty_like(grouped).index_copy_(0, order, grouped)
 

@@ -10,7 +10,7 @@ from yalis.attention.base import AttentionParams, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
 from yalis.parallel.linear import column_parallel, row_parallel
-from yalis.parallel.norm import HeadNorm, JointHeadNorm
+from yalis.parallel.norm import HeadNorm, HeadSinks, JointHeadNorm
 from yalis.parallel.plan import Grid
 from yalis.parallel.weights import RowShard
 from yalis.spec import ModelSpec
@@ -37,6 +37,9 @@ class SelfAttention(nn.Module):
             for name in ("q_norm", "k_norm")
         )
         self.joint_norm = JointHeadNorm(grid, prefix, spec, dtype, device) if spec.joint_qk_norm else None
+        self.sinks: HeadSinks | None = None
+        if spec.attention_sinks:
+            self.sinks = HeadSinks(f"{prefix}.sinks", spec.num_heads, heads, dtype, device)
         self.eps = spec.norm_eps
 
     def forward(
@@ -59,12 +62,17 @@ class SelfAttention(nn.Module):
         q = ops.rope_write(qkv, *rope, *cache, step.batch.kv_slots, q_norm, k_norm, self.eps)
         if self.pad_before or self.pad_after:
             q = pad(q, (0, 0, self.pad_before, self.pad_after))
-        attended = step.attend(q, cache, self.params)
+        attended = step.attend(q, cache, self.params if self.sinks is None else self._params_with(self.sinks.weight))
         if self.pad_before or self.pad_after:
             attended = attended[:, self.pad_before : self.pad_before + H]
         attended = attended.reshape(x.shape[0], H * self.head_dim)
         y: Tensor = self.out(attended if rows is None else ops.gather_rows(attended, rows))
         return y
+
+    def _params_with(self, sinks: Tensor) -> AttentionParams:
+        if self.pad_before or self.pad_after:
+            sinks = pad(sinks, (self.pad_before, self.pad_after))
+        return AttentionParams(self.params.scale, self.params.window, self.params.softcap, sinks)
 
 
 def head_padding(heads: range, kv_heads: range, group: int) -> tuple[int, int]:

@@ -7,18 +7,14 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from yalis.kernels import ops, routed
-from yalis.parallel.linear import ExpertLinear, ReplicatedLinear, column_parallel, row_parallel
+from yalis.kernels import ops
+from yalis.parallel.linear import ExpertCorrection, ExpertLinear, ReplicatedLinear, column_parallel, row_parallel
 from yalis.parallel.plan import Grid
-from yalis.parallel.weights import AliasedShard, ExpertShard, RowShard
+from yalis.parallel.weights import AliasedShard, ExpertShard, RowShard, TransposedExpertShard
 from yalis.spec import ModelSpec
 
 
 class MLP(nn.Module, ABC):
-    #: Whether a step on a CPU can be recorded: the same native calls compute it for any tokens. CUDA graphs need more
-    #: of every MLP: shapes that do not depend on the tokens, and no wait for the device.
-    recordable_on_cpu = True
-
     @abstractmethod
     def __init__(self, spec: ModelSpec, grid: Grid, prefix: str, dtype: torch.dtype, device: torch.device) -> None:
         """`prefix`: the name of the MLP's tensors in the checkpoint, such as "model.layers.0.mlp"."""
@@ -78,46 +74,56 @@ class MoE(MLP):
     same experts: the router's output has the same bits on each of them. One all-reduce sums the outputs of all experts.
     """
 
-    recordable_on_cpu = False  # which matrices a step multiplies depends on its tokens
-
     def __init__(self, spec: ModelSpec, grid: Grid, prefix: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, grid, prefix, dtype, device)
         assert spec.moe is not None
         self.moe, self.activation = spec.moe, spec.activation
         moe, hidden = spec.moe, spec.hidden_size
         stored = f"{prefix.removesuffix('mlp')}{moe.module}"
+        router, experts = f"{stored}.{moe.router}", f"{prefix}.experts"
         outputs: list[RowShard] = [
-            AliasedShard(f"{stored}.gate", moe.num_experts, range(moe.num_experts), f"{prefix}.gate")
+            AliasedShard(router, moe.num_experts, range(moe.num_experts), f"{prefix}.{moe.router}")
         ]
-        if moe.shared_width:
-            outputs.append(RowShard(f"{prefix}.shared_expert_gate", 1, range(1)))
-        self.router = ReplicatedLinear(grid, outputs, hidden, dtype, device)
+        if moe.shared_gate:
+            outputs.append(RowShard(f"{prefix}.{moe.shared}_gate", 1, range(1)))
+        router_dtype = torch.float32 if moe.router_fp32 else dtype
+        self.router = ReplicatedLinear(grid, outputs, hidden, router_dtype, device, moe.router_bias)
+        self.correction: ExpertCorrection | None = None
+        if moe.correction_bias:
+            self.correction = ExpertCorrection(f"{router}.e_score_correction_bias", moe.num_experts, device)
+        columns = grid.hidden(hidden)
         self.held, width = grid.experts(moe.num_experts), grid.expert_width(moe.width)
         #: how many tokens chose each expert, and padding tokens any; only with expert parallelism
         self.counts: Tensor | None = None
         if grid.expert_parallel:
             self.counts = torch.zeros(moe.num_experts + 1, dtype=torch.int64, device=device)
 
-        def shard(expert: int, matrix: int) -> ExpertShard:
-            """Return rows of gate (0), up (1) or down (2)."""
-            name = f"{stored}.experts.{expert}.{moe.matrices[matrix]}"
-            if matrix == 2:
-                fused = f"{prefix}.experts.down_proj"
-                return ExpertShard(name, hidden, grid.hidden(hidden), fused, expert, moe.num_experts)
-            return ExpertShard(
-                name, moe.width, width, f"{prefix}.experts.gate_up_proj", expert, moe.num_experts, 2, matrix
-            )
+        def shards(expert: int, down: bool) -> list[RowShard]:
+            """Return the rows of gate and up, or those of down."""
+            matrices = moe.matrices[2:] if down else moe.matrices[:2]
+            names = tuple(f"{stored}.experts.{expert}.{matrix}" for matrix in matrices)
+            fused = f"{experts}.down_proj" if down else f"{experts}.gate_up_proj"
+            rows, size = (columns, hidden) if down else (width, moe.width)
+            if moe.transposed:
+                count = len(names)
+                part = range(count * rows.start, count * rows.stop)
+                name = f"{fused}.{expert}"
+                return [TransposedExpertShard(name, count * size, part, fused, expert, moe.num_experts, names)]
+            return [
+                ExpertShard(name, size, rows, fused, expert, moe.num_experts, len(names), matrix)
+                for matrix, name in enumerate(names)
+            ]
 
         self.gate_up = ExpertLinear(
-            len(self.held), [shard(expert, matrix) for expert in self.held for matrix in (0, 1)],
-            hidden, grid.hidden(hidden), grid.col_group, dtype, device,
+            len(self.held), [shard for expert in self.held for shard in shards(expert, down=False)],
+            hidden, columns, grid.col_group, dtype, device, moe.expert_bias,
         )  # fmt: skip
         self.down = ExpertLinear(
-            len(self.held), [shard(expert, 2) for expert in self.held],
-            moe.width, width, grid.row_group, dtype, device,
+            len(self.held), [shard for expert in self.held for shard in shards(expert, down=True)],
+            moe.width, width, grid.row_group, dtype, device, moe.expert_bias, grid.expert_parallel,
         )  # fmt: skip
         self.shared = (
-            GatedMLP(spec, grid, f"{prefix}.shared_expert", dtype, device, moe.shared_width)
+            GatedMLP(spec, grid, f"{prefix}.{moe.shared}", dtype, device, moe.shared_width)
             if moe.shared_width
             else None
         )
@@ -125,13 +131,15 @@ class MoE(MLP):
     def forward(self, x: Tensor, kv_slots: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         moe = self.moe
         logits = self.router(x)
-        weights, experts = routed.route(logits[:, : moe.num_experts], moe.top_k, moe.renormalize)
+        correction = None if self.correction is None else self.correction.data
+        weights, experts = ops.route(logits[:, : moe.num_experts], moe, correction)
         chosen = self._own_pairs(experts, kv_slots, rows)
-        gate_up = self.gate_up.sum_partials(self.gate_up.routed(x, chosen))
-        y = routed.combine(self.down.routed(ops.gated(gate_up, self.activation), chosen), weights)
-        if self.shared is not None:
-            y = y + self.shared.partial(x) * torch.sigmoid(logits[:, moe.num_experts :])
-        return self.down.sum_partials(y)
+        plan = ops.group_experts(x, chosen, self.gate_up.num_experts)
+        gated = self.gate_up.routed_gated(x, chosen, self.activation, moe.clamp, plan)
+        y = self.down.routed(gated, chosen, plan)
+        shared = None if self.shared is None else self.shared.partial(x)
+        gate = logits[:, moe.num_experts :] if moe.shared_gate else None
+        return self.down.sum_partials(ops.combine_experts(y, weights, shared, gate))
 
     def _own_pairs(self, experts: Tensor, kv_slots: Tensor | None, rows: Tensor | None) -> Tensor:
         """Return the index of each chosen expert [T, top_k] among this rank's, [T * top_k]; -1 for those of others."""

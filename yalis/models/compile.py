@@ -71,7 +71,8 @@ class CompiledStepAttention(StepAttention):
         _running_steps[model_id] = self
 
     def attend(self, q: Tensor, cache: LayerCache, params: AttentionParams) -> Tensor:
-        return attend(q, cache.k, cache.v, self.model_id, params.scale, params.window or 0, params.softcap or 0.0)
+        window, softcap = params.window or 0, params.softcap or 0.0
+        return attend(q, cache.k, cache.v, params.sinks, self.model_id, params.scale, window, softcap)
 
 
 #: The step that each compiled model is running, by model id.
@@ -79,13 +80,21 @@ _running_steps: WeakValueDictionary[int, CompiledStepAttention] = WeakValueDicti
 
 
 @opaque(
-    "(Tensor q, Tensor k_cache, Tensor v_cache, int model_id, float scale, int window, float softcap) -> Tensor",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, int model_id, float scale, int window, float softcap) "
+    "-> Tensor",
     lambda q, *_: q.shape,
 )
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, model_id: int, scale: float, window: int, softcap: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    sinks: Tensor | None,
+    model_id: int,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     """Call the attention backend of the step that this model is running. 0 means no window and no softcap."""
     step = _running_steps[model_id]
-    params = AttentionParams(scale, window or None, softcap or None)
+    params = AttentionParams(scale, window or None, softcap or None, sinks)
     return step.backend.attend(q, LayerCache(k_cache, v_cache), step.batch, step.shared, params)

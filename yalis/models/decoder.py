@@ -15,7 +15,7 @@ from yalis.attention.base import AttentionBackend, ForwardBatch, LayerCache
 from yalis.attention.step import StepAttention
 from yalis.kernels import ops
 from yalis.layers.attention import SelfAttention
-from yalis.layers.mlp import MLP, MLPS
+from yalis.layers.mlp import MLPS
 from yalis.layers.rotary import Rotary
 from yalis.parallel.embedding import LMHead, VocabEmbedding
 from yalis.parallel.norm import RMSNorm
@@ -113,11 +113,6 @@ class Decoder(nn.Module):
             tied = self.embedding if spec.tie_embeddings else None
             name = EMBEDDING if spec.tie_embeddings else "lm_head"
             self.head = LMHead(grid, name, vocab, hidden, dtype, device, tied)
-
-    @property
-    def recordable_on_cpu(self) -> bool:
-        """Whether a decode step may be recorded as native calls; false if the calls depend on the tokens."""
-        return all(module.recordable_on_cpu for module in self.modules() if isinstance(module, MLP))
 
     def load(self, source: TensorSource) -> None:
         """Load the weights. Every layer reads its own slices of the checkpoint."""

@@ -31,13 +31,14 @@ class GridLinear(ParallelLayer):
         reduce: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        every_rank: bool = False,
     ) -> None:
         super().__init__()
         self.reduce, self.all_reduce = reduce, AllReduceOp(reduce)
         self.weight = make_weight(shards, total_cols, cols, dtype, device)
-        # Only the first rank of the group adds the bias, so that the sum contains it once.
+        # Only the first rank of the group adds the bias, so that the sum contains it once, unless each has its own.
         rows = sum(len(shard.rows) for shard in shards)
-        has_bias = bias and reduce.rank == 0
+        has_bias = bias and (reduce.rank == 0 or every_rank)
         self.bias = (
             nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if has_bias else None
         )
@@ -78,13 +79,25 @@ class ExpertLinear(GridLinear):
         reduce: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        bias: bool = False,
+        whole: bool = False,
     ) -> None:
-        super().__init__(shards, total_cols, cols, False, reduce, dtype, device)
+        """`whole`: the ranks of `reduce` have different experts, so each adds the biases of its own."""
+        super().__init__(shards, total_cols, cols, bias, reduce, dtype, device, every_rank=whole)
         self.num_experts = num_experts
 
-    def routed(self, x: Tensor, experts: Tensor) -> Tensor:
+    def routed(self, x: Tensor, experts: Tensor, plan: Tensor | None) -> Tensor:
         """Return the product of each pair [P, out], not yet summed over `reduce`; see ops.expert_linear."""
-        return self.weight.routed(x, experts, self.num_experts)
+        return self.weight.routed(x, experts, self.num_experts, self.bias, "", plan)
+
+    def routed_gated(
+        self, x: Tensor, experts: Tensor, activation: str, clamp: tuple[float, float] | None, plan: Tensor | None
+    ) -> Tensor:
+        """Return activation(gate) * up of each pair, or ops.clamped_gate. Fused unless an all-reduce comes between."""
+        if self.reduce.size == 1 and clamp is None:
+            return self.weight.routed(x, experts, self.num_experts, self.bias, activation, plan)
+        gate_up = self.sum_partials(self.routed(x, experts, plan))
+        return ops.gated(gate_up, activation) if clamp is None else ops.clamped_gate(gate_up, *clamp)
 
 
 class ReplicatedLinear(GridLinear):
@@ -95,16 +108,34 @@ class ReplicatedLinear(GridLinear):
     """
 
     def __init__(
-        self, grid: Grid, shards: Sequence[RowShard], hidden: int, dtype: torch.dtype, device: torch.device
+        self,
+        grid: Grid,
+        shards: Sequence[RowShard],
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
     ) -> None:
         held = grid.hidden(hidden)
         part = grid.router_columns(hidden)
         reduce = grid.tp_group if grid.cols > 1 else SingleRank()
-        super().__init__(shards, hidden, part, False, reduce, dtype, device)
-        self.part = slice(part.start - held.start, part.stop - held.start)
+        super().__init__(shards, hidden, part, bias, reduce, dtype, device)
+        self.part, self.dtype = slice(part.start - held.start, part.stop - held.start), dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[:, self.part])
+        return super().forward(x[:, self.part].to(self.dtype))
+
+
+class ExpertCorrection(ParallelLayer):
+    """A float32 number for each expert, which routing adds to its score; every rank has all of them."""
+
+    def __init__(self, name: str, num_experts: int, device: torch.device) -> None:
+        super().__init__()
+        self.name = name
+        self.data = nn.Parameter(torch.empty(num_experts, dtype=torch.float32, device=device), requires_grad=False)
+
+    def load(self, source: TensorSource) -> None:
+        source.tensor(self.name, tuple(self.data.shape)).read_into(self.data, slice(0, len(self.data)))
 
 
 def column_parallel(

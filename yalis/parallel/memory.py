@@ -139,8 +139,22 @@ class _RankParts:
         copies = split.rows if split.cols == 1 else 1  # with columns, all ranks of the grid split the router
         held = _repeated("whole", copies, "rows") if split.cols == 1 else over_grid
         columns = len(self.grid.router_columns(self.spec.hidden_size))
-        size = moe.router_rows * columns * self.itemsize * (self.layers - self.dense_layers)
-        yield Part("routers", size, held, copies)
+        count = self.layers - self.dense_layers
+        size = moe.router_rows * columns * (_FLOAT32 if moe.router_fp32 else self.itemsize)
+        if moe.router_bias and (split.cols == 1 or self.coords.row == self.coords.col == 0):
+            size += moe.num_experts * self.itemsize  # added once per sum of partial logits
+        yield Part("routers", count * size, held, copies)
+        if moe.correction_bias:
+            held = _repeated("whole", split.per_stage, "ranks of a stage")
+            yield Part("routing corrections", count * moe.num_experts * _FLOAT32, held, split.per_stage)
+        if moe.expert_bias:
+            biases = count * len(self.grid.experts(moe.num_experts)) * self.itemsize
+            if self.coords.col == 0:
+                held = _split(split, "rows") + _only(split.cols, "column")
+                yield Part("gate and up biases of experts", 2 * len(self.grid.expert_width(moe.width)) * biases, held)
+            if self.coords.row == 0 or split.expert_parallel:
+                held = _split(split, "columns") + ("" if split.expert_parallel else _only(split.rows, "row"))
+                yield Part("down biases of experts", self.hidden * biases, held)
 
     def kv_block(self, block_size: int) -> Iterator[Part]:
         """Yield the parts of a KV block. All columns of a grid row compute the same attention, each with a KV cache."""
@@ -190,6 +204,10 @@ class _RankParts:
         if spec.qk_norm:
             held = _repeated("whole", split.per_stage, "ranks of a stage")
             yield self._layered("head norms", 2 * spec.head_dim, held, split.per_stage)
+        if spec.attention_sinks:
+            sinks = self.queries // spec.head_dim
+            held = _repeated(_split(split, "rows"), split.cols, "columns")
+            yield self._layered("attention sinks", sinks, held, split.cols)
         if spec.joint_qk_norm:
             held = _split(split, "rows")
             yield self._layered("query norms", self.queries, _repeated(held, split.cols, "columns"), split.cols)

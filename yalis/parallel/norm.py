@@ -1,4 +1,4 @@
-"""RMSNorm over a hidden size that may be split over the grid's columns, and the norms of query and key heads."""
+"""RMSNorm over a hidden size that may be split over the grid's columns, and parameters of query and key heads."""
 
 from __future__ import annotations
 
@@ -59,6 +59,18 @@ class HeadNorm(ParallelLayer):
         source.tensor(f"{self.name}.weight", (self.head_dim,)).read_into(self.weight, slice(0, self.head_dim))
 
 
+class HeadSinks(ParallelLayer):
+    """Attention sinks (gpt-oss): a logit of each query head of this rank."""
+
+    def __init__(self, name: str, num_heads: int, heads: range, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.name, self.num_heads, self.heads = name, num_heads, heads
+        self.weight = nn.Parameter(torch.empty(len(heads), dtype=dtype, device=device), requires_grad=False)
+
+    def load(self, source: TensorSource) -> None:
+        source.tensor(self.name, (self.num_heads,)).read_into(self.weight, slice(self.heads.start, self.heads.stop))
+
+
 class JointHeadNorm(ParallelLayer):
     """RMSNorm over all query heads together, and one over all key heads (OLMoE). Mean squares are summed over the rows.
 
@@ -88,11 +100,12 @@ class JointHeadNorm(ParallelLayer):
     def forward(self, qkv: Tensor) -> Tensor:
         """Return qkv [T, H + 2K, D] with normed queries and keys."""
         H, K = map(len, self.held)
+        if self.rows == 1:
+            return ops.joint_head_norm(qkv, self.weight, K, self.eps)
         q, k, v = qkv.split((H, K, K), dim=1)
         squares = qkv[:, : H + K].float().pow(2).sum(-1)  # [T, H + K]
         sums = torch.stack((squares[:, :H].sum(1), squares[:, H + self.first_key :].sum(1)), dim=1)  # [T, 2]
-        if self.rows > 1:
-            sums = self.all_reduce(sums)
+        sums = self.all_reduce(sums)
         queries, keys = (
             torch.rsqrt(sums[:, part] / (total * self.head_dim) + self.eps)[:, None, None]
             for part, total in enumerate(self.totals)

@@ -80,6 +80,66 @@ class ExpertShard(RowShard):
 
 
 @dataclass(frozen=True)
+class TransposedExpertShard(RowShard):
+    """Rows of one expert in the layout of gpt-oss: a tensor of all experts [experts, columns, matrices * total_rows].
+
+    With two matrices, their columns alternate, and the shard has the rows of the first above those of the second. A
+    checkpoint may also have each of them alone, as in the other families: then `names` are their names.
+    """
+
+    fused: str
+    expert: int
+    num_experts: int
+    names: tuple[str, ...]  # without ".weight" or ".bias"
+
+    def weight(self, source: TensorSource, total_cols: int) -> ReadableTensor:
+        each = self.total_rows // len(self.names)
+        if source.has(f"{self.names[0]}.weight"):
+            return _Stacked(tuple(source.tensor(f"{name}.weight", (each, total_cols)) for name in self.names))
+        tensor = source.tensor(self.fused, (self.num_experts, total_cols, self.total_rows))
+        return _TransposedMatrices(tensor, self.expert, len(self.names))
+
+    def bias(self, source: TensorSource) -> ReadableTensor:
+        each = self.total_rows // len(self.names)
+        if source.has(f"{self.names[0]}.bias"):
+            return _Stacked(tuple(source.tensor(f"{name}.bias", (each,)) for name in self.names))
+        tensor = source.tensor(f"{self.fused}_bias", (self.num_experts, self.total_rows))
+        return _TransposedMatrices(tensor, self.expert, len(self.names))
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """The same rows of several matrices or vectors, one above the other."""
+
+    tensors: tuple[ReadableTensor, ...]
+
+    def read_into(self, out: Tensor, *index: slice) -> None:
+        rows, *columns = index
+        each = slice(rows.start // len(self.tensors), rows.stop // len(self.tensors))
+        for tensor, part in zip(self.tensors, out.chunk(len(self.tensors)), strict=True):
+            tensor.read_into(part, each, *columns)
+
+
+@dataclass(frozen=True)
+class _TransposedMatrices:
+    """Matrices or vectors of an expert that alternate in the last dimension of a tensor of all experts.
+
+    Read as _Stacked would: rows start to stop of all of them are the columns from start to stop of the tensor.
+    """
+
+    tensor: ReadableTensor
+    expert: int
+    matrices: int
+
+    def read_into(self, out: Tensor, *index: slice) -> None:
+        rows, *columns = index
+        stored = torch.empty_like(out).movedim(0, -1).unsqueeze(0)  # rows stay contiguous
+        self.tensor.read_into(stored, slice(self.expert, self.expert + 1), *columns, rows)
+        for matrix, part in enumerate(out.chunk(self.matrices)):
+            part.copy_(stored[0, ..., matrix :: self.matrices].movedim(-1, 0))
+
+
+@dataclass(frozen=True)
 class _MatrixOfExpert:
     """One matrix in a tensor of all experts."""
 
@@ -113,7 +173,15 @@ class Weight(nn.Module, ABC):
         """Return activation(gate) * up, where the first half of the rows is gate: [T, in] to [T, out / 2]."""
 
     @abstractmethod
-    def routed(self, x: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+    def routed(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        num_experts: int,
+        bias: Tensor | None = None,
+        activation: str = "",
+        plan: Tensor | None = None,
+    ) -> Tensor:
         """Multiply each row by the matrix of an expert (ops.expert_linear); the rows are those of all experts."""
 
     @abstractmethod
@@ -145,8 +213,18 @@ class DenseWeight(Weight):
     def gated(self, x: Tensor, activation: str, bias: Tensor | None) -> Tensor:
         return ops.gated_linear(x, self.data, activation, bias)
 
-    def routed(self, x: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-        return ops.expert_linear(x, self.data.view(num_experts, -1, self.data.shape[1]), experts)
+    def routed(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        num_experts: int,
+        bias: Tensor | None = None,
+        activation: str = "",
+        plan: Tensor | None = None,
+    ) -> Tensor:
+        matrices = self.data.view(num_experts, -1, self.data.shape[1])
+        biases = None if bias is None else bias.view(num_experts, -1)
+        return ops.expert_linear(x, matrices, experts, biases, activation, plan)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         return ops.gather_rows(self.data, rows)

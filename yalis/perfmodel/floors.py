@@ -45,7 +45,11 @@ class ModelDims:
     top_k: float = 0  # of those, how many serve a token; a mean if other ranks have the other experts
     routed_experts: int = 0  # that a token chooses from; more than `experts` if other ranks have some
     expert_width: int = 0
-    shared_width: int = 0  # of the expert that serves every token; its gate is a row of the router
+    shared_width: int = 0  # of the expert that serves every token
+    shared_gate: bool = True  # the shared expert has a gate, which is a row of the router
+    router_biases: int = 0  # vectors of one number for each expert: the router's bias, the correction of its scores
+    expert_bias: bool = False
+    attention_sinks: bool = False
     #: columns of a tensor-parallel grid: the matrices of a layer have hidden / columns of the hidden size
     columns: int = 1
     embedding: bool = True  # false on pipeline stages after the first
@@ -78,6 +82,10 @@ class ModelDims:
             routed_experts=0 if moe is None else moe.num_experts,
             expert_width=0 if moe is None else moe.width,
             shared_width=0 if moe is None else moe.shared_width,
+            shared_gate=moe is None or moe.shared_gate,
+            router_biases=0 if moe is None else moe.router_bias + moe.correction_bias,
+            expert_bias=moe is not None and moe.expert_bias,
+            attention_sinks=spec.attention_sinks,
         )
 
     @property
@@ -95,24 +103,32 @@ class ModelDims:
         """Parameters of those matrices that one token multiplies."""
         return self.params_with(self.top_k)
 
+    @property
+    def router_rows(self) -> int:
+        return self.routed_experts + (self.shared_width > 0 and self.shared_gate)
+
     def read_params(self, tokens: int) -> float:
-        """Return the parameters of those matrices that a step of `tokens` tokens reads, if all experts are equally
-        likely. Routing that prefers some experts reads fewer."""
+        """Return the parameters of those matrices that a step of `tokens` tokens reads, with the biases of experts, if
+        all experts are equally likely. Routing that prefers some experts reads fewer."""
         if not self.experts:
             return self.matrix_params
-        return self.params_with(distinct_experts(self.experts, self.top_k, tokens))
+        read = distinct_experts(self.experts, self.top_k, tokens)
+        return self.params_with(read) + self._expert_biases(read)
 
     def params_with(self, experts: _Count) -> _Count:
         """Return the parameters of the matrices of all layers, with this many experts in each that has experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         dense = self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * 3 * self.intermediate
-        router = self.routed_experts + (self.shared_width > 0)
-        sparse = 3 * (experts * self.expert_width + self.shared_width) + router
+        sparse = 3 * (experts * self.expert_width + self.shared_width) + self.router_rows
         return self.hidden_shard * (dense + self.expert_layers * sparse)
+
+    def _expert_biases(self, experts: _Count) -> _Count:
+        """Return the parameters of the biases of this many experts in each layer that has experts."""
+        return self.expert_layers * experts * (2 * self.expert_width + self.hidden_shard) * self.expert_bias
 
     @property
     def small_params(self) -> int:
-        """Parameters of norms and biases."""
+        """Parameters of norms, sinks and biases, without those of experts."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         layer = (4 if self.sandwich_norms else 2) * self.hidden_shard
         layer += 2 * self.head_dim if self.qk_norm else 0
@@ -120,7 +136,9 @@ class ModelDims:
         layer += qkv if self.qkv_bias else 0
         layer += self.hidden_shard if self.out_bias else 0
         layer += 2 * self.intermediate + self.hidden_shard if self.mlp_bias else 0
-        return self.layers * layer + self.hidden_shard * self.head
+        layer += self.heads if self.attention_sinks else 0
+        routers = self.expert_layers * self.routed_experts * self.router_biases
+        return self.layers * layer + routers + self.hidden_shard * self.head
 
     @property
     def table_params(self) -> int:
@@ -135,7 +153,8 @@ class ModelDims:
     @property
     def params(self) -> int:
         tables = 1 if self.tied and self.embedding and self.head else self.embedding + self.head
-        return self.matrix_params + self.small_params + self.table_params * tables
+        biases = self._expert_biases(self.experts)
+        return self.matrix_params + biases + self.small_params + self.table_params * tables
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -109,7 +109,7 @@ def _mlp_sums(
     if not experts or spec.moe is None:
         yield groups.cols, width(spec.intermediate_size)
         return
-    yield groups.tp, spec.moe.router_rows * itemsize
+    yield groups.tp, spec.moe.router_rows * (_FLOAT32 if spec.moe.router_fp32 else itemsize)
     # With whole experts the sum contains the pairs of all rows of the grid.
     yield (
         groups.cols,

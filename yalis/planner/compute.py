@@ -175,7 +175,7 @@ class ComputeModel:
         load = expert_load(dims, self.split.rows, rows, assumptions)
         # With columns, all ranks of the grid split the columns of the router.
         router = hidden if dims.columns == 1 else max(1, hidden // self.split.rows)
-        total.add("matmul", kernels.linear(rows, dims.routed_experts + (dims.shared_width > 0), router), layers)
+        total.add("matmul", kernels.linear(rows, dims.router_rows, router), layers)
         total.add("other", assumptions["route_s"].value, layers)
         gated = dims.columns == 1
         total.add("matmul", grouped_product(kernels, load, 2 * width, hidden, gated, assumptions), layers)
@@ -252,5 +252,4 @@ class ComputeModel:
         sequences = shape.decodes + len(shape.chunks)
         host = self.table["host_step_s"] + self.table["host_sequence_s"] * sequences
         replayed = not shape.chunks and shape.decodes <= cpu.max_recorded and self.split.per_replica == 1
-        replayed = replayed and not self.dims.expert_layers
         return ComputeTime(matmul, attention, other, host, replayed, host, overlapped=False)

@@ -44,7 +44,7 @@ class CpuTimes:
         attention = 4 * dims.heads * dims.head_dim * dims.layers * pairs / self.matmul
         moved = tokens * dims.layers * self.itemsize * (8 * dims.hidden_shard + 3 * width)
         other = dims.layers * table["layer_s"] + moved / (self.read * table["elementwise_eff"])
-        if shape.chunks or load is not None:  # such steps run eagerly
+        if shape.chunks:
             other += dims.layers * table["eager_layer_s"]
         return matmul, attention, other
 

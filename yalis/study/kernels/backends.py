@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from yalis.errors import YalisError
-from yalis.kernels import native, ops, reference
+from yalis.kernels import native, ops, reference, routed
+from yalis.moe import MoESpec
 from yalis.sampling.sampled_tokens import NO_TOKEN
 
 EPS = 1e-5
 _ACTIVATION = "silu"
+_ROUTING = ("softmax", True, 1, 1, 1.0)  # renormalized, without groups
 _SCALE = 0.1  # of the attention scores
 
 
@@ -24,6 +26,10 @@ class Backend(Protocol):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+    def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]: ...
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -52,6 +58,17 @@ class TorchBackend:
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.gated(self.linear(x, weight))
+
+    def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
+        return routed.choose_experts(logits, None, top_k, *_ROUTING)
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        def linear(rows: Tensor, matrices: Tensor) -> Tensor:
+            if rows.is_cpu:
+                return routed.grouped_linear(rows, matrices, chosen, F.linear)
+            return routed.blocked_linear(rows, matrices, chosen)
+
+        return routed.combine(linear(self.gated(linear(x, gate_up)), down), weights)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         if residual is not None:
@@ -102,6 +119,13 @@ class NativeBackend(TorchBackend):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return ops.linear(x, weight)
 
+    def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
+        return ops.route(logits, MoESpec(logits.shape[1], top_k, 1, (True,), renormalize=True))
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        gated = ops.expert_linear(x, gate_up, chosen, None, _ACTIVATION)
+        return ops.combine_experts(ops.expert_linear(gated, down, chosen), weights)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         return ops.add_rms_norm(x, residual, weight, EPS)
 
@@ -133,8 +157,11 @@ class TritonBackend:
     """Our Triton kernels, with `pdl` by programmatic dependent launch; `config` sets the launch of skinny GEMMs."""
 
     def __init__(self, pdl: bool = False, config: Any = None) -> None:
-        from yalis.kernels import fused, gated_product, paged_attention, skinny, token_feedback
+        from yalis.kernels import experts, fused, gated_product, paged_attention, skinny, token_feedback
+        from yalis.kernels.experts_config import uses_gemv
 
+        self._experts: Any = experts
+        self._uses_gemv = uses_gemv
         self._token_feedback: Any = token_feedback
         self._fused: Any = fused
         self._skinny: Any = skinny
@@ -151,6 +178,24 @@ class TritonBackend:
             y: Tensor = self._gated_product(x, weight, _ACTIVATION)
         else:
             y = self._skinny.gated_linear(x, weight, _ACTIVATION, None, self._pdl, self._config)
+        return y
+
+    def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
+        pair: tuple[Tensor, ...] = self._experts.route(logits, None, top_k, "softmax", True, 1.0, self._pdl)
+        return pair
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        count, plan = gate_up.shape[0], None
+        if not self._uses_gemv(chosen.shape[0], count):
+            plan = self._experts.group(chosen, count, self._pdl)
+        gated = self._experts.expert_linear(x, gate_up, chosen, plan, None, _ACTIVATION, self._pdl)
+        y = self._experts.expert_linear(gated, down, chosen, plan, None, "", self._pdl)
+        out: Tensor = self._experts.combine(y, weights, pdl=self._pdl)
+        return out
+
+    def expert_linear(self, x: Tensor, weight: Tensor, chosen: Tensor, activation: str) -> Tensor:
+        """Return one grouped product, for the launch search."""
+        y: Tensor = self._experts.expert_linear(x, weight, chosen, None, None, activation, self._pdl, self._config)
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,6 +241,17 @@ class ReferenceBackend:
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return reference.gated_linear(x, weight, _ACTIVATION)
+
+    def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
+        return routed.choose_experts(logits, None, top_k, *_ROUTING)
+
+    def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        y = reference.expert_linear(self.gated(reference.expert_linear(x, gate_up, chosen)), down, chosen)
+        return routed.combine(y, weights)
+
+    def expert_linear(self, x: Tensor, weight: Tensor, chosen: Tensor, activation: str) -> Tensor:
+        y = reference.expert_linear(x, weight, chosen)
+        return self.gated(y) if activation else y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         return reference.add_rms_norm(x, residual, weight, EPS)

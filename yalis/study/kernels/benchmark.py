@@ -22,10 +22,11 @@ from yalis.errors import YalisFailure, count_of
 from yalis.perfmodel.floors import ModelDims, floor_s
 from yalis.study import bandwidth, results
 from yalis.study.kernels.backends import Backend, ReferenceBackend, TorchBackend, TritonBackend, yalis_backends
-from yalis.study.kernels.cases import DTYPES, KernelCase, KernelsPlan, list_cases, make_linear
+from yalis.study.kernels.cases import DTYPES, KernelCase, KernelsPlan, list_cases, make_experts, make_linear
 from yalis.study.spread import spread
 
 if TYPE_CHECKING:
+    from yalis.kernels.experts_config import ExpertShape, GemmLaunch
     from yalis.kernels.skinny_config import GemmConfig, GemmShape
 
 LLAMA_8B = ModelDims(
@@ -192,6 +193,34 @@ def tune(
             if tried:
                 best, fastest[shape] = min(tried)
                 report(f"{shape}: {fastest[shape]}, {1e6 * best:.2f} us, {case.bytes / best / 1e12:.2f} TB/s")
+    return fastest
+
+
+def tune_experts(
+    shapes: Iterable[ExpertShape], top_k: int, dtype: torch.dtype, report: Callable[[str], None] = lambda text: None
+) -> dict[ExpertShape, GemmLaunch]:
+    """Return the fastest correct launch of each grouped product on this GPU, to compare with choose_gemm()."""
+    from yalis.kernels.experts_config import candidates, choose_gemm
+    from yalis.kernels.gpu_limits import gpu_limits
+
+    fastest: dict[ExpertShape, GemmLaunch] = {}
+    device = torch.device("cuda")
+    limits = gpu_limits(device)
+    with torch.inference_mode():
+        for shape in shapes:
+            case = make_experts(shape, dtype, device, top_k)
+            expected = case.run(TritonBackend(config=choose_gemm(shape, limits)))  # the reference is slow
+            tried: list[tuple[float, GemmLaunch]] = []
+            for launch in (choose_gemm(shape, limits), *candidates(shape, limits)):
+                backend = TritonBackend(pdl=True, config=launch)
+                if fits(case, backend) and find_error(case, backend, expected) <= _TOLERANCE[dtype]:
+                    seconds = time_calls(partial(case.run, backend), len(case.copies), device, 5)
+                    tried.append((median(seconds), launch))
+            best, fastest[shape] = min(tried)
+            report(
+                f"{shape}: {fastest[shape]}, {1e6 * best:.2f} us, {case.bytes / best / 1e12:.2f} TB/s, "
+                f"{case.flops / best / 1e12:.0f} TFLOP/s; by the model {1e6 * tried[0][0]:.2f} us"
+            )
     return fastest
 
 

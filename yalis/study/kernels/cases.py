@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,22 @@ from yalis.perfmodel.floors import ModelDims
 from yalis.study.kernels.backends import Backend
 
 if TYPE_CHECKING:
+    from yalis.kernels.experts_config import ExpertShape
     from yalis.kernels.skinny_config import GemmShape
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _COPIES_BYTES = {"cpu": 2**28, "cuda": 2**30}  # of all copies together: far more than the caches hold
 _MAX_COPIES = 64
 _PROMPT_LEN = {"cpu": 512, "cuda": 2048}
+_QWEN3_30B_A3B = ModelDims(
+    hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocab=151936, tied=False,
+    expert_layers=48, experts=128, top_k=8, expert_width=768,
+)  # fmt: skip
+# Experts that are measured beside the dense model of DIMS; on a CPU fewer and narrower ones.
+EXPERT_DIMS = {
+    "cuda": _QWEN3_30B_A3B,
+    "cpu": replace(_QWEN3_30B_A3B, hidden=1024, experts=16, top_k=4, expert_width=512),
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,7 @@ def list_cases(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: 
     for group in (
         _decode_linears,
         _prefill_linears,
+        _experts,
         _elementwise,
         _token_ops,
         _decode_attention,
@@ -131,6 +142,54 @@ def _prefill_linears(
     flops = 2.0 * FUSED_GATE_MIN_ROWS * outputs * inputs
     shape = f"gate_up {outputs}x{inputs}"
     yield KernelCase("linear, gate", shape, FUSED_GATE_MIN_ROWS, moved, flops, _call("gated_linear"), [(x, weight)])
+
+
+def _experts(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[KernelCase]:
+    """Routing and the experts of a layer, routed uniformly, at decode sizes and at that of a prefill."""
+    if plan.dims is None:
+        dims = EXPERT_DIMS[device.type]
+    if not dims.experts:
+        return
+    count, top_k, width, hidden = dims.experts, int(dims.top_k), dims.expert_width, dims.hidden
+    matrix = 3 * width * hidden * dtype.itemsize  # bytes of one expert
+    layers = [
+        (_stack(count, 2 * width, hidden, dtype, device), _stack(count, hidden, width, dtype, device))
+        for _ in range(_num_copies(count * matrix, device))
+    ]
+    prefill = plan.prompts * (plan.prompt_len or _PROMPT_LEN[device.type])
+    for rows in (*plan.rows, prefill):
+        logits = _inputs(rows, count, dtype=dtype, device=device)
+        shape = f"{top_k} of {count}"
+        moved = logits[0].nbytes + 12.0 * rows * top_k
+        yield KernelCase("route", shape, rows, moved, 0.0, _call("route"), [(each, top_k) for each in logits])
+        x, scores = _random(rows, hidden, dtype=dtype, device=device), torch.rand(rows, count, device=device)
+        weights, chosen = scores.topk(top_k, dim=1)
+        touched = int(chosen.unique().numel())
+        moved = float(touched * matrix + 2 * x.nbytes)
+        copies: list[tuple[Any, ...]] = [(x, *layer, weights, chosen.flatten()) for layer in layers]
+        flops = 6.0 * rows * top_k * width * hidden
+        # Two products and a sum: their errors add up.
+        yield KernelCase("experts", f"{shape} x {width}", rows, moved, flops, _call("experts"), copies, 3.0)
+
+
+def _stack(count: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return one random matrix for each expert."""
+    return torch.randn(count, outputs, inputs, dtype=dtype, device=device).mul_(inputs**-0.5)
+
+
+def make_experts(shape: ExpertShape, dtype: torch.dtype, device: torch.device, top_k: int) -> KernelCase:
+    """Return one grouped product as a case, for the launch search, routed uniformly."""
+    rows = shape.pairs // top_k
+    outputs, activation = shape.outputs * (2 if shape.gated else 1), "silu" if shape.gated else ""
+    x = _random(rows if shape.gated else shape.pairs, shape.inputs, dtype=dtype, device=device)
+    chosen = torch.rand(rows, shape.experts, device=device).topk(top_k, dim=1).indices.flatten()
+    matrix = outputs * shape.inputs * dtype.itemsize
+    copies: list[tuple[Any, ...]] = [
+        (x, _stack(shape.experts, outputs, shape.inputs, dtype, device), chosen, activation)
+        for _ in range(_num_copies(shape.experts * matrix, device))
+    ]
+    moved, flops = float(chosen.unique().numel() * matrix), 2.0 * shape.pairs * outputs * shape.inputs
+    return KernelCase("", "", rows, moved, flops, _call("expert_linear"), copies)
 
 
 def _elementwise(plan: KernelsPlan, dims: ModelDims, device: torch.device, dtype: torch.dtype) -> Iterator[KernelCase]:
