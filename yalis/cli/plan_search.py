@@ -32,7 +32,7 @@ OBJECTIVES = ("latency", "throughput", "cost")
 #: Flags that mean nothing together with --machine.
 _NOT_PREDICTED = (
     "seq_len", "device", "attention", "eager", "compile", "prefix_reuse", "threads", "kv_blocks", "kv_memory",
-    "ranks_per_node", "ranks_per_gpu",
+    "ranks_per_node", "ranks_per_gpu", "routing",
 )  # fmt: skip
 #: Flags that only mean something together with --machine.
 _NEEDS_MACHINE = ("nodes", "workload", "trace", "requests", "rate", "objective", "slo", "plot", "out")
@@ -222,9 +222,9 @@ def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search,
     words = launch_command("srun", split.size, [machine.gpus_per_node] * best.nodes) if split.size > 1 else []
     words += [f"--gpus-per-node={machine.gpus_per_node}"] * bool(words and search.job.on_gpu)
     words += ["yalis", "bench", "throughput", "--model", config.model]
-    words += (
-        ["--load", "random"] if config.load == "random" or locate(config.model, weights=False).suffix == ".json" else []
-    )
+    if config.load == "random" or locate(config.model, weights=False).suffix == ".json":
+        words += ["--load", "random"]
+        words += ["--routing", "uniform"] * (search.job.spec.moe is not None)  # as predicted
     grid = str(split.rows) if split.cols == 1 else f"{split.rows}x{split.cols}"
     for flag, value in (("--tp", grid), ("--pp", str(split.stages)), ("--dp", str(split.replicas))):
         words += [flag, value] if value != "1" else []

@@ -41,7 +41,7 @@ from yalis.study.requests import (
     read_dataset,
 )
 from yalis.study.spread import percentiles, spread
-from yalis.study.topology import has_floor, llm_topology, note_peer_devices
+from yalis.study.topology import has_floor, llm_topology, note_peer_devices, note_routing
 from yalis.types import RequestOutput
 
 
@@ -217,7 +217,7 @@ def measure(
         "sizes": ours[0].sizes,
         "scheduler": scheduler,
     }
-    notes = note_peer_devices(config, plan.peer)
+    notes = note_peer_devices(config, plan.peer) + note_routing(config, spec)
     return results.new("throughput", parameters, rows, command, [device_facts], notes, topology)
 
 
@@ -243,6 +243,7 @@ def _peer_setup(config: EngineConfig, plan: ThroughputPlan, dtype: torch.dtype, 
         max_num_seqs=min(config.max_num_seqs, plan.requests or workload.batch),
         max_batch_tokens=config.max_batch_tokens,
         num_peers=len(plan.peer),
+        routing=config.routing,
     )
 
 

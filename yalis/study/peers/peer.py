@@ -35,6 +35,7 @@ class PeerSetup:
     max_num_seqs: int = 64
     max_batch_tokens: int = 2048  # tokens in one step
     num_peers: int = 1  # peers that share the memory YALIS leaves free
+    routing: str = "model"  # uniform: experts are chosen at random
 
 
 class Peer(Protocol):
