@@ -11,6 +11,7 @@ from yalis.errors import YalisError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPE_NAMES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 LOADS = ("auto", "random")
+ROUTINGS = ("model", "uniform")
 GENERATION_CONFIGS = ("auto", "none")
 DEFAULT_MODEL = "smollm2-135m"
 GridShape = tuple[int, int]  # rows and columns of a tensor-parallel group
@@ -25,6 +26,7 @@ class EngineConfig:
     attention: str = "auto"  # auto or the name of a backend
     load: str = "auto"  # random: random weights; only config.json is read
     load_seed: int = 0
+    routing: str = "model"  # uniform: every expert is equally likely, whatever the router says; for random weights only
     generation_config: str = "auto"  # auto: generation_config.json sets the sampling defaults; none: it does not
     max_model_len: int | None = None  # None: the model's maximum, or what the KV cache can hold
     max_num_seqs: int = 64  # sequences in one step
@@ -71,6 +73,12 @@ class EngineConfig:
         _check_choice("insecure_rendezvous", self.insecure_rendezvous, (True, False))
         if self.eager and self.compile:
             raise YalisError("eager and compile exclude each other; give eager=True or compile=True")
+        _check_choice("routing", self.routing, ROUTINGS)
+        if self.routing == "uniform" and self.load != "random":
+            raise YalisError(
+                "routing='uniform' replaces what the router computes, so that outputs make no sense; it is for "
+                "measurements with load='random'"
+            )
         _check_int("load_seed", self.load_seed, 0, 2**63 - 1)
         for name in ("max_num_seqs", "max_batch_tokens", "pp", "dp", "ranks_per_gpu"):
             _check_int(name, getattr(self, name), 1)

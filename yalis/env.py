@@ -105,8 +105,12 @@ def nvrar_fuse_norm() -> bool:
     return _switch("YALIS_NVRAR_FUSE_NORM", True)
 
 
-def prepare_vllm(threads: int) -> None:
-    """Set defaults that vLLM reads when it is imported: no telemetry, no downloads, few log messages."""
+def prepare_vllm(threads: int, uniform_routing: bool = False) -> None:
+    """Set defaults that vLLM reads when it is imported: no telemetry, no downloads, few log messages.
+
+    With `uniform_routing` its routers choose experts at random."""
+    if uniform_routing:
+        os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "uniform_random"
     cores = sorted(os.sched_getaffinity(0))[:threads]  # by default it leaves one core unused
     for name, value in (
         ("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores))),

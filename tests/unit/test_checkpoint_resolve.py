@@ -11,10 +11,12 @@ import torch
 from tests.gguf_files import TINY, write_gguf
 from yalis.checkpoint.gguf import GgufCheckpoint
 from yalis.checkpoint.random import RandomCheckpoint
-from yalis.checkpoint.resolve import open_checkpoint
+from yalis.checkpoint.resolve import open_checkpoint, shape_names
 from yalis.checkpoint.safetensors import SafetensorsCheckpoint
 from yalis.errors import YalisError
+from yalis.spec import read_spec
 
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 HUB = "yalis-tests/tiny-llama"
 
 
@@ -99,6 +101,21 @@ def test_random_weights_need_only_a_config(folder: Path, tmp_path: Path) -> None
         RandomCheckpoint(config, seed=7).tensor("model.embed_tokens.weight", (251, 48)).read_into(again)
         assert torch.equal(out, again)
         assert checkpoint.source == tmp_path
+
+
+def test_names_of_shape_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # they are found from any folder
+    assert "qwen3-235b-a22b" in shape_names()
+    for name in shape_names():
+        checkpoint = open_checkpoint(name, load="random")
+        assert (checkpoint.label, checkpoint.source) == (name, SHAPES)
+        assert read_spec(checkpoint.config, name).dtype == "bfloat16"
+    with pytest.raises(YalisError, match=r"llama-3\.1-70b\.json is a config without weights; add load='random'"):
+        open_checkpoint("llama-3.1-70b")
+    with pytest.raises(YalisError, match=r"there is no 'llama-70b'; .* one of: smollm2-135m, llama-3\.1-405b, "):
+        open_checkpoint("llama-70b", load="random")
+    with pytest.raises(YalisError, match=r"one of: smollm2-135m$"):
+        open_checkpoint("llama-70b")
 
 
 def test_paths_that_are_not_models(tmp_path: Path) -> None:

@@ -335,6 +335,22 @@ def test_a_prediction_as_json_file_report_and_plot(tmp_path: Path, capsys: pytes
     assert "predicted, not measured" in page.read_text()
 
 
+def test_a_mixture_of_experts_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the name of its shape file. Slices and whole experts are compared; the result says what is assumed."""
+    args = ["--model", "qwen3-30b-a3b", "--machine", "alps", "--workload", "4x64x12", "--allreduce", "nvrar"]
+    planned = plan(capsys, *args)
+    assert {("tp 4", False), ("tp 4 ep", True)} <= {(row["split"], row["expert_parallel"]) for row in planned["rows"]}
+    assumed = planned["parameters"]["assumed"]
+    assert assumed["experts_reached"]["low"] < assumed["experts_reached"]["value"] == 1
+    assert any(note.startswith("Assumed: uniform routing, in which a decode step of ") for note in planned["notes"])
+    for flag, split in (("--expert-parallel", "tp 4 ep"), ("--no-expert-parallel", "tp 4")):
+        fixed = plan(capsys, *args, "--tp", 4, flag)
+        assert {row["split"] for row in fixed["rows"]} == {split}
+        assert f"--load random --routing uniform --tp 4 {flag} " in fixed["parameters"]["run"]
+        experts = fixed["memory"]["ranks"][1]["experts"]
+        assert experts == ([32, 64] if flag == "--expert-parallel" else [0, 128])
+
+
 def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--nodes", 2, "--tp", 4, "--pp", 2, "--allreduce", "torch", "--memory-fraction", 0.8]
     fixed += ["--micro-batches", 1]
@@ -359,7 +375,6 @@ def test_a_fixed_split_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
         ("--allreduce gloo", "perlmutter has no parameters for the all-reduce 'gloo'; give one of nccl, mpi, nvrar", 2),
         ("--objective speed", "invalid choice: 'speed'", 2),
         ("--machine h200 --nodes 2", "--nodes is 2, but h200 has 1 node; give 1, or a machine with a network", 2),
-        ("--expert-parallel", "--expert-parallel is not predicted yet; leave it out", 2),
         ("--device cpu", "--device cpu has no effect on a prediction", 2),
         ("--kv-memory 1", "--kv-memory 1.0 has no effect on a prediction", 2),
         ("--eager", "--eager has no effect on a prediction", 2),

@@ -58,7 +58,7 @@ def test_floor_of_a_whole_job() -> None:
 
 QWEN3_30B_A3B = ModelDims(
     hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocab=151936, tied=False,
-    qk_norm=True, expert_layers=48, experts=128, top_k=8, expert_width=768,
+    qk_norm=True, expert_layers=48, experts=128, top_k=8, routed_experts=128, expert_width=768,
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ NAMES = {"native::linear": 0, "native::attend": 1, "aten::add": 2, "comm::all_re
     ("name", "category"),
     [
         ("native::linear", "matmul"),
+        ("native::expert_linear", "matmul"),
         ("native::attend", "attention"),
         ("native::rms_norm", "other"),
         ("comm::all_reduce", "communication"),
@@ -48,6 +49,11 @@ def test_calls_on_a_cpu(name: str, category: str | None) -> None:
     ("name", "category"),
     [
         ("_gemv_kernel", "matmul"),
+        ("_expert_gemv_kernel", "matmul"),
+        ("_expert_gemm_kernel", "matmul"),
+        ("_route_kernel", "other"),
+        ("_group_kernel", "other"),
+        ("_combine_kernel", "other"),
         ("_skinny_gemm_kernel", "matmul"),
         ("_one_row", "matmul"),  # named so in earlier profiles
         ("_few_rows", "matmul"),

@@ -10,9 +10,11 @@ from yalis.cli.main import main
 from yalis.errors import YalisError
 from yalis.kernels.gpu_limits import GpuLimits
 from yalis.parallel.plan import Split
+from yalis.perfmodel.experts import distinct_experts
 from yalis.planner import kernel_times
 from yalis.planner.compute import ComputeModel
 from yalis.planner.efficiency import Efficiencies, load_efficiencies
+from yalis.planner.expert_times import ASSUMPTIONS, ExpertLoad, expert_load
 from yalis.planner.kernel_times import KernelTimes, plan_splits
 from yalis.planner.machine import Machine, load_machine
 from yalis.planner.quantity import Quantity
@@ -295,10 +297,68 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         Machine.from_json(json.loads(json.dumps(data)), "x")
 
 
-def test_a_mixture_of_experts_is_not_predicted() -> None:
-    config = {
-        "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 16,
-    }  # fmt: skip
-    with pytest.raises(YalisError, match="step times of a mixture of experts cannot be predicted yet"):
-        ComputeModel(load_machine("h200"), read_spec(config), Split(), 2)
+def without_overheads(name: str, split: Split = Split(), **assumed: float) -> ComputeModel:  # noqa: B008  it is frozen
+    """A model with efficiencies of 1, no fixed times, and instant matmuls."""
+    machine = load_machine("h200")
+    machine = machine.with_quantity("gpu.matmul_flops_per_s", Quantity.of(1e30, "assumed", "a test"))
+    values = {"expert_read_eff": 1.0, "expert_matmul_eff": 1.0, "expert_s": 0.0, "route_s": 0.0, **assumed}
+    assumptions = {**ASSUMPTIONS, **{name: Quantity.of(value, "assumed", "") for name, value in values.items()}}
+    spec = planner_accuracy.read_model(f"benchmarks/shapes/{name}.json")
+    return ComputeModel(machine, spec, split, 2, efficiencies=table_of_ones(), assumptions=assumptions)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64])
+def test_a_step_reads_the_experts_that_it_reaches(batch: int) -> None:
+    """Only the time of reading is left, which is at least that of the floor, and more by what matmuls write."""
+    rank = without_overheads("qwen3-30b-a3b")
+    read = 2 * (rank.dims.read_params(batch) + rank.dims.head_params)
+    seconds = read / load_machine("h200").gpu.read_bytes_per_s.value
+    assert seconds < rank.step(decode(batch, 100)).matmul < 1.1 * seconds
+    collapsed = without_overheads("qwen3-30b-a3b", experts_reached=0.0)  # then all tokens reach the same experts
+    assert collapsed.step(decode(batch, 100)).matmul < (1.05 if batch == 1 else 0.5) * seconds
+
+
+def test_sliced_and_whole_experts() -> None:
+    """Slices share the work evenly. Of whole experts one rank has most, and the others wait for it."""
+    whole = without_overheads("qwen3-30b-a3b")
+    slices = without_overheads("qwen3-30b-a3b", Split(8))
+    assert slices.dims.expert_width == 768 // 8
+    layer = ExpertLoad(16 * 8, distinct_experts(128, 8, 16))
+    assert expert_load(whole.dims, 1, 16) == expert_load(slices.dims, 8, 16) == layer
+    dims = replace(slices.dims, experts=16, top_k=1.0, expert_width=768)  # 16 of 128 experts, each whole
+    own = expert_load(dims, 8, 16)
+    assert layer.reached / 8 * 1.2 < own.reached <= 16
+    assert layer.pairs / 8 * 1.2 < own.pairs < layer.pairs
+    worse = expert_load(dims, 8, 16, {**ASSUMPTIONS, "expert_imbalance": Quantity.of(1.5, "assumed", "")})
+    assert worse.reached == 16  # all that it has
+    assert worse.pairs == pytest.approx(1.5 * own.pairs)
+    times = []
+    for one in (slices.dims, dims):
+        slices.dims = one
+        times.append(slices.step(decode(16, 100)).matmul)
+    assert 1.1 < times[1] / times[0] < 1.5
+    assert own.reached / layer.reached * 8 == pytest.approx(1.25, abs=0.1)
+
+
+def test_times_of_a_mixture_of_experts_grow_with_the_work() -> None:
+    rank = model("qwen3-235b-a22b", Split(8))
+    times = [rank.step(decode(batch, 1000)).device for batch in (1, 2, 8, 16, 64, 256)]
+    assert times == sorted(times)
+    assert times[2] > 2 * times[0]  # 8 tokens reach six times the experts of one
+    times = [rank.step(StepShape(chunks=((0, count),), sampled=1)).device for count in (16, 128, 2048, 8192)]
+    assert times == sorted(times)
+    last = model("qwen3-235b-a22b", Split(8, 1, 2), rank=8).step(decode(16, 500)).device
+    both = model("qwen3-235b-a22b", Split(8, 1, 2)).step(decode(16, 500)).device + last
+    assert both == pytest.approx(model("qwen3-235b-a22b", Split(8)).step(decode(16, 500)).device, rel=0.03)
+
+
+def test_experts_on_a_cpu() -> None:
+    data = load_machine("h200").to_json()
+    data["gpu"] |= {"efficiencies": "cpu", "name": "two cores"}
+    spec = planner_accuracy.read_model("benchmarks/shapes/qwen3-30b-a3b.json")
+    rank = ComputeModel(Machine.from_json(data, "cpu"), spec, Split(), 4)
+    one, four = rank.step(decode(1, 10)), rank.step(decode(4, 10))
+    read = 4 * (rank.dims.active_params + rank.dims.head_params)
+    assert one.matmul == pytest.approx(read / (load_machine("h200").gpu.read_bytes_per_s.value * 0.9))
+    assert 2.5 < four.matmul / one.matmul < 4
+    assert one.replayed

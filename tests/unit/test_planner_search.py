@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from yalis.planner.job import Job, capacity
 from yalis.planner.machine import load_machine
 from yalis.planner.search import Choices, Planner, Slo, best_libraries, scaling, splits
 from yalis.planner.step import SimRequest, StepShape
-from yalis.planner.step_time import StepTimeModel, largest_slices, with_control
+from yalis.planner.step_time import StepTimeModel, largest_slices, slowest_placement, with_control
 from yalis.spec import ModelSpec, read_spec
 from yalis.study import results
 from yalis.study.published import figures
@@ -295,29 +296,67 @@ def test_scaling_figure_of_the_study() -> None:
     assert with_control(PERLMUTTER).quantities().keys() > PERLMUTTER.quantities().keys()
 
 
-@pytest.mark.parametrize(("split", "flags"), [(Split(3, 2), ["--tp", "3x2"]), (Split(1, 4), ["--tp", "1x4"])])
+#: Four experts of which two serve a token, and a shared one, in the second and third of four layers.
+WITH_EXPERTS = {
+    **NINE_HEADS, "architectures": ["Qwen2MoeForCausalLM"], "num_hidden_layers": 4, "mlp_only_layers": [0, 3],
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "shared_expert_intermediate_size": 13,
+}  # fmt: skip
+
+
+WHOLE_EXPERTS = {**WITH_EXPERTS, "num_experts": 5}  # --expert-parallel: three on the first row, two on the second
+
+
+@pytest.mark.parametrize(
+    ("config", "grid"),
+    [(NINE_HEADS, (3, 2)), (NINE_HEADS, (1, 4)), (WITH_EXPERTS, (2, 2)), (WHOLE_EXPERTS, (2, 2))],
+)
 def test_all_reduces_of_a_grid_are_those_that_the_engine_counts(
-    split: Split, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], grid: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "nine.json"
-    path.write_text(json.dumps(NINE_HEADS))
-    work = [
-        "--batch",
-        "2",
-        "--prompt-len",
-        "8",
-        "--output-len",
-        "4",
-        "--repeats",
-        "1",
-        "--warmup",
-        "0",
-        "--threads",
-        "1",
-    ]
-    assert main(["bench", "slice", "--model", str(path), *flags, *work, "--device", "cpu", "--json"]) == 0
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(config))
+    work = "--batch 2 --prompt-len 8 --output-len 4 --repeats 1 --warmup 0 --threads 1 --device cpu --json"
+    whole = config is WHOLE_EXPERTS
+    args = ["--model", str(path), "--tp", "{}x{}".format(*grid), *["--expert-parallel"] * whole, *work.split()]
+    assert main(["bench", "slice", *args]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    spec = read_spec(NINE_HEADS, "nine heads")
-    reduces = StepTimeModel(PERLMUTTER, spec, split, 4, "nccl").all_reduces(2, 2)
+    reduces = StepTimeModel(
+        PERLMUTTER, read_spec(config, "model"), Split(*grid, expert_parallel=whole), 4, "nccl"
+    ).all_reduces(2, 2)
     assert sum(one.count for one in reduces) == row["all_reduces"]
     assert sum(one.count * one.bytes for one in reduces) == row["all_reduce_bytes"]
+
+
+@pytest.mark.parametrize("machine", ["alps", "perlmutter"])
+def test_splits_of_a_mixture_of_experts_are_ranked(machine: str) -> None:
+    spec = shape_of("qwen3-235b-a22b")
+    assert spec.moe is not None
+    planner = Planner(load_machine(machine), Job("235b", spec, 2, [SimRequest(512, 64)] * 16))
+    ranked = best_libraries(planner.candidates([2, 4], Choices(libraries=("nvrar",))), "latency")
+    assert {one.scheme for one in ranked} >= {"tp", "grid", "pp", "hybrid"}
+    assert {spell_split(one.split) for one in ranked} >= {"tp 8", "tp 8 ep", "tp 4x2 ep", "tp 8 ep, dp 2", "pp 16"}
+    assert not [one for one in ranked if one.split.rows == 1 and one.split.expert_parallel]
+    best = ranked[0]
+    assert best.estimate.seconds < best_libraries(ranked[1:], "latency")[0].estimate.seconds
+    assert best.capacity.weights > 2 * 235e9 / best.split.per_replica
+    # The bounds of what is assumed about experts count: the interval is wider than that of the machine's quantities.
+    whole = planner.interval(best)
+    planner.assumptions = {}
+    narrow = planner.interval(best)
+    assert whole.high - whole.value > 1.2 * (narrow.high - narrow.value)
+    assert whole.value == narrow.value
+
+
+def test_replicas_that_start_in_the_middle_of_a_node() -> None:
+    """On nodes of 4 GPUs, pipelines of 3 stages: the first has two sends inside its node, the second only one."""
+    split = Split(1, 1, 3, 4)
+    near = [[same_node(split, 4, stage, first) for stage in range(2)] for first in (0, 3, 2, 1)]  # of the replicas
+    assert near == [[True, True], [False, True], [True, False], [True, True]]
+    assert slowest_placement(split, 4) in (2, 3)
+    assert slowest_placement(replace(split, replicas=1), 4) == 0
+    assert slowest_placement(Split(2, 1, 2, 8), 4) == 0  # replicas fill nodes
+    spec, step = shape_of("llama-3.1-8b"), decode_shape(16, 100)
+    alone, four = (
+        StepTimeModel(PERLMUTTER, spec, replace(split, replicas=count), 2, "nccl").stages(step) for count in (1, 4)
+    )
+    assert sum(one.communication for one in four) > sum(one.communication for one in alone)

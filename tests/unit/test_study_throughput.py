@@ -17,11 +17,13 @@ from yalis.cli.main import main
 from yalis.config import EngineConfig
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure
+from yalis.perfmodel.floors import ModelDims, decode_work
+from yalis.spec import read_spec
 from yalis.study import bandwidth, results
 from yalis.study.peers.engines import even_steps
 from yalis.study.requests import ThroughputPlan, TimedRequest, digest_requests, make_requests, read_dataset
 from yalis.study.spread import percentiles
-from yalis.study.throughput import Run, YalisEngine, find_floor
+from yalis.study.throughput import Run, YalisEngine, find_floor, least_weight_bytes
 from yalis.types import SamplingParams
 from yalis.workloads import NAMED, Workload, parse_workload
 
@@ -232,6 +234,18 @@ def test_the_floor_counts_every_step_and_every_operation(model: str) -> None:
     assert floor([10] * 4, max_num_seqs=2) == pytest.approx(20 * weights, rel=0.1)
     assert floor([10], tp=2) == pytest.approx(5 * weights, rel=0.02)
     assert floor([10] * 4, dp=2, max_num_seqs=2) == pytest.approx(10 * weights, rel=0.1)
+
+
+def test_the_floor_counts_the_experts_of_each_step() -> None:
+    spec = read_spec(json.loads((Path(__file__).parents[2] / "benchmarks/shapes/qwen3-30b-a3b.json").read_text()))
+    dims = ModelDims.of(spec, 2, 2)
+    one, sixteen = (decode_work(dims, [0.0] * batch).weight_bytes for batch in (1, 16))
+    assert sixteen > 5 * one
+    assert least_weight_bytes(dims, 10, 160, 16) == pytest.approx(10 * sixteen)
+    assert least_weight_bytes(dims, 10, 10, 16) == pytest.approx(10 * one)
+    mixed = sum(decode_work(dims, [0.0] * batch).weight_bytes for batch in (16, 12, 3, 1))
+    assert 4 * one < least_weight_bytes(dims, 4, 32, 16) < mixed
+    assert least_weight_bytes(dims, 3, 3, 1) == pytest.approx(3 * one)
 
 
 def test_percentiles() -> None:

@@ -18,6 +18,8 @@ from yalis.errors import YalisError, YalisFailure, first_line
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _KNOWN = ", ".join(ALIASES)
 _CONFIG_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+#: Configs without weights, such as llama-3.1-70b.json. They are in a checkout, and not in an installed package.
+_SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 
 
 def open_checkpoint(model: str, load: str = "auto", seed: int = 0) -> Checkpoint:
@@ -46,18 +48,27 @@ def open_checkpoint(model: str, load: str = "auto", seed: int = 0) -> Checkpoint
 
 
 def locate(model: str, weights: bool = True) -> Path:
-    """Return the file or folder that `model` names; downloads it if it is a short name or a hub repo."""
+    """Return the file or folder that `model` names; downloads it if it is a short name or a hub repo.
+
+    The name of a file in benchmarks/shapes also works, for what needs no weights."""
     if model in ALIASES:
         return fetch_model(model)
     path = Path(model).expanduser()
     if path.exists():
         return path
+    if model in shape_names():
+        return _SHAPES / f"{model}.json"
     if _REPO.fullmatch(model) and not model.endswith((".gguf", ".json", ".safetensors")):
         return _from_hub(model, weights)
     raise YalisError(
         f"there is no {model!r}; give a folder with config.json, a .gguf file, a hub repo id such as org/name, "
-        f"or one of: {_KNOWN}"
+        f"or one of: {_KNOWN}" + ("" if weights or not shape_names() else f", {', '.join(shape_names())}")
     )
+
+
+def shape_names() -> list[str]:
+    """Return the names of the configs in benchmarks/shapes; none if this is not a checkout."""
+    return sorted(file.stem for file in _SHAPES.glob("*.json"))
 
 
 def _from_hub(repo: str, weights: bool) -> Path:

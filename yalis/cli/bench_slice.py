@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="DIR", help="write the result as JSON to this folder")
     add_engine_flags(parser, without=_WITHOUT)
     add_common_flags(parser, json="print the result as one JSON object")
-    parser.set_defaults(uses_engine=False)
+    parser.set_defaults(uses_engine=False, load="random")
 
 
 def measure(args: argparse.Namespace, command: str, report: Callable[[str], None]) -> Result:

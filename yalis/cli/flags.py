@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from yalis.config import DTYPES, GENERATION_CONFIGS, LOADS, EngineConfig
+from yalis.config import DTYPES, GENERATION_CONFIGS, LOADS, ROUTINGS, EngineConfig
 from yalis.errors import YalisError
 from yalis.keywords import LLM_KEYWORDS, suggest
 from yalis.structured_outputs import StructuredOutputs, as_structured_outputs
@@ -28,6 +28,8 @@ HELP = {
     "attention": "auto, or the name of an attention backend (see `yalis doctor`)",
     "load": f"one of {', '.join(LOADS)}; random makes random weights from config.json alone",
     "load_seed": "seed of the random weights",
+    "routing": f"one of {', '.join(ROUTINGS)}; with --load random: uniform makes all experts of a mixture of experts "
+    "equally likely, where random weights prefer a few",
     "generation_config": f"one of {', '.join(GENERATION_CONFIGS)}; auto takes the defaults of sampling flags from the "
     "model's generation_config.json",
     "max_model_len": "maximum tokens of a sequence, prompt and output together",

@@ -32,7 +32,7 @@ OBJECTIVES = ("latency", "throughput", "cost")
 #: Flags that mean nothing together with --machine.
 _NOT_PREDICTED = (
     "seq_len", "device", "attention", "eager", "compile", "prefix_reuse", "threads", "kv_blocks", "kv_memory",
-    "ranks_per_node", "ranks_per_gpu",
+    "ranks_per_node", "ranks_per_gpu", "routing",
 )  # fmt: skip
 #: Flags that only mean something together with --machine.
 _NEEDS_MACHINE = ("nodes", "workload", "trace", "requests", "rate", "objective", "slo", "plot", "out")
@@ -142,8 +142,6 @@ def _search(args: argparse.Namespace, config: EngineConfig) -> Search:
                 f"--{name.replace('_', '-')} {'' if value is True else f'{value} '}has no effect on a prediction: the "
                 "machine file gives devices, nodes and memory, steps are recorded, and prompts are random; leave it out"
             )
-    if config.expert_parallel:
-        raise YalisError("--expert-parallel is not predicted yet; leave it out, or leave out --machine")
     machine = load_machine(args.machine)
     nodes = args.nodes or [1]
     if max(nodes) > machine.max_nodes:
@@ -201,6 +199,7 @@ def _choices(args: argparse.Namespace, config: EngineConfig) -> Choices:
         config.pp if "pp" in given else None,
         config.dp if "dp" in given else None,
         None if config.allreduce == "auto" else (config.allreduce,),
+        config.expert_parallel,
     )
 
 
@@ -209,22 +208,28 @@ def _memory(config: EngineConfig, search: Search, best: Candidate) -> SplitPlan:
     split = best.split
     chosen = replace(
         config, tp=(split.rows, split.cols), pp=split.stages, dp=split.replicas, max_model_len=search.job.model_len,
-        dtype=search.dtype, block_size=search.job.block_size,
+        dtype=search.dtype, block_size=search.job.block_size, expert_parallel=split.expert_parallel,
     )  # fmt: skip
     return make_plan(chosen, search.machine.gpu.memory_bytes.value / _GIB, search.job.model_len)
 
 
 def _run_command(args: argparse.Namespace, config: EngineConfig, search: Search, best: Candidate) -> str:
     """Return the srun line that runs the job with the best split."""
+    from yalis.checkpoint.resolve import locate
     from yalis.planner.search import backend_of
 
     split, machine = best.split, search.machine
     words = launch_command("srun", split.size, [machine.gpus_per_node] * best.nodes) if split.size > 1 else []
     words += [f"--gpus-per-node={machine.gpus_per_node}"] * bool(words and search.job.on_gpu)
     words += ["yalis", "bench", "throughput", "--model", config.model]
+    if config.load == "random" or locate(config.model, weights=False).suffix == ".json":
+        words += ["--load", "random"]
+        words += ["--routing", "uniform"] * (search.job.spec.moe is not None)  # as predicted
     grid = str(split.rows) if split.cols == 1 else f"{split.rows}x{split.cols}"
     for flag, value in (("--tp", grid), ("--pp", str(split.stages)), ("--dp", str(split.replicas))):
         words += [flag, value] if value != "1" else []
+    if search.job.spec.moe is not None and split.rows > 1:
+        words.append("--expert-parallel" if split.expert_parallel else "--no-expert-parallel")
     words += ["--allreduce", backend_of(best.library)] if split.per_stage > 1 else []
     if args.trace is not None:
         words += ["--trace", args.trace]

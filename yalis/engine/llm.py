@@ -62,6 +62,7 @@ class LLM(LoadedModel):
         attention: str = "auto",
         load: str = "auto",
         load_seed: int = 0,
+        routing: str = "model",
         generation_config: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,

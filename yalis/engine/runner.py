@@ -33,10 +33,12 @@ from yalis.engine.oom import (
     weights_do_not_fit,
 )
 from yalis.engine.packing import PackedStep, Packer
-from yalis.engine.step_layouts import StepLimits
+from yalis.engine.step_layouts import PROMPT_SIZES, StepLimits
 from yalis.engine.step_profiler import StepProfiler
+from yalis.errors import YalisError
 from yalis.kernels import ops
 from yalis.layers.attention import head_padding
+from yalis.layers.mlp import route_uniformly
 from yalis.log import get_logger
 from yalis.models.decoder import Decoder
 from yalis.parallel.memory import rank_memory
@@ -149,6 +151,8 @@ class Runner:
             window=any(spec.windows), softcap=spec.attention_softcap is not None, sinks=spec.attention_sinks,
         )  # fmt: skip
         self.backend = choose_backend(config.attention, needs)(needs)
+        if config.routing == "uniform" and spec.moe is None:
+            raise YalisError(f"routing='uniform' is for a mixture of experts, and {checkpoint.label} has no experts")
         max_len = resolve_max_len(config, spec, checkpoint.label)
         max_blocks = -(-max_len // self.block_size)
         explain = partial(self._model_too_large, label=checkpoint.label)
@@ -156,6 +160,10 @@ class Runner:
             self.model = Decoder(spec, grid, self.stage, max_len, self.dtype, device)
             with reading():
                 self.model.load(checkpoint)
+            if config.routing == "uniform":
+                numbers = self.stage.layers(spec.num_layers)
+                blocks = dict(zip(numbers, self.model.layers, strict=True))
+                route_uniformly(blocks, max(config.max_batch_tokens, config.max_num_seqs, PROMPT_SIZES[-1]))
             self.expert_load = ExpertLoad(self.model, grid, device)
             if config.compile:
                 from yalis.models.compile import compile_blocks  # defines torch ops that only compiled blocks need

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +94,10 @@ class MoE(MLP):
         self.correction: ExpertCorrection | None = None
         if moe.correction_bias:
             self.correction = ExpertCorrection(f"{router}.e_score_correction_bias", moe.num_experts, device)
-        width, columns = grid.expert_width(moe.width), grid.hidden(hidden)
-        self.held = grid.experts(moe.num_experts)
+        columns = grid.hidden(hidden)
+        self.held, width = grid.experts(moe.num_experts), grid.expert_width(moe.width)
+        #: Scores [tokens, experts] that replace the router's in measurements of random weights; see route_uniformly().
+        self.uniform_scores: Tensor | None = None
         #: how many tokens chose each expert, and padding tokens any; only with expert parallelism
         self.counts: Tensor | None = None
         if grid.expert_parallel:
@@ -135,7 +138,8 @@ class MoE(MLP):
         moe = self.moe
         logits = self.router(x)
         correction = None if self.correction is None else self.correction.data
-        weights, experts = ops.route(logits[:, : moe.num_experts], moe, correction)
+        scores = logits[:, : moe.num_experts] if self.uniform_scores is None else self.uniform_scores[: x.shape[0]]
+        weights, experts = ops.route(scores, moe, correction)
         chosen = self._own_pairs(experts, kv_slots, rows)
         plan = ops.group_experts(x, chosen, self.gate_up.num_experts)
         gated = self.gate_up.routed_gated(x, chosen, self.activation, moe.clamp, plan)
@@ -151,6 +155,33 @@ class MoE(MLP):
         if kv_slots is not None and rows is not None:
             kv_slots = kv_slots.index_select(0, rows)
         return ops.own_experts(experts, kv_slots, self.counts, self.held.start, len(self.held))
+
+
+#: The scores of a layer start so many rows after those of the layer before: decode steps share no row between layers.
+_ROWS_BETWEEN_LAYERS = 64
+
+
+def route_uniformly(blocks: Mapping[int, nn.Module], max_tokens: int) -> None:
+    """Make the routers of these layers, by their number in the model, choose every set of experts equally often.
+
+    The router is computed, and its scores are replaced by random numbers that depend on the layer and on the row of the
+    token in its step: the same in every step and on every rank, whatever the split. A step only reads a slice of a
+    table that all layers share, so it costs nothing and can be recorded. `max_tokens`: of the largest step.
+    """
+    layers = {number: block.mlp for number, block in blocks.items() if isinstance(block.mlp, MoE)}
+    if not layers:
+        return
+    first = next(iter(layers.values()))
+    rows = max_tokens + _ROWS_BETWEEN_LAYERS * max(layers)
+    shape = (rows, first.moe.num_experts)
+    # float32 has no ties. From the CPU, so that ranks on different devices have the same numbers.
+    table = torch.rand(shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1)
+    table = table.to(next(first.parameters()).device)
+    for number, layer in layers.items():
+        start = _ROWS_BETWEEN_LAYERS * number
+        layer.uniform_scores = table[start : start + max_tokens]
+        if layer.correction is not None:
+            layer.correction.data.zero_()
 
 
 class PlainMLP(MLP):

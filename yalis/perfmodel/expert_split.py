@@ -8,11 +8,10 @@ uniform.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from yalis.moe import MoESpec
+from yalis.perfmodel.experts import distinct_experts, largest_distinct, largest_load, shares_of
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,13 @@ def cost_per_token(
 def _step_cost(
     moe: MoESpec, hidden: int, rows: int, whole: bool, itemsize: int, tokens: int, device: DeviceCosts
 ) -> float:
-    chosen = moe.top_k / moe.num_experts
-    touched = 1 - (1 - chosen) ** tokens  # share of the experts that some token chose
     if whole:
-        held = -(-moe.num_experts // rows)  # of the row with the most
+        shares = shares_of(moe.num_experts, rows)
         width = moe.width
-        read = min(held, _largest(held * touched, held * touched * (1 - touched), rows))
-        share = held / moe.num_experts
-        pairs = min(tokens * moe.top_k, _largest(tokens * moe.top_k * share, _variance(moe, share, tokens), rows))
+        read, pairs = largest_distinct(shares, moe.top_k, tokens), largest_load(shares, moe.top_k, tokens)
     else:
         width = -(-moe.width // rows)
-        read, pairs = moe.num_experts * touched, tokens * moe.top_k
+        read, pairs = distinct_experts(moe.num_experts, moe.top_k, tokens), tokens * moe.top_k
     computed = -(-width // device.tile) * device.tile
     matrices = read * 3 * hidden * width * itemsize
     flops = pairs * 6 * hidden * computed
@@ -58,18 +53,3 @@ def _step_cost(
     # written and summed.
     rows_moved = pairs * (4 * hidden + 6 * width) * itemsize
     return max(matrices, flops / device.flops_per_byte) + rows_moved
-
-
-def _variance(moe: MoESpec, share: float, tokens: int) -> float:
-    """Return the variance of the pairs of a row: each token draws distinct experts, of which `share` are the row's."""
-    if moe.num_experts == 1:
-        return 0.0
-    drawn = (moe.num_experts - moe.top_k) / (moe.num_experts - 1)
-    return tokens * moe.top_k * share * (1 - share) * drawn
-
-
-def _largest(mean: float, variance: float, count: int) -> float:
-    """Return the expected largest of `count` normal values (Blom's approximation)."""
-    if count == 1:
-        return mean
-    return mean + math.sqrt(variance) * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))

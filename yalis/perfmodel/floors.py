@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from yalis.perfmodel.experts import distinct_experts
 from yalis.spec import ModelSpec
 
 _Count = TypeVar("_Count", int, float)
@@ -42,8 +43,9 @@ class ModelDims:
     gated: bool = True  # a dense MLP has a gate
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: full attention in every layer
     expert_layers: int = 0
-    experts: int = 0
-    top_k: float = 0  # experts of a token, of one rank with whole experts: on average
+    experts: int = 0  # of which this rank has a part
+    top_k: float = 0  # of those, how many serve a token; a mean if other ranks have the other experts
+    routed_experts: int = 0  # that a token chooses from; more than `experts` if other ranks have some
     expert_width: int = 0
     shared_width: int = 0  # of the expert that serves every token
     shared_gate: bool = True  # the shared expert has a gate, which is a row of the router
@@ -81,6 +83,7 @@ class ModelDims:
             expert_layers=0 if moe is None else sum(moe.layers),
             experts=0 if moe is None else moe.num_experts,
             top_k=0 if moe is None else moe.top_k,
+            routed_experts=0 if moe is None else moe.num_experts,
             expert_width=0 if moe is None else moe.width,
             shared_width=0 if moe is None else moe.shared_width,
             shared_gate=moe is None or moe.shared_gate,
@@ -97,29 +100,32 @@ class ModelDims:
     @property
     def matrix_params(self) -> int:
         """Parameters of the matrices in all layers, without lm_head."""
-        return self._matrix_params(self.experts)
+        return self.params_with(self.experts)
 
     @property
     def active_params(self) -> float:
         """Parameters of those matrices that one token multiplies."""
-        return self._matrix_params(self.top_k)
+        return self.params_with(self.top_k)
+
+    @property
+    def router_rows(self) -> int:
+        return self.routed_experts + (self.shared_width > 0 and self.shared_gate)
 
     def read_params(self, tokens: int) -> float:
         """Return the parameters of those matrices that a step of `tokens` tokens reads, with the biases of experts, if
         all experts are equally likely. Routing that prefers some experts reads fewer."""
         if not self.experts:
             return self.matrix_params
-        read = self.experts * (1 - (1 - self.top_k / self.experts) ** tokens)
-        return self._matrix_params(read) + self._expert_biases(read)
+        read = distinct_experts(self.experts, self.top_k, tokens)
+        return self.params_with(read) + self._expert_biases(read)
 
-    def _matrix_params(self, experts: _Count) -> _Count:
-        """Return the parameters of the matrices, with this many experts in each layer that has experts."""
+    def params_with(self, experts: _Count) -> _Count:
+        """Return the parameters of the matrices of all layers, with this many experts in each that has experts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         dense = (
             self.layers * (2 * q + 2 * kv) + (self.layers - self.expert_layers) * (2 + self.gated) * self.intermediate
         )
-        router = self.experts + (self.shared_width > 0 and self.shared_gate)
-        sparse = 3 * (experts * self.expert_width + self.shared_width) + router
+        sparse = 3 * (experts * self.expert_width + self.shared_width) + self.router_rows
         return self.hidden_shard * (dense + self.expert_layers * sparse)
 
     def _expert_biases(self, experts: _Count) -> _Count:
@@ -138,7 +144,7 @@ class ModelDims:
         layer += self.hidden_shard if self.out_bias else 0
         layer += (1 + self.gated) * self.intermediate + self.hidden_shard if self.mlp_bias else 0
         layer += self.heads if self.attention_sinks else 0
-        routers = self.expert_layers * self.experts * self.router_biases
+        routers = self.expert_layers * self.routed_experts * self.router_biases
         return self.layers * layer + routers + norm * self.head
 
     @property

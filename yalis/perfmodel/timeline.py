@@ -27,7 +27,7 @@ _ATTENTION = re.compile(
     re.IGNORECASE,
 )
 _MATMUL = re.compile(
-    r"^native::linear$|^aten::(linear|matmul|mm|addmm|bmm|baddbmm|addmv|mv|dot|einsum|_addmm_activation)$"
+    r"^native::(expert_)?linear$|^aten::(linear|matmul|mm|addmm|bmm|baddbmm|addmv|mv|dot|einsum|_addmm_activation)$"
     r"|^_(one|few)_rows?$|^_gated_product$|gemm|gemv|nvjet|cutlass|splitk|cublas|_matmul|_mm_",
     re.IGNORECASE,
 )

@@ -39,9 +39,10 @@ class StageGroups:
     cols: tuple[Shape, ...]  # one rank per column, all in the same row
 
     @classmethod
-    def of(cls, split: Split, gpus_per_node: int, stage: int) -> StageGroups:
-        """Place the ranks of a stage of the first replica: rank r is on node r // gpus_per_node."""
-        first = stage * split.per_stage
+    def of(cls, split: Split, gpus_per_node: int, stage: int, place_of_first: int = 0) -> StageGroups:
+        """Place the ranks of a stage: rank r is on node r // gpus_per_node. `place_of_first`: of the replica's first
+        rank on its node."""
+        first = place_of_first + stage * split.per_stage
         ranks = range(first, first + split.per_stage)
         rows = (ranks[col :: split.cols] for col in range(split.cols))
         cols = (ranks[row * split.cols : (row + 1) * split.cols] for row in range(split.rows))
@@ -58,9 +59,9 @@ def place(ranks: Iterable[int], gpus_per_node: int) -> Shape:
     return Shape(len(counts), max(counts.values()))
 
 
-def same_node(split: Split, gpus_per_node: int, stage: int) -> bool:
+def same_node(split: Split, gpus_per_node: int, stage: int, place_of_first: int = 0) -> bool:
     """Return whether every rank of a stage is on the node of the rank that it sends hidden states to."""
-    first = stage * split.per_stage
+    first = place_of_first + stage * split.per_stage
     ranks = range(first, first + split.per_stage)
     return all(rank // gpus_per_node == (rank + split.per_stage) // gpus_per_node for rank in ranks)
 
@@ -71,7 +72,8 @@ def collectives(
     """Yield the collectives of a stage in a step of `tokens` tokens, of which `sampled` get logits."""
     first, last = stage == 0, stage == split.stages - 1
     hidden = spec.hidden_size // split.cols
-    layers = len(shard(spec.num_layers, split.stages, stage))
+    part = shard(spec.num_layers, split.stages, stage)
+    layers = len(part)
     # After the attention of the last layer only the sampled rows continue.
     full = layers - 1 if last and sampled < tokens else layers
     if first and split.per_stage > 1:
@@ -84,15 +86,39 @@ def collectives(
         heads, kv_heads = Grid(split.rows, split.cols).heads(spec.num_heads, spec.num_kv_heads)
         qkv = (len(heads) + 2 * len(kv_heads)) * spec.head_dim
         yield Collective("all_reduce", groups.cols, tokens * qkv * itemsize, layers)
-        width = len(shard(spec.intermediate_size, split.rows, 0))
-        matrices = spec.dense_matrices - 1  # gate and up
-        yield from _reduced(groups.cols, matrices * width * itemsize, 1, layers, full, tokens, sampled)
+        with_experts = [spec.mlp_of(layer) == "moe" for layer in part]
+        for kind in (False, True):
+            count, whole = with_experts.count(kind), with_experts[:full].count(kind)
+            for shapes, row_bytes in _mlp_sums(spec, split, groups, kind, itemsize) if count else ():
+                yield from _reduced(shapes, row_bytes, 1, count, whole, tokens, sampled)
         yield from _norms(spec, groups, layers, full, tokens, sampled, last)
     if last and sampled:
         if split.cols > 1:
             yield Collective("all_gather", groups.cols, sampled * hidden * itemsize, 1)
         if split.per_stage > 1:
             yield Collective("all_gather", groups.tp, sampled * _SAMPLED_BYTES, 1)
+
+
+def _mlp_sums(
+    spec: ModelSpec, split: Split, groups: StageGroups, experts: bool, itemsize: int
+) -> Iterator[tuple[tuple[Shape, ...], int]]:
+    """Yield the groups and the bytes of a row of the all-reduces inside an MLP on a grid with columns: of gate and up,
+    and with experts those of each chosen one, of the router, and of the shared expert."""
+
+    def width(size: int, matrices: int = 2) -> int:
+        return matrices * len(shard(size, split.rows, 0)) * itemsize
+
+    if not experts or spec.moe is None:
+        yield groups.cols, width(spec.intermediate_size, spec.dense_matrices - 1)
+        return
+    yield groups.tp, spec.moe.router_rows * (_FLOAT32 if spec.moe.router_fp32 else itemsize)
+    # With whole experts the sum contains the pairs of all rows of the grid.
+    yield (
+        groups.cols,
+        spec.moe.top_k * (2 * spec.moe.width * itemsize if split.expert_parallel else width(spec.moe.width)),
+    )
+    if spec.moe.shared_width:
+        yield groups.cols, width(spec.moe.shared_width)
 
 
 def _norms(

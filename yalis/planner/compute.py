@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 
 from yalis.engine.step_layouts import MAX_GRAPH_SEQUENCES, PROMPT_SIZES, DecodeLayout, StepLimits
-from yalis.errors import YalisError
 from yalis.kernels.gpu_limits import GpuLimits
 from yalis.kernels.skinny_config import MAX_ROWS, TMA_ROWS
 from yalis.parallel.dims import rank_dims
@@ -15,6 +15,7 @@ from yalis.parallel.plan import Split
 from yalis.perfmodel.floors import ModelDims
 from yalis.planner.cpu_times import CpuTimes
 from yalis.planner.efficiency import Efficiencies, load_efficiencies
+from yalis.planner.expert_times import ASSUMPTIONS, Assumptions, expert_load, grouped_product
 from yalis.planner.kernel_times import KernelTimes
 from yalis.planner.machine import Machine
 from yalis.planner.step import StepShape
@@ -77,17 +78,13 @@ class ComputeModel:
         rank: int = 0,
         max_num_seqs: int = MAX_GRAPH_SEQUENCES,
         efficiencies: Efficiencies | None = None,
+        assumptions: Assumptions = ASSUMPTIONS,
     ) -> None:
         """`itemsize`: bytes of a weight and of a KV element. `max_num_seqs`: the engine's, which sets the size of the
-        largest recorded decode step."""
-        if spec.moe is not None:
-            raise YalisError(
-                "step times of a mixture of experts cannot be predicted yet; `yalis plan` without --machine prints its "
-                "memory"
-            )
+        largest recorded decode step. `assumptions`: about the experts of a mixture of experts."""
         gpu = machine.gpu
         self.table = efficiencies or load_efficiencies(gpu.efficiencies)
-        self.spec, self.split, self.itemsize = spec, split, itemsize
+        self.spec, self.split, self.itemsize, self.assumptions = spec, split, itemsize, assumptions
         self.dims: ModelDims = rank_dims(spec, split, rank, itemsize, itemsize)
         self._read, self._matmul = gpu.read_bytes_per_s.value, gpu.matmul_flops_per_s.value
         limits = GpuLimits(gpu.num_sms, gpu.shared_memory_kib << 10, has_tma=gpu.has_tma)
@@ -137,17 +134,16 @@ class ComputeModel:
         total.add("matmul", kernels.linear(tokens, width, hidden), dims.layers)
         tail_norms = dims.norms // 2  # between attention and the end of the layer
         self._add_norms(total, tokens, dims.layers * (dims.norms - tail_norms))
-        for tail_rows, layers in ((tokens, dims.layers - 1), (last_rows, 1)):
+        # Where some layers have experts, the last one is among them.
+        last = min(dims.expert_layers, 1)
+        parts = ((tokens, dims.layers - 1, dims.expert_layers - last), (last_rows, 1, last))
+        for tail_rows, layers, with_experts in parts:
             if tail_rows == 0 or layers == 0:
                 continue
             total.add("matmul", kernels.linear(tail_rows, hidden, heads * dim), layers)
             self._add_norms(total, tail_rows, layers * tail_norms)
-            # With columns an all-reduce separates the matmul from the activation.
-            fused = dims.gated and dims.columns == 1
-            total.add("matmul", kernels.linear(tail_rows, (1 + dims.gated) * dims.intermediate, hidden, fused), layers)
-            if not fused:
-                total.add("other", kernels.elementwise(tail_rows, (2 + dims.gated) * dims.intermediate), layers)
-            total.add("matmul", kernels.linear(tail_rows, hidden, dims.intermediate), layers)
+            self._add_mlp(total, tail_rows, dims.intermediate, layers - with_experts, dims.gated)
+            self._add_experts(total, tail_rows, with_experts)
         if dims.embedding:
             total.add("other", kernels.elementwise(tokens, 2 * dims.hidden))
         if dims.head and rows:
@@ -159,6 +155,39 @@ class ComputeModel:
         if self._pdl and (tokens <= MAX_ROWS or (tokens == TMA_ROWS and self._kernels.uses_tma(self.dims))):
             total.other -= total.kernels * self.table["pdl_s"]
         return total
+
+    def _add_mlp(self, total: _Sum, rows: int, width: int, layers: int, gated: bool = True) -> None:
+        """Add the MLP of `layers` layers."""
+        if not (layers and width):
+            return
+        kernels, hidden = self._kernels, self.dims.hidden_shard
+        # With columns an all-reduce separates the matmul from the activation.
+        fused = gated and self.dims.columns == 1
+        total.add("matmul", kernels.linear(rows, (1 + gated) * width, hidden, fused), layers)
+        if not fused:
+            total.add("other", kernels.elementwise(rows, (2 + gated) * width), layers)
+        total.add("matmul", kernels.linear(rows, hidden, width), layers)
+
+    def _add_experts(self, total: _Sum, rows: int, layers: int) -> None:
+        """Add the mixture of experts of `layers` layers: router, grouped products, weighted sum, shared expert."""
+        if not layers:
+            return
+        dims, kernels, assumptions = self.dims, self._kernels, self.assumptions
+        hidden, width = dims.hidden_shard, dims.expert_width
+        load = expert_load(dims, self.split.rows, rows, assumptions)
+        # With columns, all ranks of the grid split the columns of the router.
+        router = hidden if dims.columns == 1 else max(1, hidden // self.split.rows)
+        total.add("matmul", kernels.linear(rows, dims.router_rows, router), layers)
+        total.add("other", assumptions["route_s"].value, layers)
+        gated = dims.columns == 1
+        total.add("matmul", grouped_product(kernels, load, 2 * width, hidden, gated, assumptions), layers)
+        if not gated:
+            total.add("other", kernels.elementwise(math.ceil(load.pairs), 3 * width), layers)
+        total.add("matmul", grouped_product(kernels, load, hidden, width, False, assumptions), layers)
+        total.add("other", kernels.elementwise(rows, (dims.top_k + 1) * hidden), layers)
+        if dims.shared_width:
+            self._add_mlp(total, rows, dims.shared_width, layers)
+            total.add("other", kernels.elementwise(rows, 3 * hidden), layers)
 
     def _throttling(self, matmul: float, shape: StepShape) -> float:
         """Return the factor by which the power limit lengthens matmuls: the clock falls in long compute-bound steps."""
@@ -217,7 +246,10 @@ class ComputeModel:
         return self.dims.layers * self.table["host_mixed_layer_s"] + sequences * self.table["host_mixed_sequence_s"]
 
     def _cpu_step(self, cpu: CpuTimes, shape: StepShape) -> ComputeTime:
-        matmul, attention, other = cpu.step(self.dims, shape)
+        load = (
+            expert_load(self.dims, self.split.rows, shape.tokens, self.assumptions) if self.dims.expert_layers else None
+        )
+        matmul, attention, other = cpu.step(self.dims, shape, load)
         sequences = shape.decodes + len(shape.chunks)
         host = self.table["host_step_s"] + self.table["host_sequence_s"] * sequences
         replayed = not shape.chunks and shape.decodes <= cpu.max_recorded and self.split.per_replica == 1

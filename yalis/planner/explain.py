@@ -14,9 +14,9 @@ _NOTABLE = 0.02
 
 
 def spell_split(split: Split) -> str:
-    """Return a text such as "tp 4x2, pp 2"; "one GPU" if nothing is split."""
+    """Return a text such as "tp 4x2, pp 2" or "one GPU". "tp 4 ep" has whole experts on each row of its grid."""
     grid = f"tp {split.rows}" if split.cols == 1 else f"tp {split.rows}x{split.cols}"
-    parts = [grid] * (split.per_stage > 1)
+    parts = [f"{grid} ep" if split.expert_parallel else grid] * (split.per_stage > 1)
     parts += [f"pp {split.stages}"] * (split.stages > 1) + [f"dp {split.replicas}"] * (split.replicas > 1)
     return ", ".join(parts) or "one GPU"
 

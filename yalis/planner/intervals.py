@@ -53,14 +53,16 @@ def effects(
 
 
 def interval(
-    machine: Machine, predict: Callable[[Machine], float], prefixes: Iterable[str] = ("",), model_error: float = 0.0
-) -> Interval:
+    machine: Machine, predict: Callable[[Machine], float], prefixes: Iterable[str] = ("",), model_error: float = 0.0,
+    further: Iterable[Effect] = (),
+) -> Interval:  # fmt: skip
     """Return the prediction with the root of the summed squares of all effects in each direction.
 
-    `model_error`: error of the model itself, as a share of the value, which counts as one more effect."""
+    `model_error`: error of the model itself, as a share of the value, which counts as one more effect. `further`:
+    effects of quantities that are not of the machine."""
     value = predict(machine)
     below = above = abs(value) * model_error
-    for one in effects(machine, predict, prefixes):
+    for one in (*effects(machine, predict, prefixes), *further):
         below = hypot(below, max(0.0, value - min(one.at_low, one.at_high)))
         above = hypot(above, max(0.0, max(one.at_low, one.at_high) - value))
     return Interval(value, value - below, value + above)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from yalis.config import EngineConfig
 from yalis.parallel.memory import rank_memory
-from yalis.parallel.plan import Split
+from yalis.parallel.plan import Grid, Split
 from yalis.planner.machine import Machine
 from yalis.planner.step import SimRequest
 from yalis.planner.step_time import largest_slices
@@ -88,7 +88,7 @@ def capacity(job: Job, machine: Machine, split: Split) -> Capacity:
             memory = rank_memory(job.spec, split, rank, job.itemsize, job.block_size, job.model_len)
             weights = memory.weight_bytes + memory.rotary.bytes
             last = stage == split.stages - 1
-            activations = activation_bytes(job, split, len(memory.width), len(memory.vocabulary) if last else 0)
+            activations = activation_bytes(job, split, len(memory.vocabulary) if last else 0)
             blocks = max(0, int(usable - weights - activations) // memory.kv_block_bytes)
             sequences = blocks // -(-job.model_len // job.block_size)
             if tightest is None or blocks < tightest.kv_blocks:
@@ -97,15 +97,21 @@ def capacity(job: Job, machine: Machine, split: Split) -> Capacity:
     return tightest
 
 
-def activation_bytes(job: Job, split: Split, width: int, vocabulary: int) -> int:
-    """Return an estimate of the memory of the largest step. `width`, `vocabulary`: this rank's shards; 0 without head.
+def activation_bytes(job: Job, split: Split, vocabulary: int) -> int:
+    """Return an estimate of the memory of the largest step. `vocabulary`: this rank's shard; 0 without head.
 
-    The embedding is reduced over the whole hidden size, and the MLP holds gate, up and their product.
+    The embedding is reduced over the whole hidden size. The MLP holds gate, up and their product, of each expert that a
+    token chooses, and then also the rows that the experts read and write.
     """
     spec, config = job.spec, job.config
+    grid = Grid(split.rows, split.cols, expert_parallel=split.expert_parallel)
     hidden = spec.hidden_size * (1 + _HIDDEN_COPIES / split.cols)
     tokens = min(config.max_batch_tokens, job.model_len * config.max_num_seqs)
     rows = min(config.max_num_seqs, tokens)
-    layer = tokens * (hidden + 3 * width) * job.itemsize
+    width = 3 * len(grid.width(spec.intermediate_size))
+    if spec.moe is not None:
+        of_expert = 3 * len(grid.expert_width(spec.moe.width)) + 2 * len(grid.hidden(spec.hidden_size))
+        width = spec.moe.top_k * of_expert + 3 * len(grid.width(spec.moe.shared_width))
+    layer = tokens * (hidden + width) * job.itemsize
     device = _CONTEXT_BYTES + _GRAPH_BYTES if job.on_gpu else 0
     return int(device + layer + _LOGIT_COPIES * rows * vocabulary * _FLOAT32)

@@ -96,7 +96,7 @@ class KernelTimes:
         read = n * shape.k * self.itemsize / (self.read * table["skinny_eff"])
         time = table["skinny_s"] + table["skinny_row_s"] * shape.m
         time += 0.0 if shape in TUNED else table["skinny_default_s"]
-        time += _join(read, cdiv(programs, self.limits.num_sms) * loaded / sm_rate)
+        time += join(read, cdiv(programs, self.limits.num_sms) * loaded / sm_rate)
         if config.split_k > 1:  # the last program of a tile adds the partial sums, in float32
             time += table["split_k_s"] + config.split_k * config.n_per_program * shape.m * 4 * halves / sm_rate
         return time
@@ -115,7 +115,7 @@ class KernelTimes:
                 best = min(best, waves * cost * depth)
         compute = 2.0 * best * sms / (self.matmul * table["gemm_eff"])
         bytes_moved = (n * k + rows * k + rows * n) * self.itemsize
-        return table["gemm_s"] + _join(compute, bytes_moved / (self.read * table["gemm_read_eff"]))
+        return table["gemm_s"] + join(compute, bytes_moved / (self.read * table["gemm_read_eff"]))
 
     def decode_attention(
         self, contexts: Sequence[tuple[int, float]], heads: int, kv_heads: int, head_dim: int
@@ -140,7 +140,7 @@ class KernelTimes:
         merge = cdiv(longest_merge, chunk) * table["attention_merge_s"]
         if group > 8:  # the partial outputs that a program merges exceed its registers
             merge *= table["attention_merge_wide"]
-        return table["attention_s"] + _join(read, chain) + merge
+        return table["attention_s"] + join(read, chain) + merge
 
     def prefill_attention(self, chunks: Sequence[tuple[int, int]], heads: int, kv_heads: int, head_dim: int) -> float:
         """Causal attention of chunks (first position, tokens) over their prompts so far."""
@@ -172,6 +172,6 @@ def plan_splits(keys: float, total_work: float, target_programs: int) -> tuple[i
     return cdiv(whole, length), length
 
 
-def _join(a: float, b: float, power: float = 4.0) -> float:
+def join(a: float, b: float, power: float = 4.0) -> float:
     """Return a smooth maximum of two times."""
     return math.pow(math.pow(a, power) + math.pow(b, power), 1 / power)

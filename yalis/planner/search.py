@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from yalis.errors import YalisError, YalisFailure, count_of
@@ -17,7 +17,8 @@ from yalis.planner.communication import libraries_of
 from yalis.planner.compute import ComputeModel
 from yalis.planner.efficiency import load_efficiencies
 from yalis.planner.estimate import Estimate, estimate
-from yalis.planner.intervals import Interval, interval, prefixes_of
+from yalis.planner.expert_times import ASSUMPTIONS, Assumptions
+from yalis.planner.intervals import Effect, Interval, interval, prefixes_of
 from yalis.planner.job import Capacity, Job, capacity
 from yalis.planner.machine import Machine
 from yalis.planner.step_time import NO_LIBRARY, StepTimeModel, largest_slices, with_control
@@ -39,6 +40,7 @@ class Choices:
     stages: int | None = None
     replicas: int | None = None
     libraries: tuple[str, ...] | None = None  # by their own names or as --allreduce
+    expert_parallel: bool | None = None  # whole experts on each row of a grid, instead of slices of every expert
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class Planner:
 
     def __init__(self, machine: Machine, job: Job) -> None:
         self.machine, self.job = with_control(machine), job
+        #: What predictions assume about experts; nothing for a dense model.
+        self.assumptions: Assumptions = {} if job.spec.moe is None else ASSUMPTIONS
         self._slices: dict[Any, _CachedCompute] = {}
 
     def candidates(self, nodes: Sequence[int], choices: Choices = ANY_SPLIT, slo: Slo = NO_SLO) -> list[Candidate]:
@@ -136,21 +140,33 @@ class Planner:
             )
         return meeting
 
-    def model(self, split: Split, library: str, machine: Machine | None = None) -> StepTimeModel:
+    def model(
+        self, split: Split, library: str, machine: Machine | None = None, assumptions: Assumptions = ASSUMPTIONS
+    ) -> StepTimeModel:
         job, machine = self.job, machine or self.machine
-        return StepTimeModel(machine, job.spec, split, job.itemsize, library, self._compute)
+        compute = partial(self._compute, assumptions)
+        return StepTimeModel(machine, job.spec, split, job.itemsize, library, compute)
 
-    def estimate(self, split: Split, library: str, room: Capacity, machine: Machine | None = None) -> Estimate:
-        return estimate(self.job, split, room, self.model(split, library, machine))
+    def estimate(
+        self, split: Split, library: str, room: Capacity, machine: Machine | None = None,
+        assumptions: Assumptions = ASSUMPTIONS,
+    ) -> Estimate:  # fmt: skip
+        return estimate(self.job, split, room, self.model(split, library, machine, assumptions))
 
     def interval(self, candidate: Candidate) -> Interval:
         """Return the estimated seconds of the job with their bounds."""
 
-        def seconds(machine: Machine) -> float:
-            return self.estimate(candidate.split, candidate.library, candidate.capacity, machine).seconds
+        def seconds(machine: Machine, assumptions: Assumptions = ASSUMPTIONS) -> float:
+            return self.estimate(candidate.split, candidate.library, candidate.capacity, machine, assumptions).seconds
 
+        further = []
+        for name, one in self.assumptions.items():
+            ends = [
+                seconds(self.machine, {**ASSUMPTIONS, name: replace(one, value=value)}) for value in (one.low, one.high)
+            ]
+            further.append(Effect(f"experts.{name}", *ends))
         error = load_efficiencies(self.machine.gpu.efficiencies).error
-        return interval(self.machine, seconds, prefixes_of(candidate.library), error)
+        return interval(self.machine, seconds, prefixes_of(candidate.library), error, further)
 
     def replay(self, candidate: Candidate) -> Replay:
         """Run the job on the virtual clock, with the real scheduler."""
@@ -167,12 +183,17 @@ class Planner:
         latency = sum(one.end - one.arrival for one in run.requests) / len(run.requests)
         return Replay(candidate, run, seconds, rate, run.ttft(90), run.itl(90) or 0.0, latency)
 
-    def _compute(self, machine: Machine, spec: ModelSpec, split: Split, itemsize: int, rank: int = 0) -> Any:
+    def _compute(
+        self, assumptions: Assumptions, machine: Machine, spec: ModelSpec, split: Split, itemsize: int, rank: int = 0
+    ) -> Any:
         dims = largest_slices(spec, replace(split, replicas=1), split.coords(rank).stage)[rank]
-        key = (machine.gpu, tuple(machine.host.items()), dims, split.rows, split.cols, itemsize)
+        assumed = tuple(assumptions.items()) if spec.moe is not None else ()
+        key = (machine.gpu, tuple(machine.host.items()), dims, split.rows, split.cols, itemsize, assumed)
         if key not in self._slices:
             # `rank` matters only through `dims`; the other arguments are in the key, or the same for the whole job.
-            model = ComputeModel(machine, spec, split, itemsize, rank, self.job.config.max_num_seqs)
+            model = ComputeModel(
+                machine, spec, split, itemsize, rank, self.job.config.max_num_seqs, assumptions=assumptions
+            )
             self._slices[key] = _CachedCompute(model)
         return self._slices[key]
 
@@ -229,9 +250,10 @@ def splits(spec: ModelSpec, gpus: int, gpus_per_node: int, choices: Choices = AN
             continue
         for cols in divisors(per_stage):
             for stages in divisors(gpus // per_stage):
-                split = Split(per_stage // cols, cols, stages, gpus // per_stage // stages)
-                if _chosen(split, choices) and is_possible(split, spec):
-                    yield split
+                for whole in (False, True) if spec.moe is not None and per_stage > cols else (False,):
+                    split = Split(per_stage // cols, cols, stages, gpus // per_stage // stages, whole)
+                    if _chosen(split, choices) and is_possible(split, spec):
+                        yield split
 
 
 def backend_of(library: str) -> str:
@@ -264,6 +286,7 @@ def _chosen(split: Split, choices: Choices) -> bool:
         choices.grid in (None, (split.rows, split.cols))
         and choices.stages in (None, split.stages)
         and choices.replicas in (None, split.replicas)
+        and (choices.expert_parallel in (None, split.expert_parallel) or split.rows == 1)
     )
 
 

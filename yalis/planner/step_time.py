@@ -20,7 +20,10 @@ from yalis.spec import ModelSpec
 #: The library of a replica of one rank on a machine that has none.
 NO_LIBRARY = "none"
 #: Dimensions of a rank's slice that its compute time grows with.
-_GROWING = ("layers", "heads", "kv_heads", "intermediate", "experts", "expert_width", "vocab")
+_GROWING = (
+    "layers", "heads", "kv_heads", "intermediate", "vocab", "expert_layers", "expert_width", "shared_width",
+    "experts",
+)  # fmt: skip
 
 
 def with_control(machine: Machine) -> Machine:
@@ -41,7 +44,8 @@ class StepTimeModel:
         self.machine, self.spec, self.split, self.itemsize, self.library = machine, spec, split, itemsize, library
         self._comm = None if library == NO_LIBRARY else CommModel(machine, library)
         #: Stages with equal slices, placement and neighbours have equal times: the first equal one of each stage.
-        self._same_as, self._layouts = _layouts(spec, replace(split, replicas=1), machine.gpus_per_node)
+        first = slowest_placement(split, machine.gpus_per_node)
+        self._same_as, self._layouts = _layouts(spec, replace(split, replicas=1), machine.gpus_per_node, first)
         self._compute = {
             stage: [compute(machine, spec, split, itemsize, rank) for rank in layout.ranks]
             for stage, layout in self._layouts.items()
@@ -120,19 +124,34 @@ class _Layout:
 
 
 @lru_cache(maxsize=4096)
-def _layouts(spec: ModelSpec, split: Split, gpus_per_node: int) -> tuple[list[int], dict[int, _Layout]]:
-    """Return for each stage the first one that is equal to it, and the layouts of those."""
+def slowest_placement(split: Split, gpus_per_node: int) -> int:
+    """Return where on its node the replica starts whose pipeline sends most often between nodes.
+
+    Replicas that do not fill whole nodes start at different places. Those of the first replica are the best."""
+    places = sorted({replica * split.per_replica % gpus_per_node for replica in range(split.replicas)})
+
+    def sends_between_nodes(first: int) -> int:
+        return sum(not same_node(split, gpus_per_node, stage, first) for stage in range(split.stages - 1))
+
+    return max(places, key=sends_between_nodes)
+
+
+@lru_cache(maxsize=4096)
+def _layouts(spec: ModelSpec, split: Split, gpus_per_node: int, first: int) -> tuple[list[int], dict[int, _Layout]]:
+    """Return for each stage the first one that is equal to it, and the layouts of those.
+
+    `first`: the place on its node of the replica's first rank."""
     same_as: list[int] = []
     layouts: dict[int, _Layout] = {}
     known: dict[object, int] = {}
     for stage in range(split.stages):
         slices = largest_slices(spec, split, stage)
-        groups = StageGroups.of(split, gpus_per_node, stage)
+        groups = StageGroups.of(split, gpus_per_node, stage, first)
         last = stage == split.stages - 1
-        near = not last and same_node(split, gpus_per_node, stage)
-        first = known.setdefault((tuple(slices.values()), groups, near, last), stage)
-        same_as.append(first)
-        if first == stage:
+        near = not last and same_node(split, gpus_per_node, stage, first)
+        equal = known.setdefault((tuple(slices.values()), groups, near, last), stage)
+        same_as.append(equal)
+        if equal == stage:
             layouts[stage] = _Layout(tuple(slices), groups, near)
     return same_as, layouts
 

@@ -23,7 +23,7 @@ Verdict = Literal["faster", "slower", "the same", "gone", "new", "failed", "fixe
 # Parameters that may differ in results of any kind.
 _MAY_DIFFER = frozenset({"engine", "warmup", "repeats"})
 # Engine settings that define the work, and must be equal.
-_WORK_SETTINGS = ("model", "load", "load_seed", "tokenizer")
+_WORK_SETTINGS = ("model", "load", "load_seed", "tokenizer", "routing")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _check_comparable(before: Result, after: Result) -> None:
     old, new = before.parameters, after.parameters
     skipped = _MAY_DIFFER | kind.may_differ | _unrecorded(kind, old, new)
     pairs = [(name, old.get(name), new.get(name)) for name in sorted((old.keys() | new.keys()) - skipped)]
-    engines = old.get("engine", {}), new.get("engine", {})
+    engines = [{"routing": "model", **one.get("engine", {})} for one in (old, new)]  # older versions had no other
     pairs += [(name, engines[0].get(name), engines[1].get(name)) for name in _WORK_SETTINGS]
     for name, one, other in pairs:
         if one != other:

@@ -30,7 +30,7 @@ from yalis.study.peers.interleaving import run_interleaved
 from yalis.study.peers.peer import Peer, PeerSetup, Timing
 from yalis.study.peers.process import PEERS, start_peer
 from yalis.study.spread import spread
-from yalis.study.topology import has_floor, llm_topology, note_peer_devices
+from yalis.study.topology import has_floor, llm_topology, note_peer_devices, note_routing
 from yalis.types import SamplingParams
 from yalis.workloads import Workload, random_prompt
 
@@ -152,6 +152,7 @@ def measure(
         setup = PeerSetup(
             locate(config.model, config.load == "auto"), config.load == "random", dtype, device,
             plan.max_len, max(case.batch for case in plan.cases), config.max_batch_tokens, len(plan.peer),
+            routing=config.routing,
         )  # fmt: skip
         others = []
         for name in plan.peer:
@@ -185,7 +186,11 @@ def measure(
             **asdict(rates),
         }
         devices = [bandwidth.describe_device(device)]
-        notes = note_peer_devices(config, plan.peer) + ([] if interrupt is None else [f"stopped after {progress}"])
+        notes = (
+            note_peer_devices(config, plan.peer)
+            + note_routing(config, llm.spec)
+            + ([] if interrupt is None else [f"stopped after {progress}"])
+        )
         result = results.new("latency", parameters, rows, command, devices, notes, llm_topology(llm))
         if interrupt is not None:
             raise Stopped(f"{progress} done", result) from interrupt

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from yalis.errors import count_of
+from yalis.perfmodel.experts import distinct_experts
+from yalis.planner.expert_times import ASSUMPTIONS
 from yalis.planner.explain import explain, spell_split
 from yalis.planner.intervals import Interval
 from yalis.planner.job import Job
@@ -90,10 +93,22 @@ def make_result(search: Search, answer: Answer, run: str, command: str) -> Resul
         "why": answer.why,
         "run": run,
     }
+    notes = []
+    if (moe := job.spec.moe) is not None:
+        parameters["assumed"] = {name: one.to_json() for name, one in ASSUMPTIONS.items()}
+        split = answer.best.split
+        running = min(-(-len(job.requests) // split.replicas), config.max_num_seqs, answer.best.capacity.sequences)
+        tokens = -(-running // split.stages)  # a micro-batch
+        reached = distinct_experts(moe.num_experts, moe.top_k, tokens)
+        notes.append(
+            f"Assumed: uniform routing, in which a decode step of {count_of(tokens, 'token')} reaches {reached:.1f} of "
+            f"{moe.num_experts} experts of a layer, and the efficiency of the experts' kernels, which is not measured "
+            "yet. The intervals contain the bounds of both."
+        )
     device = {"type": "cuda" if job.on_gpu else "cpu", "name": search.machine.gpu.name}
     replays = {one.candidate: one for one in answer.replays}
     rows = [_row(one, replays.get(one), answer.curve.get(one)) for one in shown]
-    return results.new("plan", parameters, rows, command, [device])
+    return results.new("plan", parameters, rows, command, [device], notes)
 
 
 def _row(one: Candidate, replay: Replay | None, interval: Interval | None) -> dict[str, Any]:
@@ -108,6 +123,7 @@ def _row(one: Candidate, replay: Replay | None, interval: Interval | None) -> di
         "columns": one.split.cols,
         "pp": one.split.stages,
         "dp": one.split.replicas,
+        "expert_parallel": one.split.expert_parallel,
         "library": one.library,
         "best_of_scheme": interval is not None,
         "seconds": guess.seconds,

@@ -26,7 +26,7 @@ from yalis.study import bandwidth, results
 from yalis.study.latency import size_engine
 from yalis.study.results.kinds.profile import CATEGORIES, summarize_ranks
 from yalis.study.scaling.settings import Setting
-from yalis.study.topology import llm_topology
+from yalis.study.topology import llm_topology, note_routing
 from yalis.types import SamplingParams
 from yalis.workloads import Workload, random_prompt
 
@@ -141,7 +141,7 @@ def measure(
                 unprofiled += step_ns
         device = bandwidth.describe_device(llm.device)
         dtype = resolve_dtype(config.dtype, llm.spec.dtype, resolve_device(config.device))
-        topology = llm_topology(llm)
+        topology, routing = llm_topology(llm), note_routing(config, llm.spec)
     rows = [row for phase in PHASES for row in phases[phase].rows(phase, case.batch)]
     decode_ms = max(row["ms"] for row in rows if row["phase"] == DECODE)
     unprofiled_ms = sum(unprofiled) / len(unprofiled) / 1e6 if unprofiled else None
@@ -156,7 +156,7 @@ def measure(
         "profiling_overhead": None if unprofiled_ms is None else decode_ms / unprofiled_ms - 1,
     }
     result = results.new("profile", parameters, rows, command, [device], topology=topology)
-    return replace(result, notes=list(_notes(result)))
+    return replace(result, notes=[*_notes(result), *routing])
 
 
 def _run(llm: LLM, plan: ProfilePlan, prompts: list[list[int]]) -> tuple[dict[str, PhaseRun], list[float]]:

@@ -35,6 +35,7 @@ from yalis.study import bandwidth, results
 from yalis.study.latency import check_length, find_decode_steps, find_floors, size_engine
 from yalis.study.peers.peer import Timing, explain_failure
 from yalis.study.spread import spread
+from yalis.study.topology import note_routing
 from yalis.types import SamplingParams
 from yalis.workloads import Workload, random_prompt
 
@@ -112,7 +113,7 @@ def measure(
         **asdict(rates),
     }
     topology = results.make_topology([0])  # one rank ran; the rows have the split that it is a slice of
-    notes = [] if interrupt is None else [f"stopped after {progress}"]
+    notes = note_routing(config, spec) + ([] if interrupt is None else [f"stopped after {progress}"])
     result = results.new("slice", parameters, rows, command, [bandwidth.describe_device(device)], notes, topology)
     if interrupt is not None:
         raise Stopped(f"{progress} done", result) from interrupt

@@ -41,7 +41,7 @@ from yalis.study.requests import (
     read_dataset,
 )
 from yalis.study.spread import percentiles, spread
-from yalis.study.topology import has_floor, llm_topology, note_peer_devices
+from yalis.study.topology import has_floor, llm_topology, note_peer_devices, note_routing
 from yalis.types import RequestOutput
 
 
@@ -218,7 +218,7 @@ def measure(
         "sizes": ours[0].sizes,
         "scheduler": scheduler,
     }
-    notes = note_peer_devices(config, plan.peer)
+    notes = note_peer_devices(config, plan.peer) + note_routing(config, spec)
     return results.new("throughput", parameters, rows, command, [device_facts], notes, topology)
 
 
@@ -247,6 +247,7 @@ def _peer_setup(config: EngineConfig, plan: ThroughputPlan, dtype: torch.dtype, 
         temperature=plan.temperature,
         top_k=plan.top_k,
         top_p=plan.top_p,
+        routing=config.routing,
     )
 
 
@@ -312,8 +313,9 @@ def find_floor(
 ) -> float:
     """Return a lower bound in seconds for `run`: the larger of reading all bytes and doing all operations.
 
-    The weights are read once per step. The number of steps is the length of the longest answer, or all output tokens
-    over the largest batch, whichever is larger. Prefill is assumed to run in the same steps.
+    The weights are read once per step, of a mixture of experts those of the experts that the step reaches. The number
+    of steps is the length of the longest answer, or all output tokens over the largest batch, whichever is larger.
+    Prefill is assumed to run in the same steps.
     """
     split, dims = split_of(config), ModelDims.of(spec, dtype.itemsize, dtype.itemsize)
     prompt = (run.prompt_tokens - run.cached_tokens) / len(run.tokens)
@@ -321,8 +323,19 @@ def find_floor(
     steps = max(max(map(len, run.tokens)), -(-run.output_tokens // max_batch))
     work = [decode_work(dims, [prompt + len(tokens) / 2]) for tokens in run.tokens]
     decode_steps = [len(tokens) - 1 for tokens in run.tokens]  # the first token comes from prefill
-    read = split.replicas * steps * work[0].weight_bytes
+    largest = -(-min(max_batch, len(run.tokens)) // split.replicas)
+    read = split.replicas * least_weight_bytes(dims, steps, run.output_tokens / split.replicas, largest)
     read += sum(one.kv_bytes * count for one, count in zip(work, decode_steps, strict=True))
     flops = prefill_work(dims, [int(prompt)] * len(run.tokens)).flops
     flops += sum(one.flops * count for one, count in zip(work, decode_steps, strict=True))
     return max(read / rates.read_bytes_per_s, flops / rates.matmul_flops_per_s) / split.size
+
+
+def least_weight_bytes(dims: ModelDims, steps: int, tokens: float, largest: int) -> float:
+    """Return the least bytes of weights that `steps` decode steps read, which compute `tokens` tokens together.
+
+    `largest`: tokens of the largest step. Tokens share experts, so the bytes of a step are a concave function of its
+    tokens, and some steps of `largest` tokens among steps of one read the least."""
+    alone, full = (decode_work(dims, [0.0] * count).weight_bytes for count in (1, largest))
+    further = (full - alone) / (largest - 1) if largest > 1 else 0.0
+    return steps * alone + max(0.0, tokens - steps) * further

@@ -14,6 +14,7 @@ from yalis.errors import YalisError
 from yalis.launch.launchers import detect_launcher
 from yalis.launch.world import World
 from yalis.perfmodel.collectives import Shape
+from yalis.spec import ModelSpec
 from yalis.study import results
 
 
@@ -41,6 +42,18 @@ def shape_of(nodes: Sequence[Sequence[int]]) -> Shape:
 def has_floor(config: EngineConfig, device: torch.device) -> bool:
     """Return whether every rank has a device of its own, so that the rates of one device give a floor for all."""
     return split_of(config).size == 1 or (device.type == "cuda" and config.ranks_per_gpu == 1)
+
+
+def note_routing(config: EngineConfig, spec: ModelSpec) -> list[str]:
+    """Return a note for a mixture of experts: how tokens were routed, and what floors assume."""
+    if spec.moe is None:
+        return []
+    if config.routing == "uniform":
+        return ["--routing uniform: all experts were equally likely, whatever the routers computed"]
+    floors = "floors assume that all experts are equally likely"
+    if config.load == "random":
+        return [f"random weights prefer a few experts, and {floors}; --routing uniform measures even routing"]
+    return [f"experts were those that the model chose, and {floors}"]
 
 
 def note_peer_devices(config: EngineConfig, names: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from yalis import env
+from yalis.errors import YalisError
 from yalis.study.bandwidth import synchronize
 from yalis.study.peers.peer import PeerSetup, Timing
 
@@ -28,6 +29,8 @@ class TransformersPeer:
     def __init__(self, setup: PeerSetup) -> None:
         import transformers
 
+        if setup.routing != "model":
+            raise YalisError("transformers has no uniform routing; leave out --routing uniform, or this peer")
         self.version = transformers.__version__
         self._device = setup.device
         with contextlib.redirect_stderr(io.StringIO()):  # hides progress bars, which cannot be turned off
@@ -97,7 +100,7 @@ class VllmPeer:
     name = "vllm"
 
     def __init__(self, setup: PeerSetup) -> None:
-        env.prepare_vllm(torch.get_num_threads())
+        env.prepare_vllm(torch.get_num_threads(), uniform_routing=setup.routing == "uniform")
         import vllm
 
         self.version, self._vllm = vllm.__version__, vllm

@@ -38,6 +38,7 @@ class PeerSetup:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
+    routing: str = "model"  # uniform: experts are chosen at random
 
 
 class Peer(Protocol):

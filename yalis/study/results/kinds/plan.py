@@ -24,11 +24,12 @@ class Plan(ResultKind):
         Column("nodes", int, required=True, positive=True),
         Column("gpus", int, required=True, positive=True),
         Column("scheme", str, required=True),  # tp, grid, pp, dp, hybrid or one GPU
-        Column("split", str, required=True),  # such as "tp 4x2, pp 2"
+        Column("split", str, required=True),  # such as "tp 4x2, pp 2" or "tp 8 ep"
         Column("rows", int, required=True, positive=True),
         Column("columns", int, required=True, positive=True),
         Column("pp", int, required=True, positive=True),
         Column("dp", int, required=True, positive=True),
+        Column("expert_parallel", bool, since=7),  # whole experts on each row of a grid
         Column("library", str, required=True),  # of the all-reduce
         Column("best_of_scheme", bool, required=True),  # on this number of nodes
         # the fast estimate of the job; bounds where they were computed
@@ -62,6 +63,7 @@ class Plan(ResultKind):
         "seq_len": Count,
         "why": [str],
         "run": str,  # the command that runs the best
+        "assumed?": {"*": {"value": float, "low": float, "high": float}},  # about the experts of a mixture of experts
     }
     needs_devices = False
     section = Section(
