@@ -44,7 +44,7 @@ def route(logits: Tensor, moe: MoESpec, correction: Tensor | None = None) -> tup
 
 def _mask_groups(scores: Tensor, moe: MoESpec) -> Tensor:
     """Return scores [N, E] with -inf for all experts outside the best groups, by the sum of their two best scores."""
-    grouped = scores.view(scores.shape[0], moe.groups, -1)
+    grouped = scores.view(-1, moe.groups, moe.num_experts // moe.groups)
     best = grouped.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
     outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
     return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
