@@ -35,8 +35,6 @@ NATIVE_MAX_BF16_ROWS = 8
 # From here on a GPU is at its power limit, and a separate gate kernel costs more than cuBLAS gains over our GEMM.
 FUSED_GATE_MIN_ROWS = 8192
 _GELU = {"gelu": "none", "gelu_tanh": "tanh"}  # torch's name of the approximation
-# Whether a GPU runs mixtures of experts with kernels/experts.py; False: plain torch (kernels/routed.py).
-TRITON_EXPERTS = True
 
 
 @opaque(
@@ -107,7 +105,7 @@ def _route(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     routing = (top_k, scoring, renormalize, groups, top_groups, scale)
-    if TRITON_EXPERTS and _triton(logits) and groups == top_groups:
+    if _triton_experts(logits) and groups == top_groups:
         from yalis.kernels import experts as kernels
 
         return kernels.route(logits, correction, top_k, scoring, renormalize, scale, pdl_enabled())
@@ -129,7 +127,7 @@ def group_experts(x: Tensor, experts: Tensor, count: int) -> Tensor | None:
 
     None where each call groups the pairs itself.
     """
-    if torch.compiler.is_compiling() or not (TRITON_EXPERTS and _triton(x)):
+    if torch.compiler.is_compiling() or not _triton_experts(x):
         return None
     from yalis.kernels import experts as kernels
     from yalis.kernels.experts_config import uses_gemv
@@ -157,7 +155,7 @@ def expert_linear(
     On a CPU only the matrices of chosen experts are read. From NATIVE_MAX_ROWS rows for each expert on, the host groups
     the pairs, and MKL multiplies them.
     """
-    if TRITON_EXPERTS and _triton(x) and weight.dtype == x.dtype:
+    if _triton_experts(x) and weight.dtype == x.dtype:
         from yalis.kernels import experts as kernels
 
         return kernels.expert_linear(x, weight, experts, plan, bias, activation, pdl_enabled())
@@ -192,7 +190,7 @@ def combine_experts(
     gate: Tensor | None = None,  # [N, 1]
 ) -> Tensor:
     """Return the weighted sum [N, C] of each row's experts, plus `shared` times the sigmoid of `gate`."""
-    if TRITON_EXPERTS and _triton(y):
+    if _triton_experts(y):
         from yalis.kernels import experts as kernels
 
         return kernels.combine(y, weights, shared, gate, pdl_enabled())
@@ -488,6 +486,11 @@ def _is_skinny(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     from yalis.kernels import skinny
 
     return skinny.supports(x, weight, gated)
+
+
+def _triton_experts(x: Tensor) -> bool:
+    """Whether kernels/experts.py runs mixtures of experts; on other GPUs it is plain torch (kernels/routed.py)."""
+    return _triton(x) and env.experimental()
 
 
 def samples_with_triton(device: torch.device) -> bool:
