@@ -21,15 +21,16 @@
 namespace nvrar {
 
 template <class Protocol, Schedule schedule, class Op> NVRAR_DEVICE void three_phases(Op& op, const Group& group) {
-  scatter_inputs<Protocol>(op, group);
+  using InNode = typename Protocol::InNode;
+  scatter_inputs<InNode>(op, group);
   if (group.local_rank < group.shards) {
     Span shard = shard_span(op.args.packs, group.shards, group.local_rank);
     auto publish = [&](Batch batch, const Pack(&packs)[kBatch]) {
-      store_result<Protocol>(op, group, shard, batch, packs);
+      store_result<InNode>(op, group, shard, batch, packs);
     };
-    auto signal = [&](Chunk chunk) { signal_result<Protocol>(op, group, chunk); };
+    auto signal = [&](Chunk chunk) { signal_result<InNode>(op, group, chunk); };
     if (group.inter_steps == 0) {
-      reduce_shard<Protocol>(op, group, shard, publish, signal);
+      reduce_shard<InNode>(op, group, shard, publish, signal);
     } else {
       const Region& region = Protocol::region(group);
       const InterStep& first = group.inter_step[0];
@@ -38,7 +39,7 @@ template <class Protocol, Schedule schedule, class Op> NVRAR_DEVICE void three_p
       bool halving = schedule == kHalving && group.rounds > 0;
       ChunkRange sent = op.chunks_of(shard);
       if (halving && group.first_round == 0) sent = sent.half(!first.keeps_upper);
-      reduce_shard<Protocol>(
+      reduce_shard<InNode>(
           op, group, shard,
           [&](Batch batch, const Pack(&packs)[kBatch]) { Protocol::write(op, stage, batch, packs); },
           [&](Chunk chunk) {
@@ -50,7 +51,7 @@ template <class Protocol, Schedule schedule, class Op> NVRAR_DEVICE void three_p
       if (!halving) exchange_shard<Protocol>(op, group, shard, publish, signal);
     }
   }
-  gather_shards<Protocol>(op, group);
+  gather_shards<InNode>(op, group);
 }
 
 // `schedule` is the same on all ranks. kOneShotInNode: one_shot_in_node() of intra_node.h instead of phases 1 to 3.
@@ -58,7 +59,7 @@ template <class Value, class Protocol, Schedule schedule, class Transport>
 NVRAR_DEVICE void all_reduce(Transport& transport, const Group& group, const KernelArgs& args) {
   Operation<Transport, Value> op(transport, args, group.state, group.status, group.timeout, group.id);
   if constexpr (schedule == kOneShotInNode) {
-    one_shot_in_node<Protocol>(op, group);
+    one_shot_in_node<typename Protocol::InNode>(op, group);
   } else {
     three_phases<Protocol, schedule>(op, group);
   }

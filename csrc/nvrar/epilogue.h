@@ -20,8 +20,8 @@ template <class Op> NVRAR_DEVICE void grid_barrier(Op& op) {
   op.transport.sync();
 }
 
-// summed = residual + out, rounded; normed = summed / rms(summed) * weight, computed in fp32. A block handles whole rows,
-// so the bits of a row depend on the number of threads, not on the number of blocks.
+// summed = residual + out, rounded; normed = summed / rms(summed) * weight, computed in fp32. A block handles whole
+// rows, so the bits of a row depend on the number of threads, not on the number of blocks.
 template <class Value, class Transport> NVRAR_DEVICE void add_and_norm(Transport& transport, const KernelArgs& args) {
   constexpr int n = kPackElements<Value>;
   uint32_t packs = (args.width + n - 1) / n, first = transport.thread(), stride = transport.threads();

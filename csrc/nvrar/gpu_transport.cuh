@@ -56,6 +56,9 @@ struct GpuTransport {
                  "r"(pack.word[2]), "r"(pack.word[3])
                  : "memory");
   }
+  __device__ __forceinline__ void store_word(uint64_t* to, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+  }
   __device__ __forceinline__ uint64_t load_signal(const uint64_t* from) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");

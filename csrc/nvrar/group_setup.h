@@ -56,7 +56,10 @@ inline uint64_t init_layout(Group& group, const int32_t* node_of, int size, int 
   uint64_t signal_slot = compute_slot_bytes(signal_capacity, group.shards, kPackBytes);
   group.ll_region = Region{0, ll_slot, reduce_slots, gather_slots, inter_slots};
   group.signal_region = Region{group.ll_region.bytes(), signal_slot, reduce_slots, gather_slots, inter_slots};
-  return group.ll_region.bytes() + group.signal_region.bytes();
+  uint64_t used = (group.ll_region.bytes() + group.signal_region.bytes() + kLineBytes - 1) / kLineBytes * kLineBytes;
+  uint64_t line_slot = (compute_slot_bytes(ll_capacity, group.shards, 1) + kLinePacks - 1) / kLinePacks * kLineBytes;
+  group.line_region = Region{used, line_slot, 0, 0, inter_slots};
+  return used + group.line_region.bytes();
 }
 
 // Fills in the inter-node steps of `rank`. `pe` and `offset` have each member's PE and the offset of its group memory

@@ -87,10 +87,10 @@ NVRAR_DEVICE const char* await_chunk(Op& op, const Group& group, const InterStep
 // finished chunk goes to the partners of the rounds before, last round first. Needs a group with rounds.
 //
 // The additions are those of recursive doubling, so the results have the same bits. No slots are added:
-// - A receive slot serves both messages of a partner: partial sums of the half that this rank keeps, and finished chunks
-//   of the half that it gave away.
-// - Finished chunks are staged in the slot of the first round. They are in the half that was not sent from there, except
-//   those of the last message, which are not sent on.
+// - A receive slot serves both messages of a partner: partial sums of the half that this rank keeps, and finished
+//   chunks of the half that it gave away.
+// - Finished chunks are staged in the slot of the first round. They are in the half that was not sent from there,
+//   except those of the last message, which are not sent on.
 template <class Protocol, class Op, class OnBatch, class OnChunk>
 NVRAR_DEVICE void exchange_halves(Op& op, const Group& group, Span shard, OnBatch on_batch, OnChunk on_chunk) {
   const Region& region = Protocol::region(group);

@@ -67,8 +67,8 @@ NVRAR_DEVICE void reduce_shard(Op& op, const Group& group, Span shard, OnBatch o
 }
 
 // One shot, for short messages within one node: every rank writes its whole input to every other rank, and adds all of
-// them in rank order. One step instead of two, and the same additions, so the results have the same bits. An input has to
-// fit into the slot of one shard.
+// them in rank order. One step instead of two, and the same additions, so the results have the same bits. An input has
+// to fit into the slot of one shard.
 template <class Protocol, class Op> NVRAR_DEVICE void one_shot_in_node(Op& op, const Group& group) {
   const Region& region = Protocol::region(group);
   Span all{0, op.args.packs};

@@ -2,7 +2,8 @@
 // and kernel launches. Functions that can fail return a negative value, and nvrar_error() returns the reason.
 //
 // The arena is one allocation of the symmetric heap with the same size on every rank. Groups reserve ranges of it,
-// whose offsets may differ between ranks. dtype: 0 float32, 1 float16, 2 bfloat16. protocol: 0 LL, 1 put-with-signal.
+// whose offsets may differ between ranks. dtype: 0 float32, 1 float16, 2 bfloat16. protocol: 0 LL, 1 put-with-signal,
+// 2 lines.
 // schedule: see enum Schedule. pdl: 0 an ordinary launch; 1 programmatic dependent launch; 2 also lets the next kernel
 // start while this one waits for other ranks, which is only safe if no other rank needs this GPU.
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include "baselines.h"
 #include "gpu_transport.cuh"
 #include "group_setup.h"
+#include "tear_test.h"
 
 using namespace nvrar;
 
@@ -33,6 +35,15 @@ __global__ void __launch_bounds__(kMaxThreads)
   GpuTransport transport{group.host_heap != 0};
   begin_launch(pdl);
   all_reduce<Value, Protocol, schedule>(transport, group, args);
+}
+
+__global__ void __launch_bounds__(kMaxThreads)
+    tear_test_kernel(const __grid_constant__ Group group, uint64_t base, uint32_t rounds, uint32_t* torn) {
+  GpuTransport transport{group.host_heap != 0};
+  const KernelArgs args{};
+  Operation<GpuTransport, Float32> op(transport, args, group.state, group.status, group.timeout, group.id);
+  tear_test(op, group, base, rounds, torn);
+  if (threadIdx.x == 0) nvshmem_quiet();
 }
 
 // The epilogue of all_reduce_kernel alone, with the same bits.
@@ -80,14 +91,16 @@ GroupState* allocate_state() {
 
 int dtype_bytes(int dtype) { return dtype == 0 ? 4 : 2; }
 
-KernelArgs make_args(const void* x, void* out, uint64_t count, int dtype, int shards, uint64_t chunk) {
+KernelArgs make_args(const void* x, void* out, uint64_t count, int dtype, int shards, uint64_t chunk, int protocol) {
   KernelArgs args{};
   args.x = x;
   args.out = out;
   args.count = count;
   args.packs = uint32_t((count * dtype_bytes(dtype) + kPackBytes - 1) / kPackBytes);
-  // Chunks are whole cache lines, so that no two blocks write to the same one, and there are at most kMaxChunks.
+  // Chunks are whole cache lines, so that no two blocks write to the same one, and there are at most kMaxChunks. With
+  // protocol 2 they are whole lines of that protocol too.
   uint64_t shard = (args.packs + shards - 1) / shards, line = 128 / kPackBytes;
+  if (protocol == 2) line *= kLinePacks;
   uint64_t packs = std::max({chunk / kPackBytes, (shard + kMaxChunks - 1) / kMaxChunks, line});
   args.chunk_packs = uint32_t((packs + line - 1) / line * line);
   args.aligned = (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out)) % kPackBytes == 0;
@@ -100,7 +113,7 @@ struct LaunchOptions {
   cudaStream_t stream;
 
   bool invalid() const {
-    return protocol < 0 || protocol > 1 || schedule < 0 || schedule > kOneShotInNode || blocks < 1 || threads < 32 ||
+    return protocol < 0 || protocol > 2 || schedule < 0 || schedule > kOneShotInNode || blocks < 1 || threads < 32 ||
            threads > kMaxThreads || threads % 32;
   }
 };
@@ -108,11 +121,13 @@ struct LaunchOptions {
 using Kernel = void (*)(Group, KernelArgs, int);
 
 template <class Value> Kernel choose_kernel(int protocol, int schedule) {
-  static const Kernel kernels[2][3] = {
+  static const Kernel kernels[3][3] = {
       {all_reduce_kernel<Value, LLProtocol, kDoubling>, all_reduce_kernel<Value, LLProtocol, kHalving>,
        all_reduce_kernel<Value, LLProtocol, kOneShotInNode>},
       {all_reduce_kernel<Value, SignalProtocol, kDoubling>, all_reduce_kernel<Value, SignalProtocol, kHalving>,
-       all_reduce_kernel<Value, SignalProtocol, kOneShotInNode>}};
+       all_reduce_kernel<Value, SignalProtocol, kOneShotInNode>},
+      {all_reduce_kernel<Value, LineProtocol, kDoubling>, all_reduce_kernel<Value, LineProtocol, kHalving>,
+       all_reduce_kernel<Value, LLProtocol, kOneShotInNode>}};
   return kernels[protocol][schedule];
 }
 
@@ -175,7 +190,7 @@ template <class Value> cudaError_t load_kernels() {
   cudaError_t error = cudaFuncGetAttributes(&found, add_norm_kernel<Value>);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&found, ring_kernel<Value>);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&found, one_shot_kernel<Value>);
-  for (int protocol = 0; protocol < 2; ++protocol) {
+  for (int protocol = 0; protocol < 3; ++protocol) {
     for (int schedule = 0; schedule <= kOneShotInNode; ++schedule) {
       if (error == cudaSuccess) error = cudaFuncGetAttributes(&found, choose_kernel<Value>(protocol, schedule));
     }
@@ -311,8 +326,24 @@ int nvrar_create_group(const int32_t* node_of, int size, int rank, uint64_t ll_c
 // The maximum bytes of one operation. Longer messages are split into several operations.
 uint64_t nvrar_capacity(int handle, int protocol, int schedule) {
   const Group& group = *groups[handle];
-  uint64_t shard = protocol == 0 ? group.ll_region.slot_bytes / 2 : group.signal_region.slot_bytes;
+  uint64_t shard = protocol == 1 ? group.signal_region.slot_bytes : group.ll_region.slot_bytes / 2;
   return schedule == kOneShotInNode ? shard : shard * group.shards;
+}
+
+// Returns how many of the lines that arrived at this rank were torn, in so many rounds with each partner. Collective:
+// all ranks of the group call this, with no operation running, and meet in a barrier after it. `base`: see tear_test().
+int nvrar_tear_test(int handle, uint64_t base, int rounds, cudaStream_t stream) {
+  uint32_t *torn = nullptr, found = 0;
+  cudaError_t error = cudaMalloc(&torn, sizeof *torn);
+  if (error == cudaSuccess) error = cudaMemsetAsync(torn, 0, sizeof *torn, stream);
+  if (error == cudaSuccess) {
+    tear_test_kernel<<<1, kMaxThreads, 0, stream>>>(*groups[handle], base, uint32_t(rounds), torn);
+    error = cudaGetLastError();
+  }
+  if (error == cudaSuccess) error = cudaMemcpyAsync(&found, torn, sizeof found, cudaMemcpyDeviceToHost, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  cudaFree(torn);
+  return error == cudaSuccess ? int(found) : fail("the tear test", error);
 }
 
 int nvrar_all_reduce(int handle, const void* x, void* out, uint64_t count, int dtype, int protocol, int schedule,
@@ -326,7 +357,7 @@ int nvrar_all_reduce(int handle, const void* x, void* out, uint64_t count, int d
   for (uint64_t begin = 0; begin < count; begin += max_count) {
     const char* from = static_cast<const char*>(x) + begin * dtype_bytes(dtype);
     char* to = static_cast<char*>(out) + begin * dtype_bytes(dtype);
-    KernelArgs args = make_args(from, to, std::min(max_count, count - begin), dtype, shards, chunk);
+    KernelArgs args = make_args(from, to, std::min(max_count, count - begin), dtype, shards, chunk, protocol);
     cudaError_t error = launch_nvrar(dtype, options, group, args);
     if (error != cudaSuccess) return fail("launching the all-reduce", error);
   }
@@ -345,7 +376,7 @@ int nvrar_all_reduce_norm(int handle, const void* x, void* out, uint32_t rows, u
   if (count * dtype_bytes(dtype) > nvrar_capacity(handle, protocol, schedule)) {
     return fail("message too long for one operation");
   }
-  KernelArgs args = make_args(x, out, count, dtype, schedule == kOneShotInNode ? 1 : group.shards, chunk);
+  KernelArgs args = make_args(x, out, count, dtype, schedule == kOneShotInNode ? 1 : group.shards, chunk, protocol);
   NormTensors{residual, weight, summed, normed, fp32_weight, eps}.set(args, rows, width, dtype);
   cudaError_t error = launch_nvrar(dtype, options, group, args);
   return error == cudaSuccess ? 0 : fail("launching the all-reduce with its norm", error);
@@ -402,7 +433,7 @@ int nvrar_flat_all_reduce(int handle, int algorithm, const void* x, void* out, u
   for (uint64_t begin = 0; begin < count; begin += max_count) {
     const char* from = static_cast<const char*>(x) + begin * dtype_bytes(dtype);
     char* to = static_cast<char*>(out) + begin * dtype_bytes(dtype);
-    KernelArgs args = make_args(from, to, std::min(max_count, count - begin), dtype, shards, chunk);
+    KernelArgs args = make_args(from, to, std::min(max_count, count - begin), dtype, shards, chunk, 0);
     if (dtype == 0) launch_flat<Float32>(algorithm, blocks, threads, stream, group, args);
     if (dtype == 1) launch_flat<Float16>(algorithm, blocks, threads, stream, group, args);
     if (dtype == 2) launch_flat<Bfloat16>(algorithm, blocks, threads, stream, group, args);

@@ -21,6 +21,8 @@
 namespace nvrar {
 
 constexpr int kPackBytes = 16;     // a pack: the data that one thread loads, adds and stores at once
+constexpr int kLineBytes = 128;    // a line of LineProtocol: kLinePacks packs, then a flag
+constexpr int kLinePacks = 7;
 constexpr int kMaxLocalRanks = 64; // ranks per node
 constexpr int kMaxInterSteps = 18; // enough for 2^16 nodes: 16 rounds of recursive doubling, fold in and fold out
 constexpr int kMaxChunks = 1024;   // chunks per shard; each has its own signal
@@ -84,7 +86,7 @@ struct Group {
   char* own_memory;                  // this rank's group memory
   char* peer_memory[kMaxLocalRanks]; // group memory of each rank of the node, accessible by loads and stores
   int32_t local_pe[kMaxLocalRanks];  // PE of each rank of the node, for timeout reports
-  Region ll_region, signal_region;
+  Region ll_region, signal_region, line_region; // the last one has only the slots between nodes
   GroupState* state;
   Status* status;
   uint64_t timeout;  // ns

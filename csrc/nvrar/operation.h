@@ -8,9 +8,10 @@
 //   thread() threads() block() blocks() sync()    indices and sizes of the launch; barrier of the block
 //   load_line(from), store_line(to, line)         16 bytes of the LL protocol; each 8-byte half is never torn
 //   load_data(from), store_data(to, pack)         16 bytes without flags, ordered by signals
+//   store_word(to, value)                         8 bytes of the own memory
 //   load_signal(from), store_signal(to, value)    acquire; release of all stores before the last sync()
-//   release_sources()                             after sync(), before put: makes the block's stores visible to a CPU or
-//                                                 NIC that reads the sources of puts
+//   release_sources()                             after sync(), before put: makes the block's stores visible to a CPU
+//                                                 or NIC that reads the sources of puts
 //   put(to, from, bytes, pe)                      to the memory of another PE; called by the whole block
 //   put_signal(to, from, bytes, signal, value, pe)
 //   acquire_put(signal, value)                    call after the signal of a put was seen, before its data is read

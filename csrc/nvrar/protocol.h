@@ -1,4 +1,5 @@
-// The two protocols for data and its arrival: LL (low latency, a flag in every 8 bytes) and put-with-signal.
+// The protocols for data and its arrival: LL (low latency, a flag in every 8 bytes), put-with-signal, and lines (a flag
+// in every 128 bytes).
 #pragma once
 #include "operation.h"
 
@@ -16,6 +17,7 @@ struct SignalWait {
 // relies on aligned 8-byte stores and puts not being torn. Flags are never cleared: the next use of a slot has another
 // sequence number.
 struct LLProtocol {
+  using InNode = LLProtocol; // what is used within a node
   static constexpr int kSlotPackBytes = 2 * kPackBytes;
   static NVRAR_SHARED const Region& region(const Group& group) { return group.ll_region; }
 
@@ -66,6 +68,7 @@ struct LLProtocol {
 // Put-with-signal protocol: plain data, then one 64-bit signal per chunk that is ordered after the data. The signal's
 // value is the sequence number plus one. Half the bytes of LL, but the receiver waits for the signal and then loads.
 struct SignalProtocol {
+  using InNode = SignalProtocol;
   static constexpr int kSlotPackBytes = kPackBytes;
   static NVRAR_SHARED const Region& region(const Group& group) { return group.signal_region; }
 
@@ -111,6 +114,62 @@ struct SignalProtocol {
     uint64_t begin = uint64_t(chunk.begin) * kSlotPackBytes;
     uint64_t bytes = uint64_t(chunk.end - chunk.begin) * kSlotPackBytes;
     op.transport.put_signal(to + begin, from + begin, bytes, signal, op.sequence + 1, pe);
+  }
+};
+
+// Lines of 128 bytes: seven packs and a 64-bit flag, the sequence number plus one. 1.14 times the bytes of the data
+// instead of 2 with LL. It relies on lines arriving whole, which tear_test.h checks. Only between nodes: all threads
+// that write a line are done when it is put. Chunks consist of whole lines.
+struct LineProtocol {
+  using InNode = LLProtocol;
+  static NVRAR_SHARED const Region& region(const Group& group) { return group.line_region; }
+  static NVRAR_DEVICE uint64_t line_offset(uint32_t pack) { return uint64_t(pack / kLinePacks) * kLineBytes; }
+  static NVRAR_DEVICE uint64_t flag_offset(uint32_t pack) { return line_offset(pack) + kLinePacks * kPackBytes; }
+  static NVRAR_DEVICE uint64_t data_offset(uint32_t pack) {
+    return line_offset(pack) + pack % kLinePacks * kPackBytes;
+  }
+
+  template <class Op>
+  static NVRAR_DEVICE void write(Op& op, char* slot, Batch batch, const Pack (&packs)[kBatch]) {
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (!batch.has(k)) continue;
+      uint32_t pack = batch.pack(k);
+      op.transport.store_data(reinterpret_cast<Pack*>(slot + data_offset(pack)), packs[k]);
+      if (pack % kLinePacks == 0) {
+        op.transport.store_word(reinterpret_cast<uint64_t*>(slot + flag_offset(pack)), op.sequence + 1);
+      }
+    }
+  }
+
+  // Waits until the lines of the whole batch have arrived.
+  template <class Op>
+  static NVRAR_DEVICE void read(Op& op, const char* slot, Batch batch, Pack (&packs)[kBatch], WaitSite site) {
+    op.wait_until(site, [&] {
+      bool ready = true;
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (!batch.has(k)) continue;
+        const char* flag = slot + flag_offset(batch.pack(k));
+        ready = ready && op.transport.load_signal(reinterpret_cast<const uint64_t*>(flag)) == op.sequence + 1;
+      }
+      return ready;
+    });
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (!batch.has(k)) continue;
+      packs[k] = op.transport.load_data(reinterpret_cast<const Pack*>(slot + data_offset(batch.pack(k))));
+    }
+  }
+
+  template <class Op, class From> static NVRAR_DEVICE void wait_signals(Op&, int, From) {}
+
+  template <class Op>
+  static NVRAR_DEVICE void put(Op& op, char* to, const char* from, Chunk chunk, uint64_t*, int pe) {
+    op.transport.sync();
+    op.transport.release_sources();
+    uint64_t begin = line_offset(chunk.begin), end = line_offset(chunk.end - 1) + kLineBytes;
+    op.transport.put(to + begin, from + begin, end - begin, pe);
   }
 };
 

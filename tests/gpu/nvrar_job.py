@@ -66,6 +66,9 @@ class StressTest:
         self, world: World, groups: list[tuple[NvrarGroup, list[int]]], device: torch.device, seed: int
     ) -> None:
         self.world, self.groups, self.device = world, groups, device
+        # Lines too, if the tear test of every group allows them.
+        tested = world.all_gather_object([group.lines_arrive_whole() for group, _ in groups])
+        self.protocols = ("ll", "signal", "line") if all(map(all, tested)) else ("ll", "signal")
         self.pools = [Pools(ranks, world.rank, device) for _, ranks in groups]
         self.random = random.Random(seed)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -80,7 +83,7 @@ class StressTest:
         dtype, integers = draw.choice(DTYPES), draw.random() < 0.6
         count = draw.choices(SIZES, WEIGHTS)[0] + draw.randrange(64)
         start = draw.randrange(POOL - count)
-        protocol = draw.choice(("ll", "signal"))
+        protocol = draw.choice(self.protocols)
         config = LaunchConfig(protocol, draw.choice((1, 2, 4, 8, 16)), draw.choice((128, 2048, 8192, 65536)))
         schedule = draw.choice(schedules_for(group._nodes))
         blocks = min(config.blocks, group._session.max_blocks)

@@ -4,7 +4,8 @@
 //
 // Usage: nvrar_twin nodes=2,2 ops=200 seed=1 ... On failure it prints the reason and returns 1. Faults of the network:
 // torn=1 delivers the words of a put in halves, early=1 delivers signals of puts before their data, replay=1 delivers
-// words of a put twice. host_heap=1: puts read memory as the host sees it, where stores of the GPU arrive late.
+// words of a put twice; whole=1 delivers whole lines of 128 bytes. tear=ROUNDS runs the tear test instead of operations
+// and prints the number of torn lines. host_heap=1: puts read memory as the host sees it, where stores of the GPU arrive late.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -23,6 +24,7 @@
 #include "allreduce.h"
 #include "baselines.h"
 #include "group_setup.h"
+#include "tear_test.h"
 
 namespace {
 
@@ -119,7 +121,7 @@ struct Message {
 };
 std::vector<Message> in_flight;
 struct Faults {
-  bool torn, early, replay;
+  bool torn, early, replay, whole;
 } faults{};
 
 void deliver(size_t index) {
@@ -134,6 +136,11 @@ void deliver(size_t index) {
     std::memcpy(message.to + half, message.from + half, 4);
     message.from += 4 - half, message.to += 4 - half, message.bytes = 4;
     in_flight.push_back(message);
+    return;
+  }
+  if (message.bytes == kLineBytes) {
+    std::memcpy(message.to, message.from, kLineBytes);
+    --*message.pending;
     return;
   }
   if (message.from && message.bytes == 8) message.value = read_source(message.from);
@@ -178,6 +185,8 @@ struct Block {
 
 uint64_t ticks = 0;
 
+bool torn_lines_are_counted = false; // the tear test runs
+
 struct TwinTransport {
   int rank_, thread_, threads_, block_, blocks_;
   Block* shared;
@@ -218,7 +227,11 @@ struct TwinTransport {
     store8(reinterpret_cast<char*>(to) + 8, uint64_t(pack.word[3]) << 32 | pack.word[2]);
     if (rng.below(8) == 0) yield();
   }
-  uint64_t load_signal(const uint64_t* from) { return *from; }
+  void store_word(uint64_t* to, uint64_t value) { store8(reinterpret_cast<char*>(to), value); }
+  uint64_t load_signal(const uint64_t* from) {
+    if (torn_lines_are_counted && rng.below(16) == 0) yield(); // between the words of a line
+    return *from;
+  }
   void store_signal(uint64_t* to, uint64_t value) {
     post(Message{reinterpret_cast<char*>(to), nullptr, value, shared->stores, true, false});
   }
@@ -230,8 +243,9 @@ struct TwinTransport {
   void copy(char* to, const char* from, uint64_t bytes, int pe, const std::shared_ptr<int>& pending) {
     if (!is_own(to)) fail("a put to an address that is not symmetric");
     char* target = arenas[pe].base() + (to - arenas[rank_].base());
-    for (uint64_t i = 8 * thread_; i < bytes; i += 8 * threads_) {
-      post(Message{target + i, from + i, 0, pending, false, true});
+    uint64_t each = faults.whole ? kLineBytes : 8;
+    for (uint64_t i = each * thread_; i < bytes; i += each * threads_) {
+      post(Message{target + i, from + i, 0, pending, false, true, int(each)});
     }
     if (rng.below(2)) yield();
   }
@@ -279,7 +293,7 @@ struct Member {
 
 // The parameters of one operation, the same on all ranks.
 struct Work {
-  int group, dtype, protocol, algorithm; // protocol 0: LL, 1: put-with-signal; algorithm 0: nvrar, 1: ring, 2: one-shot
+  int group, dtype, protocol, algorithm; // protocol 0: LL, 1: put-with-signal, 2: lines; algorithm 0: nvrar, 1: ring, 2: one-shot
   int schedule;                          // of nvrar, see enum Schedule
   bool integers, in_place;               // integers: their sum is exact
   uint64_t count;
@@ -316,6 +330,7 @@ std::vector<Rank> ranks;
 std::vector<std::vector<int>> colors; // the group of each rank, for each set of groups (as in MPI_Comm_split)
 std::vector<int32_t> node_of;
 std::map<std::pair<int, int>, uint64_t> digests; // (operation, group) -> digest of the first rank that finished it
+uint32_t torn_lines = 0;
 long checked = 0, capacity, max_count, ops, seed;
 
 std::vector<int32_t> members_of(int set, int rank) {
@@ -340,6 +355,7 @@ Work draw_work(int op) {
   work.count = 1 + random.below(limit);
   work.shift = random.below(3) == 0; // elements by which x and out are misaligned
   work.chunk = 1 + uint32_t(random.below(6));
+  if (work.protocol == 2) work.chunk *= kLinePacks;
   if (option("epilogue", 0) && random.below(2)) {
     uint32_t rows = 1 + uint32_t(random.below(3));
     work.width = 1 + uint32_t(random.below(limit / rows));
@@ -466,6 +482,7 @@ void launch(TwinTransport& transport, const Work& work, const Member& member, co
   if (work.algorithm == 2) return one_shot<Value>(transport, member.shot, args);
 #endif
   if (work.protocol == 0) return launch_nvrar<Value, LLProtocol>(transport, work.schedule, member.group, args);
+  if (work.protocol == 2) return launch_nvrar<Value, LineProtocol>(transport, work.schedule, member.group, args);
   launch_nvrar<Value, SignalProtocol>(transport, work.schedule, member.group, args);
 }
 
@@ -474,6 +491,12 @@ void run_thread(int me, int block, int thread) {
   Rank& rank = ranks[me];
   TwinTransport transport{me, thread, int(option("threads", 2)), block, int(rank.blocks.size()), &rank.blocks[block]};
   bool first = block == 0 && thread == 0;
+  if (long rounds = option("tear", 0)) {
+    const Group& group = rank.members[0].group;
+    Operation<TwinTransport, Float32> op(transport, rank.args, group.state, group.status, group.timeout, group.id);
+    if (block == 0) tear_test(op, group, 0, uint32_t(rounds), &torn_lines);
+    return;
+  }
   for (int op = 0; op < ops; ++op) {
     Work work = draw_work(op);
     if (first) prepare(me, op, work);
@@ -619,7 +642,9 @@ int main(int argc, char** argv) {
   ops = option("ops", 100);
   capacity = option("capacity", 4096);
   max_count = option("max_count", 600);
-  faults = {option("torn", 0) != 0, option("early", 0) != 0, option("replay", 0) != 0};
+  torn_lines_are_counted = option("tear", 0) != 0;
+  faults = {option("torn", 0) != 0, option("early", 0) != 0, option("replay", 0) != 0,
+            option("whole", 0) != 0};
   build();
   run();
   if (option("absent", -1) >= 0) {
@@ -628,6 +653,10 @@ int main(int argc, char** argv) {
       std::printf("%u %u %u %u %d %llu\n", status.reported, status.group, status.phase, status.step, int(status.peer),
                   static_cast<unsigned long long>(status.sequence));
     }
+    return 0;
+  }
+  if (option("tear", 0)) {
+    std::printf("%u torn lines\n", torn_lines);
     return 0;
   }
   std::printf("%ld results, %llu scheduler steps\n", checked, static_cast<unsigned long long>(ticks));

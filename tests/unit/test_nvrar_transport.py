@@ -199,6 +199,7 @@ def test_launch_defaults_follow_the_transport() -> None:
     assert choose_launch(None, 128 << 10, 4, 64, PROXIED).blocks == 1
     assert candidate_protocols(16 << 20, DIRECT) == ("signal",)
     assert candidate_protocols(16 << 20, PROXIED) == ("ll", "signal")
+    assert candidate_protocols(16 << 20, PROXIED, whole_lines=True) == ("ll", "signal", "line")
     chunks = {launch.get("chunk") for launch in candidate_launches(2 << 20, 2, 64, PROXIED)}
     assert chunks == {None, 32 << 10}
     assert 256 << 10 in {launch.get("chunk") for launch in candidate_launches(2 << 20, 1, 4, PROXIED)}

@@ -54,6 +54,7 @@ MIN_COMPUTE_CAPABILITY = (7, 0)
 HEAP_SLACK = 64 << 20
 # The norm is fused into an all-reduce of at most so many rows per block, because a block norms whole rows.
 NORM_ROWS_PER_BLOCK = 2
+TEAR_TEST_ROUNDS = 2000
 
 
 class Session:
@@ -161,9 +162,10 @@ class NvrarGroup(CustomAllReduceGroup):
 
     def __init__(
         self, torch_group: TorchGroup, session: Session, name: str, ranks: Sequence[int], node_of: Sequence[int],
-        best: Callable[[int], Choice | None],
+        best: Callable[[int], Choice | None], lines: bool = False,
     ) -> None:  # fmt: skip
-        """`node_of`: the node of each of `ranks`. `best` returns the tuned choice for a message of that many bytes."""
+        """`node_of`: the node of each of `ranks`. `best` returns the tuned choice for a message of that many bytes;
+        `lines`: some choice has the protocol "line"."""
         super().__init__(torch_group)
         self.capturable = True
         self.pdl_safe = True
@@ -190,7 +192,13 @@ class NvrarGroup(CustomAllReduceGroup):
                 best(size), size, self._num_shards, session.max_blocks, session.defaults, self._nodes
             )
         )
+        self._whole_lines: bool | None = None  # not tested yet
         self.barrier()  # every rank's memory is set up before the first message arrives
+        if lines and not self.lines_arrive_whole():
+            raise YalisError(
+                f"the tuning table has nvrar with protocol=line for group {name}, but lines of 128 bytes arrive torn "
+                f"over the transport {session.transport.name}; run yalis bench allreduce --tune again"
+            )
 
     @counted
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -248,7 +256,7 @@ class NvrarGroup(CustomAllReduceGroup):
         if not supported or not all(tensor.is_contiguous() for tensor in (x, residual, weight)) or not x.numel():
             return None
         config = self._launch(x.nbytes)
-        limit = LL_OP_BYTES if config.protocol == "ll" else SIGNAL_OP_BYTES
+        limit = SIGNAL_OP_BYTES if config.protocol == "signal" else LL_OP_BYTES
         if config.schedule == "one-shot":
             limit //= self._num_shards
         # Blocks beyond those of the plain all-reduce only wait, and then norm rows.
@@ -278,6 +286,19 @@ class NvrarGroup(CustomAllReduceGroup):
             )  # fmt: skip
         return normed, summed
 
+    def lines_arrive_whole(self) -> bool:
+        """Whether the tear test found no torn line on any rank. The first call is collective and synchronizes."""
+        if self._nodes == 1:
+            return False  # lines are only used between nodes
+        if self._whole_lines is None:
+            stream = torch.cuda.current_stream(self._session.device)
+            torn = self._library.call("tear_test", self.handle, 0, TEAR_TEST_ROUNDS, stream.cuda_stream)
+            found = torch.tensor([torn], device=self._session.device)
+            total = int(self.torch_group.all_gather(found, 0).sum())  # also the barrier that must follow
+            log.info("tear test of group %s: %d lines of 128 bytes were torn", self._name, total)
+            self._whole_lines = total == 0
+        return self._whole_lines
+
     def candidate_options(self, size: int, algorithm: str = "nvrar") -> list[dict[str, int | str]]:
         """Return the options that `yalis bench allreduce --tune` measures. The baselines use the LL protocol only."""
         session, num_shards = self._session, self._num_shards_of(algorithm)
@@ -287,7 +308,7 @@ class NvrarGroup(CustomAllReduceGroup):
         for schedule in candidate_schedules(size, num_shards, self._nodes):
             shards = 1 if schedule == "one-shot" else num_shards
             launches = candidate_launches(size, shards, session.max_blocks, session.defaults)
-            for protocol in candidate_protocols(size, session.defaults):
+            for protocol in candidate_protocols(size, session.defaults, self.lines_arrive_whole()):
                 options += [{"protocol": protocol, "schedule": schedule, **launch} for launch in launches]
         return options
 
@@ -366,7 +387,10 @@ class NvrarBackend(CustomAllReduceBackend):
         assert self._session is not None  # groups of several ranks need a world of several ranks
         timings = self.table.for_nodes(self.topology.by_node(ranks))
         node_of = [self.topology.node_of[rank] for rank in ranks]
-        return NvrarGroup(torch_group, self._session, name, ranks, node_of, lambda size: timings.best(size, "nvrar"))
+        lines = any(timing.choice.options.get("protocol") == "line" for timing in timings.timings)
+        return NvrarGroup(
+            torch_group, self._session, name, ranks, node_of, lambda size: timings.best(size, "nvrar"), lines
+        )
 
     def close(self) -> None:
         if self._session is not None:

@@ -8,11 +8,12 @@ from yalis.comm.nvrar.transport import Transport
 from yalis.comm.tuning import Choice
 from yalis.errors import YalisError
 
-# In the order of the C interface: low-latency (data and flag in one 8-byte store), and put-with-signal.
-PROTOCOLS = ("ll", "signal")
+# In the order of the C interface: low-latency (data and flag in one 8-byte store), put-with-signal, and lines of 128
+# bytes with one flag, which are used only where a test has shown that they arrive whole.
+PROTOCOLS = ("ll", "signal", "line")
 # In the order of enum Schedule. "two-shot" is what the kernel of "doubling" does within one node.
 SCHEDULES = {"doubling": 0, "two-shot": 0, "halving": 1, "one-shot": 2}
-# The most bytes of one operation. Longer messages are split into several operations.
+# The most bytes of one operation (lines: as LL). Longer messages are split into several operations.
 LL_OP_BYTES, SIGNAL_OP_BYTES = 1 << 20, 4 << 20
 MAX_CHUNK_BYTES, THREADS = 64 << 10, 512
 
@@ -109,8 +110,9 @@ def candidate_schedules(size: int, num_shards: int, nodes: int) -> tuple[str, ..
     return (default, other) if useful else (default,)
 
 
-def candidate_protocols(size: int, defaults: LaunchDefaults) -> tuple[str, ...]:
-    """Return the protocols worth measuring for a message of `size` bytes."""
+def candidate_protocols(size: int, defaults: LaunchDefaults, whole_lines: bool = False) -> tuple[str, ...]:
+    """Return the protocols worth measuring for a message of `size` bytes. `whole_lines`: lines arrive whole."""
     if size < 64 << 10:
         return ("ll",)
-    return PROTOCOLS if size <= 4 << 20 or defaults.ll_max_bytes is None else ("signal",)
+    lines = ("line",) if whole_lines else ()
+    return ("ll", "signal", *lines) if size <= 4 << 20 or defaults.ll_max_bytes is None else ("signal", *lines)

@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (_I, _P, _P, _U, _U, _I, _I, _I, _I, _I, _L, _P, _P, _P, _P, _I, c_float, _I, _P),
     ),
     "add_norm": (_I, (_P, _U, _U, _I, _I, _I, _P, _P, _P, _P, _I, c_float, _P)),
+    "tear_test": (_I, (_I, _L, _I, _P)),
     "flat_bytes": (_L, (_I, _I, _L)),
     "create_flat_group": (_I, (_I, _I, _I, _L, _P, _P, _L)),
     "flat_all_reduce": (_I, (_I, _I, _P, _P, _L, _I, _I, _I, _L, _P)),

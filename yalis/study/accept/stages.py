@@ -12,6 +12,7 @@ import torch
 
 from yalis.cache_folders import cache_folder
 from yalis.comm.base import CommBackend
+from yalis.comm.nvrar.group import NvrarGroup
 from yalis.comm.nvrar.transport import NONE, gather_transports
 from yalis.comm.selection import open_backend, unusable_on_any_rank
 from yalis.engine.llm import LLM
@@ -97,6 +98,10 @@ def _storm(job: Job, name: str, backend: CommBackend, inputs: Inputs) -> Iterato
     checks, problems = check_contract(job.world, comm, inputs, job.device)
     detail = f"{checks} checks on each rank" if not problems else f"{len(problems)} failed, first {problems[0]}"
     yield Line("contract", name, FAILED if problems else PASSED, detail)
+    if isinstance(comm, NvrarGroup) and job.topology.nodes > 1:
+        whole = comm.lines_arrive_whole()
+        use = "the protocol line can be tuned" if whole else "some were torn, so the protocol line is not used"
+        yield Line("tear test", "lines of 128 bytes between nodes", PASSED, use)
     modes = ("eager", "graph") if job.device.type == "cuda" and comm.capturable else ("eager",)
     for mode in modes:
         operations = job.plan.storm_operations

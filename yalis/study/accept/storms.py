@@ -115,6 +115,7 @@ def _run_contract(world: World, comm: Communicator, inputs: Inputs, device: torc
             yield f"{what} in another tensor", comm.all_reduce(x, out) is out and torch.equal(out, total)
             yield f"{what}: the input", torch.equal(x, inputs.own[dtype][:count])
             yield f"{what} in place", torch.equal(comm.all_reduce(x), total)
+        yield from _sum_with_norm(world, comm, inputs, dtype)
         noise = torch.randn(4099, generator=torch.Generator().manual_seed(rank)).to(device, dtype)
         digests = world.all_gather_object(_digest(comm.all_reduce(noise)))
         yield f"the same bits of a sum of {dtype} as on rank 0", digests[rank] == digests[0]
@@ -126,6 +127,21 @@ def _run_contract(world: World, comm: Communicator, inputs: Inputs, device: torc
         yield f"a broadcast from rank {source}", bool((sent == source).all())
     yield from _pass_around(comm, device)
     comm.barrier()
+
+
+def _sum_with_norm(world: World, comm: Communicator, inputs: Inputs, dtype: torch.dtype) -> Iterator[tuple[str, bool]]:
+    """Check the all-reduce that adds a residual and norms the rows, in one kernel or in several."""
+    rows, width = 3, 1000
+    x, total = (pool[dtype][: rows * width].view(rows, width).clone() for pool in (inputs.own, inputs.total))
+    residual, weight = torch.ones_like(total), torch.full_like(total[0], 0.5)
+    normed, summed = comm.all_reduce_add_norm(x, residual, weight, 1e-5)
+    yield f"the sum of {dtype} with a residual", torch.equal(summed, total + 1)
+    kept = summed.float()
+    expected = kept * torch.rsqrt(kept.pow(2).mean(-1, keepdim=True) + 1e-5) * 0.5
+    close = torch.allclose(normed.float(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    yield f"the norm of a sum of {dtype}", close
+    digests = world.all_gather_object(_digest(normed))
+    yield f"the same bits of a norm of {dtype} as on rank 0", digests[comm.rank] == digests[0]
 
 
 def _pass_around(comm: Communicator, device: torch.device) -> Iterator[tuple[str, bool]]:
