@@ -24,6 +24,13 @@ def test_parts_add_up_to_the_whole_text(name: str, data: st.DataObject) -> None:
     decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
     parts = [*(decoder.feed(token) for token in ids), decoder.finish()]
     assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=skip)
+    # Several tokens at a time, as a slow reader finds them.
+    decoder, rest, parts = IncrementalDecoder(tokenizer, skip_special_tokens=skip), ids, []
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        parts.append(decoder.feed_all(rest[:count]))
+        rest = rest[count:]
+    assert "".join(parts) + decoder.finish() == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("keep", [["<|user|>"], ["<|end|>", "<|user|>", "no token"], []])
@@ -49,7 +56,9 @@ def test_no_part_ends_inside_a_character(name: str, text: str) -> None:
     ids = tokenizer.encode(text)
     parts = [decoder.feed(token) for token in ids]
     if "\ufffd" not in text:
-        assert not any("\ufffd" in part for part in parts)
+        assert not any(
+            "\ufffd" in part for part in [*parts, IncrementalDecoder(tokenizer).feed_all(ids[: len(ids) // 2])]
+        )
     assert "".join(parts) + decoder.finish() == tokenizer.decode(ids)
 
 

@@ -161,6 +161,25 @@ def test_steps_that_mix_greedy_and_other_rows_go_through_the_sampler(ref, monkey
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+def test_mixed_sampling_needs_no_work_for_each_row(ref, monkeypatch):
+    """Greedy and random rows with different filters, in replayed and in mixed steps: none goes through the sampler."""
+    filters = [{}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 9, "top_p": 0.7}, {"min_p": 0.05}]
+    params = [plain(), *(plain(temperature=1.1, seed=i, **fields) for i, fields in enumerate(filters))]
+    prompts = [*ref.prompts, *ref.prompts]  # more than can run at once, so that prompts arrive while others decode
+    with open_llm(ref.path, monkeypatch) as llm, torch.inference_mode():
+        runner = llm._engine.runner
+        monkeypatch.setattr(runner, "_run_sampler", None)
+        kinds = []
+        pack = runner.packer.pack
+        monkeypatch.setattr(runner.packer, "pack", lambda steps: kinds.append(pack(steps)) or kinds[-1])
+        replayed = llm.generate(prompts, params)
+        assert runner.recorded_picks > STEPS
+        assert sum(step.kind is StepKind.MIXED and step.random is not None for step in kinds) > 1
+    with LLM(str(ref.path), device="cpu", attention="sdpa", eager=True) as llm:
+        eager = llm.generate(prompts, params)
+    assert [output.token_ids for output in replayed] == [output.token_ids for output in eager]
+
+
 def test_single_short_prompts_are_replayed(ref, monkeypatch):
     """Padded to 16 tokens, without and with a cached prefix. A longer prompt runs eagerly."""
     with open_llm(ref.path, monkeypatch, block_size=4) as llm, torch.inference_mode():
@@ -287,7 +306,7 @@ def test_cached_memory_of_earlier_steps_is_not_counted_as_the_graphs(ref, monkey
         monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
         monkeypatch.setattr(DeviceMemory, "now", lambda _: DeviceMemory(device["free"], device["cached"]))
         recorder.capture_all(0)
-        assert recorder.nbytes == 5 * mib * len(recorder._recorded) > 0
+        assert recorder.nbytes == 5 * mib * 2 * len(recorder._recorded) > 0  # each with a graph for the sampling
 
 
 def test_the_memory_of_graphs_is_estimated_from_the_two_largest_of_each_layout(ref, monkeypatch):

@@ -49,6 +49,23 @@ class IncrementalDecoder:
             self._num_chars += len(new)
         return new
 
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        """Add tokens and return the text that is now final: the same as from feeding them one by one, much faster."""
+        if len(tokens) < 2:
+            return "".join(map(self.feed, tokens))
+        if not self._decoder.is_byte(tokens[-1]) and self._decode([tokens[-1]]):
+            self._ids += tokens
+            text = self._decode(self._ids[self._window_start :])
+            if not text.endswith(_REPLACEMENT):
+                new = text[len(self._decode(self._ids[self._window_start : self._num_decoded])) :]
+                self._in_bytes = False
+                if new:
+                    self._window_start, self._num_decoded = self._num_decoded, len(self._ids)
+                    self._num_chars += len(new)
+                return new
+            del self._ids[-len(tokens) :]
+        return "".join(map(self.feed, tokens))  # the last tokens are part of a character, or have no text
+
     def finish(self) -> str:
         """Return the text that was held back; no token may follow."""
         rest = self._decode(self._ids)[self._num_chars :] if self._num_decoded < len(self._ids) else ""
@@ -103,6 +120,7 @@ class Detokenizer:
         self._decoder = IncrementalDecoder(decoder, skip_special_tokens)
         self._matcher = StopStringMatcher(stop)
         self._min_tokens = min_tokens
+        self.may_stop = bool(stop)  # whether there are stop strings, so that each token must be decoded at once
 
     @property
     def stopped(self) -> str | None:
@@ -111,6 +129,11 @@ class Detokenizer:
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add ids up to the one that completes a stop string; returns the text that is now final."""
+        if not self.may_stop:
+            new = self._decoder.feed_all(ids)
+            self.num_tokens += len(ids)
+            self.text += new
+            return new
         new = ""
         for token in ids:
             if self.stopped is not None:

@@ -246,6 +246,7 @@ class CudaGraphRecorder(StepRecorder):
         self._buffer = InputBuffer(max(lengths), forward.device)
         largest = max([1, *self.layouts[StepKind.DECODE].sizes])
         self._random = InputBuffer(len(RANDOM_COLUMNS) * largest, forward.device)
+        self._graphs_per_step = 2 if forward.picks else 1  # with that of the sampling
         self._recorded: dict[tuple[StepKind, int], RecordedCudaStep] = {}
         self._pool: Any = None
 
@@ -264,7 +265,7 @@ class CudaGraphRecorder(StepRecorder):
             for size in sizes[:2]:
                 before = DeviceMemory.now(device)
                 self._capture(layout, size)
-                taken.append(before.bytes_taken(device, 1))
+                taken.append(before.bytes_taken(device, self._graphs_per_step))
             total += sum(taken[:1]) + sum(taken[1:]) * (len(sizes) - 1)
         self.clear()
         torch.cuda.empty_cache()
@@ -280,7 +281,7 @@ class CudaGraphRecorder(StepRecorder):
         for layout in layouts:
             for size in reversed(layout.sizes):
                 self._capture(layout, size, block_bytes)
-        self.nbytes = before.bytes_taken(device, len(self._recorded))
+        self.nbytes = before.bytes_taken(device, self._graphs_per_step * len(self._recorded))
         sizes = "; ".join(f"{layout.kind.value} {', '.join(map(str, layout.sizes))}" for layout in layouts)
         log.info("captured CUDA graphs of these sizes in %.0f MiB: %s", self.nbytes / 2**20, sizes)
 

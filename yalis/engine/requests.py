@@ -69,6 +69,7 @@ class PendingCompletion:
             decoder = tokenizer.keeping(params.keep_special_tokens)
             self._detokenizer = Detokenizer(decoder, params.stop, params.min_tokens)
         self._new_text: list[str] = []  # since the last take_delta()
+        self._undecoded: list[int] = []  # tokens that are decoded when their text is read
         self._delivered_tokens = 0
         self._first_token_time = self._last_token_time = request.submit_time
         #: time.perf_counter() of each token, if the group asks for it
@@ -101,10 +102,12 @@ class PendingCompletion:
                 self._logprobs.append(emitted.logprobs)
                 self._set_decoder([emitted.logprobs])
             if self._detokenizer is not None:
-                self._new_text.append(self._detokenizer.feed([emitted.token]))
-                if self._detokenizer.stopped is not None:
-                    self.finish_reason = "stop"
-                    return emitted.finish_reason is None
+                self._undecoded.append(emitted.token)
+                if self._detokenizer.may_stop:
+                    self._decode()
+                    if self._detokenizer.stopped is not None:
+                        self.finish_reason = "stop"
+                        return emitted.finish_reason is None
         if emitted.finish_reason is not None:
             self._finish(emitted.finish_reason)
         return False
@@ -116,8 +119,15 @@ class PendingCompletion:
                 if one is not None:
                     one.set_decoder(decode)
 
+    def _decode(self) -> None:
+        """Decode the tokens that have come since the last time. Many at once take little longer than one."""
+        if self._detokenizer is not None and self._undecoded:
+            self._new_text.append(self._detokenizer.feed(self._undecoded))
+            self._undecoded.clear()
+
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
+        self._decode()
         if self._detokenizer is not None:
             self._new_text.append(self._detokenizer.finish())
             if self._detokenizer.stopped is not None:  # the text held back until now completed a stop string
@@ -125,6 +135,7 @@ class PendingCompletion:
 
     def take_delta(self) -> tuple[str, list[int], list[TokenLogprobs] | None]:
         """Return the text, the token ids and their log-probabilities that were added since the last call."""
+        self._decode()
         start, self._delivered_tokens = self._delivered_tokens, len(self._tokens)
         text = "".join(self._new_text)
         self._new_text.clear()
