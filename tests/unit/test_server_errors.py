@@ -151,6 +151,7 @@ def test_a_prompt_far_too_long_is_refused_before_it_is_tokenized(
         (b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", "invalid_json"),
         (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "invalid_value or invalid_json"),
         (b'{"prompt": "a", "store": ' + b"[" * 900 + b"]" * 900 + b"}", "unsupported or invalid_json"),
+        (b'{"prompt": [' + b"[1]," * 600_000 + b"[1]]}", "invalid_json"),
         (b"[]", "invalid_value"),
         (b"null", "invalid_value"),
         (b'{"max_tokens": 3}', "missing_required_parameter"),
