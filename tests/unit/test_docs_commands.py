@@ -97,7 +97,6 @@ NOT_RUN = {
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
     "make lint": "is part of `make test`",
     "make gpu-test": GPU,
-    "make gpu-test-proxy": GPU,
     "make gpu-test-nvrar gpu-test-proxy": GPU,
     "TESTNET_REORDER=1 TESTNET_JITTER_US=20 python -m tests.gpu.proxied build/proxy python -m tests.gpu.nvrar_job "
     "stress 1+1+1 ops=2000": GPU,
