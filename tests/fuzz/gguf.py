@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 5, 6, 7, 8, 9, 1
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _INTEGERS = [number for number in NUMBERS if isinstance(number, int)]
 _FLOATS = [float(number) for number in NUMBERS if isinstance(number, Raw) and len(number) < 10] + [0.0, 1e-45, -1.0]
+_EXPERTS = 2  # of Mixtral, whose architecture name is "llama", too
 _TOKENS = ["<unk>", "<s>", "</s>", *map(chr, range(33, 91))]  # as many as the vocabulary
 
 Pair = tuple[str, int, Any]  # key, type, value; the value of an array is (type, values)
@@ -70,12 +72,16 @@ def _tensors() -> list[Info]:
             f"blk.{layer}.ffn_gate": ([hidden, width], q8),
             f"blk.{layer}.ffn_up": ([hidden, width], 30),
             f"blk.{layer}.ffn_down": ([width, hidden], 1),
+            f"blk.{layer}.ffn_gate_inp": ([hidden, _EXPERTS], 0),
+            f"blk.{layer}.ffn_gate_exps": ([hidden, width, _EXPERTS], q8),
+            f"blk.{layer}.ffn_up_exps": ([hidden, width, _EXPERTS], 30),
+            f"blk.{layer}.ffn_down_exps": ([width, hidden, _EXPERTS], 1),
         }
     tensors: list[Info] = []
     offset = 0
     for name, (shape, kind) in shapes.items():
         tensors.append((f"{name}.weight", shape, kind, offset))
-        elements = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        elements = math.prod(shape)
         size = elements // 32 * 34 if kind == q8 else elements * {0: 4, 1: 2, 30: 2}[kind]
         offset += -(-size // 32) * 32
     return tensors
@@ -176,6 +182,11 @@ class GgufTarget:
     def make(self, rng: Random) -> bytes:
         architecture = rng.choice(("llama", "llama", "qwen2", "qwen3", "gemma2", "phi3", "granite"))
         pairs, tensors = _metadata(architecture, tokenizer=rng.random() < 0.1), list(_TENSORS)
+        if architecture == "llama" and rng.random() < 0.3:
+            keys = {"expert_count": _EXPERTS, "expert_used_count": 1}
+            pairs += [(f"llama.{key}", _UINT32, value) for key, value in keys.items()]
+        else:
+            tensors = [info for info in tensors if not info[0].endswith(("_exps.weight", "_inp.weight"))]
         if rng.random() < 0.7:  # without this tensor, the RoPE scaling of the metadata is used
             tensors = [info for info in tensors if info[0] != "rope_freqs.weight"]
         version, counts, kind = 3, (0, 0), rng.random()

@@ -23,7 +23,7 @@ from yalis.parallel.pipeline import Stage
 from yalis.parallel.plan import Grid, Split
 from yalis.spec import read_spec
 
-NAMES = ("llama-bias-linear", "qwen3-gqa4", "phi3-partial-tied", "gemma2", "granite")
+NAMES = ("llama-bias-linear", "qwen3-gqa4", "phi3-partial-tied", "gemma2", "granite", "gpt-oss")
 BLOCK_SIZE, BLOCKS = 8, 64
 
 

@@ -101,19 +101,25 @@ def test_every_scenario(reference, backend, case, scenario):
     check_scenario(reference(case, SEEDS[0]), backend, scenario)
 
 
+#: Both usual backends. `make test` runs brief cases with the first alone.
+BOTH = [
+    pytest.param(backend, case, id=f"{backend}-{case.name}", marks=[pytest.mark.full] * (case.brief and index > 0))
+    for index, backend in enumerate(("native", "sdpa"))
+    for case in CASES
+]
+
+
 @pytest.mark.parametrize(
     "scenario",
     [ALL_ON, *(pytest.param(flags, marks=pytest.mark.full) for flags in SCENARIOS if flags != ALL_ON)],
     ids=name_scenario,
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@pytest.mark.parametrize(("backend", "case"), BOTH)
 def test_another_seed(reference, backend, case, scenario):
     check_scenario(reference(case, SEEDS[1]), backend, scenario)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@pytest.mark.parametrize(("backend", "case"), BOTH)
 def test_alone(reference, backend, case):
     ref = reference(case, SEEDS[0])
     with open_llm(ref, backend, False, False, False) as llm:
@@ -121,10 +127,9 @@ def test_alone(reference, backend, case):
 
 
 # Triton's interpreter takes milliseconds per program. One model for each feature of the kernels (MHA and GQA, wide
-# heads, sliding windows, softcap, QK norm, longrope, sinks), and just enough work for every counter.
+# heads, sliding windows, softcap, QK norm, longrope), and just enough work for every counter.
 INTERPRETED = {
-    "llama-mha-tied", "llama3-gqa4", "llama-wide-heads", "mistral-window", "qwen3-gqa4", "gemma2", "phi3-longrope",
-    "gpt-oss",
+    "llama-mha-tied", "llama3-gqa4", "llama-wide-heads", "mistral-window", "qwen3-gqa4", "gemma2", "phi3-longrope"
 }  # fmt: skip
 OTHERS = [("flex", case) for case in CASES] + [("triton", case) for case in CASES if case.name in INTERPRETED]
 

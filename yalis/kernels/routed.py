@@ -63,7 +63,7 @@ def choose_experts(
 
 def _mask_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
     """Return scores [N, E] with -inf for all experts outside the best groups, by the sum of their two best scores."""
-    grouped = scores.view(scores.shape[0], groups, -1)
+    grouped = scores.view(-1, groups, scores.shape[1] // groups)
     best = grouped.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
     outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
     return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
