@@ -276,7 +276,6 @@ CASES = [
             "routed_scaling_factor": 2.5,
             "head_dim": 16,
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -295,7 +294,6 @@ CASES = [
             "head_dim": 24,
             "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -309,7 +307,6 @@ CASES = [
             "sliding_window": 8,
             "swiglu_limit": 1.5,
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -328,7 +325,6 @@ CASES = [
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
         },
-        replayed_on_cpu=False,
         brief=True,
     ),
 ]

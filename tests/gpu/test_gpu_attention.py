@@ -68,6 +68,17 @@ def test_backend_matches_the_reference(name: str, dtype: torch.dtype, shape: tup
         assert relative_error(run(backend, step, case), step.expected) < TOLERANCE[dtype], case
 
 
+@pytest.mark.parametrize("name", ["sdpa", "flex", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sinks(name: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    for seed, mix in enumerate(MIXES.values()):
+        case = Case(mix, 2, 4, 64, 64, (None, 100)[seed % 2], None, seed, dtype, "cuda", sinks=True)
+        step = make_step(case, slowly=False)
+        backend = choose_backend(name, case.needs)(case.needs)
+        assert relative_error(run(backend, step, case), step.expected) < TOLERANCE[dtype], case
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(4, 5, 64, 16), (4, 5, 64, 64), (2, 8, 128, 32), (2, 2, 96, 8)], ids=str)
 def test_triton_random_lengths(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -367,26 +367,6 @@ def test_nothing_is_compiled_after_a_warm_up() -> None:
         triton.knobs.runtime.jit_post_compile_hook = None
 
 
-def test_own_experts_in_a_graph() -> None:
-    """The choices of other routing and padding are counted by the same graph, while another stream reads the counts."""
-    experts = torch.stack([torch.randperm(60, device="cuda")[:4] for _ in range(131)])
-    slots = torch.arange(131, device="cuda") % 3 - 1
-    counts = torch.zeros(61, dtype=torch.int64, device="cuda")
-    ops.own_experts(experts, slots, counts, 15, 15)  # compiles the kernel
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        own = ops.own_experts(experts, slots, counts, 15, 15)
-    counts.zero_()
-    experts.copy_(experts.flip(0))
-    slots.copy_(slots.roll(1))
-    expected_counts = counts.clone()
-    graph.replay()
-    assert torch.equal(own, routed.own_experts(experts, slots, expected_counts, 15, 15))
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert torch.equal(counts.cpu(), expected_counts.cpu())
-
-
 # rows, experts, experts of a row, inputs, width: one row, all decode sizes, a prefill, and odd sizes
 EXPERTS = (
     (1, 128, 8, 2048, 768),
@@ -455,3 +435,23 @@ def test_a_graph_serves_any_routing(rows: int) -> None:
             logits.copy_(torch.arange(count, device="cuda", dtype=dtype).expand(rows, count))
         graph.replay()
         assert torch.equal(found, layer()), fill
+
+
+def test_own_experts_in_a_graph() -> None:
+    """The choices of other routing and padding are counted by the same graph, while another stream reads the counts."""
+    experts = torch.stack([torch.randperm(60, device="cuda")[:4] for _ in range(131)])
+    slots = torch.arange(131, device="cuda") % 3 - 1
+    counts = torch.zeros(61, dtype=torch.int64, device="cuda")
+    ops.own_experts(experts, slots, counts, 15, 15)  # compiles the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        own = ops.own_experts(experts, slots, counts, 15, 15)
+    counts.zero_()
+    experts.copy_(experts.flip(0))
+    slots.copy_(slots.roll(1))
+    expected_counts = counts.clone()
+    graph.replay()
+    assert torch.equal(own, routed.own_experts(experts, slots, expected_counts, 15, 15))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(counts.cpu(), expected_counts.cpu())

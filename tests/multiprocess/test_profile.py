@@ -35,6 +35,7 @@ def test_every_rank_is_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[st
     decode = [row["ms"] for row in result.rows if row["phase"] == "decode"]
     assert max(decode) < 1.5 * min(decode)
     assert {one["part"] for one in result.parameters["over_ranks"]} == {"all", *CATEGORIES}
+    assert result.parameters["split"] == "tp2-pp2 ep torch"
     assert result.topology is not None
     assert result.topology["ranks"] == 4
     assert "max/mean" in out

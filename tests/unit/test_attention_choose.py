@@ -59,6 +59,7 @@ def test_interpreted_triton_supports_float32_only(monkeypatch: pytest.MonkeyPatc
     [
         ({"dtype": torch.float32}, "bfloat16 and float16 only"),
         ({"softcap": True}, "softcap"),
+        ({"sinks": True}, "sinks"),
         ({"head_dim": 20}, "multiple of 8"),
         ({"head_dim": 264}, "at most 256"),
     ],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from yalis.config import EngineConfig
-from yalis.engine.expert_choice import ExpertChoice, choose_experts
+from yalis.engine.expert_choice import ExpertChoice, choose_experts, resolve_experts
 from yalis.errors import YalisError
 from yalis.moe import MoESpec
 from yalis.parallel.plan import Split
@@ -79,5 +80,10 @@ def test_one_possibility_leaves_no_choice() -> None:
         choose(EngineConfig(tp=(64, 1)))
     with pytest.raises(YalisError, match="tp 64 leaves ranks without a shard: it has 32 heads; give tp 1 to 32"):
         choose(EngineConfig(tp=(64, 1), expert_parallel=True))
+    spec = read_spec(QWEN3_30B)
+    config = EngineConfig(tp=(16, 1), device="cpu", dtype="bfloat16")
+    assert resolve_experts(config, spec, "it").expert_parallel is True
+    assert resolve_experts(replace(config, expert_parallel=False), spec, "it").expert_parallel is False
+    assert resolve_experts(replace(config, tp=(1, 1)), spec, "it").expert_parallel is False
     one_row = choose(EngineConfig(expert_parallel=True))
     assert not one_row.split.expert_parallel

@@ -72,6 +72,11 @@ def test_row_operations(rows: int, cols: int, gap: int, seed: int) -> None:
     assert close(*both(ops.gated, 5 * strided(rows, 2 * cols, gap), "silu"))
 
 
+def test_clamped_gate() -> None:
+    assert close(*both(ops.clamped_gate, 5 * strided(9, 2 * 37, 3), 1.702, 7.0))
+    assert ops.clamped_gate(torch.tensor([[torch.nan, 9.0, 1.0, torch.nan]]), 1.7, 7.0).isnan().all()
+
+
 def test_silu_of_large_inputs() -> None:
     x = torch.tensor([[-1e4, -90.0, -87.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 1e4] + 10 * [1.0]])
     assert close(*both(ops.gated, x, "silu"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
 
+import math
 from dataclasses import replace
 from typing import Any
 

@@ -121,9 +121,10 @@ def test_alone(reference, backend, case):
 
 
 # Triton's interpreter takes milliseconds per program. One model for each feature of the kernels (MHA and GQA, wide
-# heads, sliding windows, softcap, QK norm, longrope), and just enough work for every counter.
+# heads, sliding windows, softcap, QK norm, longrope, sinks), and just enough work for every counter.
 INTERPRETED = {
-    "llama-mha-tied", "llama3-gqa4", "llama-wide-heads", "mistral-window", "qwen3-gqa4", "gemma2", "phi3-longrope"
+    "llama-mha-tied", "llama3-gqa4", "llama-wide-heads", "mistral-window", "qwen3-gqa4", "gemma2", "phi3-longrope",
+    "gpt-oss",
 }  # fmt: skip
 OTHERS = [("flex", case) for case in CASES] + [("triton", case) for case in CASES if case.name in INTERPRETED]
 

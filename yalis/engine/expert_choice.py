@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from yalis.config import EngineConfig
+from yalis.engine.device import resolve_device, resolve_dtype
 from yalis.errors import YalisError, count_of
 from yalis.parallel.plan import Split
 from yalis.perfmodel.expert_split import CPU_COSTS, GPU_COSTS, cost_per_token
@@ -70,6 +71,16 @@ def choose_experts(config: EngineConfig, spec: ModelSpec, label: str, itemsize: 
     return ExpertChoice(
         first, f"a slice of every expert on each rank: whole experts are modelled {margin} in steps {work}"
     )
+
+
+def resolve_experts(config: EngineConfig, spec: ModelSpec, label: str) -> EngineConfig:
+    """Return the configuration with the choice for a mixture of experts made, to be stored with results."""
+    if config.expert_parallel is not None or spec.moe is None:
+        return config
+    device = resolve_device(config.device)
+    itemsize = resolve_dtype(config.dtype, spec.dtype, device).itemsize
+    choice = choose_experts(config, spec, label, itemsize, device.type == "cuda")
+    return replace(config, expert_parallel=choice.split.expert_parallel)
 
 
 def _is_possible(split: Split, spec: ModelSpec) -> bool:

@@ -382,6 +382,23 @@ void yalis_silu_gate(float *y, const float *x, i64 x_stride, i64 rows, i64 cols,
     }
 }
 
+/* y[rows, cols] = gate * sigmoid(alpha * gate) * (up + 1), with gate = min(x[:, :cols], limit) and up = x[:, cols:]
+   clamped to -limit..limit. */
+void yalis_clamped_gate(float *y, const float *x, i64 x_stride, i64 rows, i64 cols, double alpha, double limit,
+                        i64 threads) {
+    const float a = (float)alpha, most = (float)limit;
+    threads = MAX(1, MIN(threads, 4 * rows * cols / MIN_FLOATS_PER_THREAD));
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 r = 0; r < rows; r++) {
+        const float *gates = x + r * x_stride, *ups = gates + cols;
+        for (i64 i = 0; i < cols; i++) { /* the comparisons keep NaN */
+            float gate = gates[i] > most ? most : gates[i];
+            float up = ups[i] > most ? most : ups[i] < -most ? -most : ups[i];
+            y[r * cols + i] = (up + 1.0f) * gate / (1.0f + expf(-a * gate));
+        }
+    }
+}
+
 /* Rotary embedding: y[rows, heads, dim]. The first `rotary_dim` elements of a head are rotated, element i with
    i + rotary_dim / 2; the sines of the first half are negated by the caller. The other elements are copied. */
 void yalis_rotate(float *y, const float *x, i64 x_stride, const float *cos, const float *sin, i64 angle_stride,
@@ -609,6 +626,7 @@ static void run_call(const call *c) {
     case 11:
         yalis_joint_norm(v[0].p, v[1].p, v[2].i, v[3].p, v[4].f, v[5].i, v[6].i, v[7].i, v[8].i, v[9].i);
         break;
+    case 12: yalis_clamped_gate(v[0].p, v[1].p, v[2].i, v[3].i, v[4].i, v[5].f, v[6].f, v[7].i); break;
     }
 }
 

@@ -38,6 +38,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "expert_linear": (_P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I),
     "combine": (_P, _P, _P, _P, _P, _I, _I, _I, _I, _I),
     "joint_norm": (_P, _P, _I, _P, _F, _I, _I, _I, _I, _I),
+    "clamped_gate": (_P, _P, _I, _I, _I, _F, _F, _I),
 }
 # Functions that no recorded step contains.
 _OTHER_SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -62,6 +63,7 @@ class Library:
     expert_linear: Callable[..., None]
     combine: Callable[..., None]
     joint_norm: Callable[..., None]
+    clamped_gate: Callable[..., None]
     top_p_thresholds: Callable[..., None]
     replay: Callable[..., None]
     replay_timed: Callable[..., None]

@@ -390,11 +390,21 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return y
 
 
+@opaque(
+    "(Tensor gate_up, float alpha, float limit) -> Tensor",
+    lambda gate_up, *_: (gate_up.shape[0], gate_up.shape[1] // 2),
+)
 def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """Return gate * sigmoid(alpha * gate) * (up + 1) for gate_up [T, 2 * width], gate in the first half (gpt-oss).
 
     gate is at most `limit`, up is from -limit to limit.
     """
+    lib = _native(gate_up)
+    if lib is not None and gate_up.stride(1) == 1:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        y, threads = gate_up.new_empty((rows, width)), torch.get_num_threads()
+        lib.clamped_gate(y.data_ptr(), gate_up.data_ptr(), gate_up.stride(0), rows, width, alpha, limit, threads)
+        return y
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))

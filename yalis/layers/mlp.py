@@ -92,8 +92,8 @@ class MoE(MLP):
         self.correction: ExpertCorrection | None = None
         if moe.correction_bias:
             self.correction = ExpertCorrection(f"{router}.e_score_correction_bias", moe.num_experts, device)
-        columns = grid.hidden(hidden)
-        self.held, width = grid.experts(moe.num_experts), grid.expert_width(moe.width)
+        width, columns = grid.expert_width(moe.width), grid.hidden(hidden)
+        self.held = grid.experts(moe.num_experts)
         #: Scores [tokens, experts] that replace the router's in measurements of random weights; see route_uniformly().
         self.uniform_scores: Tensor | None = None
         #: how many tokens chose each expert, and padding tokens any; only with expert parallelism

@@ -27,7 +27,6 @@ def rank_dims(spec: ModelSpec, split: Split, rank: int, weight_bytes: float, kv_
         expert_layers=sum(spec.mlp_of(layer) == "moe" for layer in layers),
         experts=experts,
         top_k=whole.top_k * experts / whole.experts if whole.experts else 0,
-        routed_experts=whole.experts,
         expert_width=len(grid.expert_width(whole.expert_width)),
         shared_width=len(grid.width(whole.shared_width)),
         vocab=len(grid.vocabulary(spec.vocab_size)),

@@ -31,14 +31,15 @@ class GridLinear(ParallelLayer):
         reduce: Communicator,
         dtype: torch.dtype,
         device: torch.device,
-        every_rank: bool = False,
+        bias_of_all_ranks: bool = False,
     ) -> None:
+        """`bias_of_all_ranks`: each rank of `reduce` has a bias of its own to add."""
         super().__init__()
         self.reduce, self.all_reduce = reduce, AllReduceOp(reduce)
         self.weight = make_weight(shards, total_cols, cols, dtype, device)
         # Only the first rank of the group adds the bias, so that the sum contains it once, unless each has its own.
         rows = sum(len(shard.rows) for shard in shards)
-        has_bias = bias and (reduce.rank == 0 or every_rank)
+        has_bias = bias and (reduce.rank == 0 or bias_of_all_ranks)
         self.bias = (
             nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if has_bias else None
         )
@@ -68,7 +69,10 @@ class GridLinear(ParallelLayer):
 
 
 class ExpertLinear(GridLinear):
-    """The matrices of all experts, stacked: `shards` has equally many rows for each expert, in order."""
+    """The matrices of some experts, stacked: `shards` has equally many rows for each expert, in order.
+
+    With `apart` the ranks of `reduce` have different experts, and each adds the biases of its own.
+    """
 
     def __init__(
         self,
@@ -80,10 +84,10 @@ class ExpertLinear(GridLinear):
         dtype: torch.dtype,
         device: torch.device,
         bias: bool = False,
-        whole: bool = False,
+        apart: bool = False,
     ) -> None:
-        """`whole`: the ranks of `reduce` have different experts, so each adds the biases of its own."""
-        super().__init__(shards, total_cols, cols, bias, reduce, dtype, device, every_rank=whole)
+        """`apart`: the ranks of `reduce` have different experts, so each adds the biases of its own."""
+        super().__init__(shards, total_cols, cols, bias, reduce, dtype, device, bias_of_all_ranks=apart)
         self.num_experts = num_experts
 
     def routed(self, x: Tensor, experts: Tensor, plan: Tensor | None) -> Tensor:

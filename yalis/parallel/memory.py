@@ -150,10 +150,10 @@ class _RankParts:
         if moe.expert_bias:
             biases = count * len(self.grid.experts(moe.num_experts)) * self.itemsize
             if self.coords.col == 0:
-                held = _split(split, "rows") + _only(split.cols, "column")
+                held = whole + _split(split, "rows") + _only(split.cols, "column")
                 yield Part("gate and up biases of experts", 2 * len(self.grid.expert_width(moe.width)) * biases, held)
             if self.coords.row == 0 or split.expert_parallel:
-                held = _split(split, "columns") + ("" if split.expert_parallel else _only(split.rows, "row"))
+                held = whole + over_grid if whole else _split(split, "columns") + _only(split.rows, "row")
                 yield Part("down biases of experts", self.hidden * biases, held)
 
     def kv_block(self, block_size: int) -> Iterator[Part]:

@@ -19,7 +19,7 @@ from yalis import __version__
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype, with_block_size
-from yalis.engine.expert_choice import split_of
+from yalis.engine.expert_choice import resolve_experts, split_of
 from yalis.engine.interrupts import Stopped
 from yalis.engine.llm import LLM
 from yalis.errors import YalisError, YalisFailure, count_of
@@ -137,7 +137,9 @@ def measure(
         raise YalisError("bench latency times single steps and takes no --pp or --dp; omit them, or use bench pipeline")
     config = size_engine(config, plan.cases)
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
-        check_length(plan.cases, config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position)
+        spec = read_spec(checkpoint.config, checkpoint.label)
+        config = resolve_experts(config, spec, checkpoint.label)
+        check_length(plan.cases, config.max_model_len or spec.max_position)
     report("loading the model")
     begin = time.perf_counter()
     with LLM(**asdict(config)) as llm:

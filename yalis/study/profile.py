@@ -16,7 +16,7 @@ from typing import Any
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import resolve_device, resolve_dtype
-from yalis.engine.expert_choice import split_of
+from yalis.engine.expert_choice import resolve_experts, split_of
 from yalis.engine.llm import LLM
 from yalis.engine.step_profiler import DECODE, PHASES, PREFILL, RankProfile, StepProfile
 from yalis.errors import YalisError, YalisFailure
@@ -118,7 +118,9 @@ def measure(
     case = plan.workload
     config = replace(size_engine(config, (case,)), prefix_reuse=False)
     with closing(open_checkpoint(config.model, config.load, config.load_seed)) as checkpoint:
-        limit = config.max_model_len or read_spec(checkpoint.config, checkpoint.label).max_position
+        spec = read_spec(checkpoint.config, checkpoint.label)
+        config = resolve_experts(config, spec, checkpoint.label)
+        limit = config.max_model_len or spec.max_position
     if case.total_len > limit:
         raise YalisError(
             f"a sequence of {case} has {case.total_len} tokens, but the context length is {limit}; give shorter lengths"
@@ -203,8 +205,9 @@ def _run(llm: LLM, plan: ProfilePlan, prompts: list[list[int]]) -> tuple[dict[st
 def _label(config: EngineConfig) -> str:
     """Return the split and the all-reduce, such as "tp2 nvrar"; only the split if --allreduce is auto."""
     split = split_of(config)
+    experts = " ep" if split.expert_parallel else ""
     named = split.size > 1 and config.allreduce != "auto"
-    return Setting(split).label + (f" {config.allreduce}" if named else "")
+    return Setting(split).label + experts + (f" {config.allreduce}" if named else "")
 
 
 def _notes(result: results.Result) -> list[str]:

@@ -23,7 +23,7 @@ from yalis import __version__
 from yalis.checkpoint.resolve import locate, open_checkpoint
 from yalis.config import EngineConfig
 from yalis.engine.device import release_memory, resolve_device, resolve_dtype, with_block_size
-from yalis.engine.expert_choice import split_of
+from yalis.engine.expert_choice import resolve_experts, split_of
 from yalis.engine.llm import LLM
 from yalis.errors import YalisFailure, count_of
 from yalis.perfmodel.floors import ModelDims, decode_work, prefill_work
@@ -178,6 +178,7 @@ def measure(
 ) -> results.Result:
     """Run the benchmark; `report` is called with progress messages."""
     spec, dataset = prepare(config, plan)
+    config = resolve_experts(config, spec, config.model)
     config = _limit_kv_cache(config, plan)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, spec.dtype, device)

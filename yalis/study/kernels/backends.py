@@ -148,7 +148,7 @@ class NativeBackend(TorchBackend):
         library.attend(
             out.data_ptr(), q.data_ptr(), q.stride(0), k.data_ptr(), v.data_ptr(),
             tables.data_ptr(), tables.stride(0), lengths.data_ptr(), rows, heads, k.shape[2], dim, k.shape[1],
-            0, _SCALE, 0.0, torch.get_num_threads(),
+            0, _SCALE, 0.0, torch.get_num_threads(), None,
         )  # fmt: skip
         return out
 

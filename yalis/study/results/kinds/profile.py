@@ -26,7 +26,8 @@ CATEGORY_COLOURS = {
 CATEGORIES = tuple(CATEGORY_COLOURS)
 # Engine settings that `split` or a note already states, or that do not affect the time.
 _STATED_BY_SPLIT = {
-    "tp", "pp", "dp", "allreduce", "ranks_per_gpu", "join_timeout", "step_timeout", "insecure_rendezvous",
+    "tp", "pp", "dp", "expert_parallel", "allreduce", "ranks_per_gpu", "join_timeout", "step_timeout",
+    "insecure_rendezvous",
 }  # fmt: skip
 
 
