@@ -127,6 +127,7 @@ NOT_RUN = {
     "benchmarks/nvrar_on_one_gpu.sh results decode": GPU,
     "yalis bench slice --model benchmarks/shapes/llama-3.1-405b.json --tp 8,16,32 --rank 0 --batch 1,16,64 "
     "--prompt-len 128 --workload 16x2480x33 --max-batch-tokens 16384 --dtype bfloat16 --out results": GPU,
+    "yalis bench latency --model qwen3-30b-a3b --load random --routing uniform --batch 1,16,64 --peer vllm": GPU,
     'nsys profile -t cuda,nvtx yalis generate "1, 2, 3,"': GPU,
     'yalis generate "1, 2, 3," --tp 2 --allreduce nvrar': GPU,
     'torchrun --nproc-per-node 2 -m yalis generate "1, 2, 3," --tp 2': "tests/launchers/test_torchrun.py runs one",
