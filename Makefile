@@ -108,7 +108,7 @@ gpu-test-rest: CHOSEN = -k 'not (sdpa or flex or triton or flash)'
 $(GPU_PARTS): FILES ?= $(addsuffix .py,$(addprefix test_gpu_,attention checkpoint parity sampling))
 $(GPU_PARTS): CHOSEN ?= $(if $(filter %-ranks %-nvrar %-proxy %-kernels %-graphs,$@),,-k $(@:gpu-test-%=%))
 $(GPU_PARTS):
-	OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(addprefix tests/gpu/,$(FILES)) $(CHOSEN) -p no:cacheprovider \
+	YALIS_EXPERIMENTAL=$(or $(EXPERIMENTAL),1) OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(addprefix tests/gpu/,$(FILES)) $(CHOSEN) -p no:cacheprovider \
 	  --show-capture=stdout -rfEsP --durations=3
 
 gpu-bench:

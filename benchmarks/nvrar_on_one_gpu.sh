@@ -74,7 +74,7 @@ print(build.missing() or build.build('%d%d' % torch.cuda.get_device_capability()
     for turn in $(seq "${TURNS:-3}"); do
       for variant in "separate 0 1" "fused 1 1" "fused-pdl 1 all"; do
         set -- $variant
-        YALIS_NVRAR_FUSE_NORM=$2 YALIS_PDL=$3 step "variant-$1-$turn" "${ranks[@]}" 4 "$python" -m yalis bench latency \
+        YALIS_EXPERIMENTAL=1 YALIS_NVRAR_FUSE_NORM=$2 YALIS_PDL=$3 step "variant-$1-$turn" "${ranks[@]}" 4 "$python" -m yalis bench latency \
           --model benchmarks/shapes/llama-3.2-1b.json --load random --dtype bfloat16 --tp 4 --ranks-per-node 2 \
           --ranks-per-gpu 4 --allreduce nvrar --batch 1,16 --prompt-len 128 --output-len 65 --repeats 1 \
           --memory-fraction 0.15 --max-num-seqs 16 --out "$folder/variants/$1"
