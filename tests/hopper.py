@@ -18,7 +18,7 @@ from yalis.kernels import fused, gated_product, kv_splits, paged_attention, skin
 
 POINTERS = {
     **dict.fromkeys(("counter_ptr", "plan_ptr", "query_start_ptr"), "*i32"),
-    **dict.fromkeys(("partial_ptr", "partial_out_ptr", "partial_lse_ptr"), "*fp32"),
+    **dict.fromkeys(("partial_ptr", "partial_out_ptr", "partial_lse_ptr", "packed_ptr"), "*fp32"),
     **dict.fromkeys(("k_cache", "v_cache", "x_desc", "w_desc"), "*bf16"),
     **dict.fromkeys(
         ("context_len_ptr", "tables_ptr", "tile_sequence_ptr", "tile_start_ptr", "slots_ptr", "ids_ptr", "last_ptr",
@@ -116,6 +116,10 @@ def main() -> None:
         "split plan": compile_kernel(kv_splits.plan_splits, {"BLOCK_N": 32, "WINDOW": False, "PDL": True}, 4, 3),
         "use_last_tokens": compile_kernel(token_feedback._use_last_tokens, {"BLOCK": 128, "PDL": True}, 4, 3),
         "pick_greedy": compile_kernel(token_feedback._pick_greedy, {"NONE": -1, "BLOCK": 128, "PDL": True}, 4, 3),
+        "find_best": compile_kernel(token_feedback._find_best, {"RANKS": 4, "BLOCK": 128, "PDL": True}, 4, 3),
+        "pick_best": compile_kernel(
+            token_feedback._pick_best, {"NONE": -1, "RANKS": 4, "BLOCK": 128, "PDL": True}, 4, 3
+        ),
         "argmax, chunks": compile_kernel(fused._argmax_chunk_kernel, {"BLOCK_V": 2048, "PDL": True}, 4, 3),
         "argmax, reduction": compile_kernel(fused._argmax_reduce_kernel, {"BLOCK_CHUNKS": 64, "PDL": True}, 1, 3),
         "gather_rows": compile_kernel(fused._gather_rows_kernel, {"BLOCK_C": 2048, "PDL": True}, 4, 3),

@@ -72,7 +72,7 @@ def pick_greedy(logits: Tensor, last_tokens: Tensor, request_slots: Tensor, none
 
 @triton.jit(do_not_specialize=["RANK", "FIRST", "R"])
 def _find_best(
-    best_ptr, best_ids_ptr, logits_ptr, logits_row, RANK, FIRST, R, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    packed_ptr, best_ids_ptr, logits_ptr, logits_row, RANK, FIRST, R, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_sync(PDL)
@@ -82,7 +82,7 @@ def _find_best(
     best = tl.load(logits_ptr + r.to(tl.int64) * logits_row + best_id, mask=mask, other=0.0).to(tl.float32)
     token = (best_id + FIRST).to(tl.float32)
     for rank in range(RANKS):
-        row = best_ptr + rank * 2 * R
+        row = packed_ptr + rank * 2 * R
         tl.store(row + r, tl.where(rank == RANK, best, 0.0), mask=mask)
         tl.store(row + R + r, tl.where(rank == RANK, token, 0.0), mask=mask)
 
@@ -106,16 +106,16 @@ def find_best(logits: Tensor, rank: int, ranks: int, first: int, pdl: bool = Fal
 
 @triton.jit(do_not_specialize=["R"])
 def _pick_best(
-    out_ptr, best_ptr, last_ptr, request_slots_ptr, R, NONE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr, packed_ptr, last_ptr, request_slots_ptr, R, NONE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_sync(PDL)
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = r < R
-    best = tl.load(best_ptr + r, mask=mask, other=0.0)
-    token = tl.load(best_ptr + R + r, mask=mask, other=0.0)
+    best = tl.load(packed_ptr + r, mask=mask, other=0.0)
+    token = tl.load(packed_ptr + R + r, mask=mask, other=0.0)
     for rank in range(1, RANKS):
-        row = best_ptr + rank * 2 * R
+        row = packed_ptr + rank * 2 * R
         value = tl.load(row + r, mask=mask, other=0.0)
         better = (value > best) | ((value != value) & (best == best))  # NaN before any number
         token = tl.where(better, tl.load(row + R + r, mask=mask, other=0.0), token)
