@@ -71,6 +71,7 @@ def test_a_plan_has_every_pair_once(routing: list[int]) -> None:
     assert seen == order
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy subtracts NaN
 @pytest.mark.parametrize("scoring", routed.SCORINGS)
 @pytest.mark.parametrize(("renormalize", "corrected"), [(False, False), (True, False), (True, True)])
 def test_routing(scoring: str, renormalize: bool, corrected: bool) -> None:

@@ -1,6 +1,6 @@
 """The operations of layers between collectives. Each op selects an implementation for its tensors.
 
-- CPU in float32: native code (kernels/native.c).
+- CPU in float32: native code (kernels/native.c), for products with few rows in bfloat16 too.
 - GPU: Triton kernels. GEMMs with few rows are fused with their epilogue (kernels/skinny.py). GEMMs with many rows use
   cuBLAS, and kernels/fused.py has the operations around them. From FUSED_GATE_MIN_ROWS rows on, the gate and up GEMM is
   fused with the gate (kernels/gated_product.py). Experts have grouped products (kernels/experts.py).
