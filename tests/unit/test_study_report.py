@@ -29,9 +29,9 @@ def make_profile(ranks: int, devices: list[dict[str, Any]] = CPU, note: str = ""
     for phase, scale in (("prefill", 40.0), ("decode", 4.0)):
         for rank in range(ranks):
             times = {f"{part}_ms": scale * (place + rank + 1) for place, part in enumerate(CATEGORIES)}
-            rows.append(
-                {"phase": phase, "rank": rank, "steps": 3, "ms": sum(times.values()), **times, "accounted": 1.0}
-            )
+            pairs = 3 + 2 * rank if ranks > 1 else None
+            shared = {"steps": 3, "ms": sum(times.values()), "accounted": 1.0, "expert_pairs": pairs}
+            rows.append({"phase": phase, "rank": rank, **shared, **times})
     facts = {
         "workload": {"batch": 2, "prompt_len": 8, "output_len": 4}, "engine": ENGINE, "dtype": "float32",
         "split": f"tp{ranks}", "over_ranks": summarize_ranks(rows), "names": {}, "profiling_overhead": 0.05,
@@ -258,6 +258,7 @@ def test_every_plot_has_its_table_and_its_command(folder: Path, tmp_path: Path, 
     assert "--tp 1" in shown["profile"]
     assert "--tp 2" in shown["profile"]
     assert "<td class='text'>max / mean</td>" in shown["profile"]
+    assert "expert load" in shown["profile"]
     assert "H200" not in shown["profile"]
     assert "never divided by each other" in text
     assert re.findall(r"(?:src|href)=['\"](?!#|data:)", text) == []
