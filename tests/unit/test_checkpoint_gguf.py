@@ -454,6 +454,7 @@ def test_a_tensor_for_each_expert(tmp_path: Path) -> None:
         else:
             name = whole._entries[name].name
         writer.add_tensor(name, value.numpy())
+    writer.add_tensor("blk.0.ffn_other_exps.weight", np.zeros((5, 3, 2), dtype=np.float32))  # ignored
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

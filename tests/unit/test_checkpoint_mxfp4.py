@@ -14,9 +14,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.families import Case
 from tests.gguf_files import write_gguf
-from tests.unit.test_parallel_loading import load
+from tests.unit.test_parallel_loading import check_joined, join, load
 from yalis import LLM, SamplingParams
 from yalis.checkpoint.gguf import GgufCheckpoint
+from yalis.checkpoint.random import RandomCheckpoint
 from yalis.checkpoint.resolve import open_checkpoint
 from yalis.errors import YalisError
 from yalis.parallel.plan import Split
@@ -90,6 +91,19 @@ def test_every_format_of_gpt_oss_has_the_same_weights_on_every_split(
                     assert torch.equal(rank[name], value), f"{name} of {source} over {split}"
         assert all(packed < 0.8 * dense for packed, dense in zip(packed_bytes, dense_bytes, strict=True))
     assert GgufCheckpoint(apart).config["rope_scaling"]["truncate"] is False
+
+
+def test_random_weights_are_the_same_on_every_split(released: tuple[Path, transformers.PreTrainedModel]) -> None:
+    config = open_checkpoint(str(released[0])).config
+    spec = read_spec(config)
+    whole, parts = (
+        load(spec, lambda: RandomCheckpoint(config, seed=7), split, torch.float32)[0]
+        for split in (Split(), Split(2, 2))
+    )
+    alone = join(whole)
+    assert alone["model.layers.1.mlp.experts.gate_up_proj"].shape == (3, 64, 192)
+    assert all(tensor.float().std() > 0 for name, tensor in alone.items() if "norm" not in name)
+    check_joined(spec, Split(2, 2), parts, alone)
 
 
 def test_tokens_are_those_of_transformers(released: tuple[Path, transformers.PreTrainedModel]) -> None:

@@ -44,7 +44,7 @@ _BARE_TENSORS = {"attn_sinks": "self_attn.sinks", "exp_probs_b": "mlp.gate.e_sco
 #: GGUF tensors of experts with the rows of two matrices, and the names of these alone.
 _JOINED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 #: Early files of Mixtral have a tensor for each expert, such as blk.0.ffn_gate.7.weight.
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)(?:\.(\d+))?\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)(?:\.(\d{1,4}))?\.(weight|bias)")
 
 
 class GgufMetadata:
@@ -115,6 +115,8 @@ def hugging_face_entries(entry: GgufEntry, family: Family, num_experts: int) -> 
     known = {**LAYER_TENSORS, **family.gguf_format.tensor_names}
     part += "" if number is None else "_exps"
     names = [f"model.layers.{layer}.{known[name]}.{kind}" for name in _JOINED.get(part, (part,)) if name in known]
+    if not names:
+        return
     if not part.endswith("_exps"):
         if part == "ffn_gate_inp_shexp" and len(entry.shape) == 1:  # llama.cpp drops dimensions of size 1
             entry = replace(entry, shape=(1, *entry.shape))
@@ -128,7 +130,7 @@ def hugging_face_entries(entry: GgufEntry, family: Family, num_experts: int) -> 
 
 def _split_experts(entry: GgufEntry, num_experts: int) -> list[GgufEntry]:
     """Return the location of each expert's matrix in a tensor of all experts, [experts, ...]."""
-    if len(entry.shape) < 2 or entry.shape[0] != num_experts or num_experts > MAX_EXPERTS:
+    if len(entry.shape) < 2 or entry.shape[0] != num_experts or not 0 < num_experts <= MAX_EXPERTS:
         raise YalisError(
             f"tensor {entry.name!r} in {entry.file.path} has shape {entry.shape}, but its metadata has {num_experts} "
             f"experts (at most {MAX_EXPERTS} are supported); fetch the file again"
