@@ -101,6 +101,7 @@ def error(server: RunningServer, path: str, body: Any, status: int = 400, **head
         (TEXT, {"x" * 500: 1}, "x" * 60),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 1_000_001}, "tokens"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
     ],
 )  # fmt: skip
