@@ -74,6 +74,8 @@ def error(server: RunningServer, path: str, body: Any, status: int = 400, **head
         (TEXT, {"max_tokens": True}, "max_tokens"),
         (TEXT, {"stop": 5}, "stop"),
         (TEXT, {"stop": [""]}, "stop"),
+        (TEXT, {"stop": ["x"] * 101}, "stop"),
+        (TEXT, {"stop": ["x" * 5001, "y" * 5000]}, "stop"),
         (TEXT, {"logit_bias": {"9999": 1}}, "prompt"),
         (TEXT, {"logit_bias": {"a": 1}}, None),
         (TEXT, {"seed": -1}, "seed"),
@@ -101,6 +103,7 @@ def error(server: RunningServer, path: str, body: Any, status: int = 400, **head
         (TEXT, {"x" * 500: 1}, "x" * 60),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [1, "a"]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 1_000_001}, "tokens"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
     ],
 )  # fmt: skip
@@ -167,7 +170,7 @@ EXTREME = [
     {"top_k": 2**80}, {"max_tokens": 2**80}, {"max_tokens": 2**80, "min_tokens": 2**70}, {"seed": 2**63 - 1},
     {"top_p": 5e-324}, {"min_p": 5e-324}, {"min_p": 1}, {"repetition_penalty": 5e-324}, {"repetition_penalty": 1e308},
     {"logit_bias": {"5": 100, "6": -100}, "temperature": 1e-300},
-    {"logit_bias": {str(token): -100 for token in range(90)}}, {"stop": ["x" * 10_000] * 1000},
+    {"logit_bias": {str(token): -100 for token in range(90)}}, {"stop": ["x" * 100] * 100},
     {"stop_token_ids": [5] * 20_000}, {"n": 64, "temperature": 1.7e308}, {"logprobs": 20, "temperature": 5e-324},
 ]  # fmt: skip
 

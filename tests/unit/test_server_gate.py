@@ -18,6 +18,7 @@ import pytest
 from tests.server import RunningServer, running_server
 from tests.tiny_chat import save_tiny_chat
 from yalis import LLM, YalisError
+from yalis.server import lifecycle
 from yalis.server.config import ServeConfig
 from yalis.server.connection import MAX_HEADERS, MAX_PIPELINED
 from yalis.server.keys import ApiKeys, read_keys
@@ -113,6 +114,21 @@ def test_pages_of_other_sites_are_refused(server: RunningServer) -> None:
     )
     assert preflight.status_code == 200
     assert "access-control-allow-origin" not in server.get("/health", origin="https://evil.example").headers
+
+
+def test_idle_connections_make_room_for_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ones that have waited longest are closed; those with a request are not."""
+    monkeypatch.setattr(lifecycle, "_connection_limit", lambda: 20)
+    with running_server(llm) as plain, contextlib.ExitStack() as opened:
+        long = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        stream = opened.enter_context(httpx.stream("POST", f"{plain.url}/v1/completions", json=long, timeout=60))
+        lines = stream.iter_lines()
+        next(lines)
+        idle = [opened.enter_context(connect(plain)) for _ in range(60)]
+        assert all(plain.get("/health").status_code == 200 for _ in range(3))
+        assert idle[0].recv(1) == b""
+        assert len(plain.state.async_llm._open) == 1
+        assert list(lines)[-2] == "data: [DONE]"
 
 
 def test_without_cors_no_page_of_another_site_is_allowed(llm: LLM) -> None:

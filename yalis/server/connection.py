@@ -19,6 +19,10 @@ MAX_PIPELINED = 32  # requests of a connection that are not answered
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, which also records since when the server waits for the client."""
 
+    def __init__(self, *arguments: Any, max_connections: int, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._max_connections = max_connections
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._reading_since: float | None = time.monotonic()  # while a request is incomplete, or none has begun
         self._writing_since: float | None = None  # while the client does not read what was sent
@@ -28,6 +32,18 @@ class Connection(HttpToolsProtocol):
             None  # where the rest of the data begins, after a request for another protocol
         )
         super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for a request; this one if all others have requests."""
+        others = [one for one in self.connections if isinstance(one, Connection) and one is not self and one.is_idle]
+        (min(others, key=lambda one: one._reading_since or 0.0) if others else self).transport.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no complete request waits for its answer."""
+        return all(cycle.response_complete for cycle in self._cycles) and not self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for cycle in self._cycles:  # uvicorn tells only the last one

@@ -7,9 +7,11 @@ import contextlib
 import errno
 import logging
 import math
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -26,6 +28,9 @@ from yalis.server.state import ServerState
 
 _CHECK_S = 0.5  # between two looks at whether a rank has died
 _SEND_BUFFER = 256 << 10  # bytes that the kernel keeps for a client that does not read; by default megabytes
+_BACKLOG = 64  # connections accepted in one turn of the event loop
+_RESERVED_FILES = 96  # descriptors of the engine and its ranks, and for files that are read
+_MOST_FILES = 65536
 _LAST_WORDS_S = 5.0  # for clients to read the error events of their streams
 
 
@@ -94,7 +99,8 @@ class Server:
         http = _HttpServer(
             uvicorn.Config(
                 build_app(self.state),
-                http=Connection,
+                http=partial(Connection, max_connections=_connection_limit()),  # type: ignore[arg-type]
+                backlog=_BACKLOG,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -193,6 +199,21 @@ class _HttpServer(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self._end.wait()
+
+
+def _connection_limit() -> int:
+    """Return how many connections leave enough descriptors, and raise the limit of this process to what it may have.
+
+    Without a descriptor asyncio cannot accept a connection, and logs that thousands of times a second.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = _MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, _MOST_FILES)
+    return max(16, files - _BACKLOG - _RESERVED_FILES)
 
 
 def _log_uvicorn() -> None:

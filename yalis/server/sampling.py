@@ -14,7 +14,7 @@ from yalis.structured_outputs import as_structured_outputs
 from yalis.types import SamplingParams
 
 _MAX_LOGPROBS = 20  # most likely tokens for each output token, as in OpenAI's API
-
+_MAX_STOPS, _MAX_STOP_CHARS = 100, 10_000  # each is looked for after every token
 #: Of /v1/chat/completions: an answer may fill the context.
 CHAT_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": None}
 #: Of /v1/completions.
@@ -42,6 +42,10 @@ def make_sampling(
     if isinstance(count, int) and not 0 <= count <= _MAX_LOGPROBS:
         message = f"{logprobs} is {count}; give a whole number from 0 to {_MAX_LOGPROBS}"
         raise ApiError(message, param=logprobs, code="invalid_value")
+    stop = given.get("stop") or ()
+    if not isinstance(stop, str) and (len(stop) > _MAX_STOPS or sum(map(len, stop)) > _MAX_STOP_CHARS):
+        message = f"stop has too many strings; give at most {_MAX_STOPS}, with {_MAX_STOP_CHARS} characters together"
+        raise ApiError(message, param="stop", code="invalid_value")
     try:
         return SamplingParams(**{**defaults, **llm.sampling_defaults, **given})
     except YalisError as error:

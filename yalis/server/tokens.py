@@ -19,6 +19,8 @@ from yalis.types import Prompt
 
 router = APIRouter(route_class=StrictRoute)
 
+_MAX_TOKENS = 1_000_000  # of /detokenize
+
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
@@ -51,6 +53,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
         raise ApiError("this model has no tokenizer", code="no_tokenizer")
     if not isinstance(body.tokens, list):
         raise ApiError(f"tokens is {shown(body.tokens)}; give a list of token ids", param="tokens")
+    if len(body.tokens) > _MAX_TOKENS:
+        raise ApiError(f"tokens has {len(body.tokens)} token ids; give at most {_MAX_TOKENS}", param="tokens")
     try:
         ids = check_token_ids(body.tokens, state.llm.spec.vocab_size)
     except YalisError as error:
