@@ -269,12 +269,11 @@ CASES = [
         replayed_on_cpu=False,
         brief=True,
     ),
-    Case("olmo2", "Olmo2Config", {"intermediate_size": 77}, replayed_on_cpu=False, brief=True),
+    Case("olmo2", "Olmo2Config", {"intermediate_size": 77}, brief=True),
     Case(
         "olmo2-bias-tied",
         "Olmo2Config",
         {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(
@@ -296,7 +295,6 @@ CASES = [
             },
         },
         std=0.2,
-        replayed_on_cpu=False,
         brief=True,
     ),
     Case(

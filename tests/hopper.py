@@ -101,7 +101,7 @@ def main() -> None:
     prefill |= {"WINDOW": False, "SOFTCAP": False, "SINKS": False}
     prefill_tiles = dict.fromkeys(("k_cache", "v_cache"), "1,64,128")
     rope = {"H": 32, "K": 8, "D": 128, "BLOCK_D": 128, "ROTARY_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 8}
-    rope |= {"NORM": True, "PDL": True}
+    rope |= {"NORM": True, "NORM_LAST": False, "PDL": True}
     norm = {"C": 4096, "BLOCK_C": 4096, "RESIDUAL": True, "PDL": True}
     gate_up = {"PROGRAMS": 132, "GROUP": 8, "BM": 128, "BN": 128, "BK": 64, "ACTIVATION": "silu", "BIAS": False}
     gate_up_tiles = {"y_tiles": "128,128", "x_tiles": "128,64", "w_tiles": "2,128,64"}

@@ -43,7 +43,7 @@ def test_starts_without_torch_in_half_a_second() -> None:
         (["generate", "x", "--bogus"], "unknown argument '--bogus'; type `yalis generate --help`"),
         (["generate", "x", "--max-tok", "3"], "unknown argument '--max-tok' (did you mean --max-tokens?); type"),
         (["generate", "x", "--max_token=3"], "unknown argument '--max_token=3' (did you mean --max-tokens?); type"),
-        (["generate", "x", "--out", "y"], "unknown argument '--out'; type `yalis generate --help`"),
+        (["generate", "x", "--figure", "y"], "unknown argument '--figure'; type `yalis generate --help`"),
         (["generate", "x", "--load-format", "dummy"], "unknown argument '--load-format' (give --load random for"),
         (["generate", "x", "-tp", "2"], "unknown argument '-tp' (did you mean --tp?)"),
         (["generate", "x", "--max-b"], "unknown argument '--max-b' (did you mean --max-batch-tokens?)"),

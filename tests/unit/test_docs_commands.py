@@ -95,6 +95,9 @@ NOT_RUN = {
     f"{MEASURE} --rate 1,2,4,8 --workload chat:200 --api-key-file key --out results": SERVED,
     "python benchmarks/compare_cpu.py TREE_A TREE_B --turns 20 --out FILE": "needs two checkouts and takes minutes",
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
+    'pytest -m "not full" -k NAME tests/unit/test_parity_families.py tests/unit/test_parallel_memory.py '
+    "tests/unit/test_kernels_ops.py": THIS,
+    'python -m pytest tests/gpu/test_gpu_kernels.py -k "experts or routing"': GPU,
     "make lint": "is part of `make test`",
     "make gpu-test": GPU,
     "make gpu-test-nvrar gpu-test-proxy": GPU,

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = {
     "accelerate": "a peer engine of benchmarks, for GGUF files",
     "fastapi": "an extra, for the server",
+    "httptools": "an extra, for the server",
     "huggingface_hub": "comes with transformers",
     "llguidance": "an extra, for structured outputs",
     "matplotlib": "an extra, for plots",

@@ -16,6 +16,7 @@ from tests.unit.test_engine_slice_rank import CONFIG, CPU, PLANS, SPEC, engine_c
 from yalis.checkpoint.random import RandomCheckpoint
 from yalis.comm.base import Communicator, SingleRank
 from yalis.engine.runner import Runner
+from yalis.family import SANDWICH_NORMS
 from yalis.kernels import ops
 from yalis.parallel.norm import norm_reduces
 from yalis.parallel.pipeline import Stage
@@ -90,5 +91,5 @@ def test_which_norms_sum() -> None:
     assert norm_reduces(SPEC, grid)
     assert not norm_reduces(SPEC, Grid(rows=2, cols=2))
     assert not norm_reduces(SPEC, Grid())
-    assert not norm_reduces(replace(SPEC, sandwich_norms=True), grid), "another norm comes between"
+    assert not norm_reduces(replace(SPEC, block_norms=SANDWICH_NORMS), grid), "another norm comes between"
     assert not norm_reduces(replace(SPEC, residual_multiplier=0.2), grid), "a product comes between"

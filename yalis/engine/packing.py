@@ -202,7 +202,7 @@ class Packer:
     def _cache_params(self, slot: int, params: SamplingParams) -> None:
         self._params[slot] = params
         first = params.recorded_pick_from
-        self._pick_from[slot] = _NEVER if first is None else first
+        self._pick_from[slot] = _NEVER if first is None else min(first, _NEVER)
         self._random[:, slot] = encode_random([params], [params.seed or 0])[:, 0]
 
     def _gather_params(

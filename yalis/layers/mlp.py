@@ -193,7 +193,9 @@ class PlainMLP(MLP):
         width = grid.width(size)
         up, down = (f"{prefix}.{name}" for name in spec.plain_mlp)
         self.up = column_parallel(grid, [RowShard(up, size, width)], hidden, spec.mlp_bias, dtype, device)
-        self.down = row_parallel(grid, down, size, width, hidden, spec.mlp_bias, dtype, device)
+        self.down = row_parallel(
+            grid, down, size, width, hidden, spec.mlp_bias, dtype, device, norm_reduces(spec, grid)
+        )
         self.activation = spec.activation
 
     def forward(self, x: Tensor, kv_slots: Tensor | None = None, rows: Tensor | None = None) -> Tensor:

@@ -206,7 +206,7 @@ class _RankParts:
         yield Part("norms", size, _repeated(_split(split, "columns"), split.rows, "rows"), split.rows)
         if spec.qk_norm:
             held = _repeated("whole", split.per_stage, "ranks of a stage")
-            yield self._layered("head norms", 2 * spec.head_dim, held, split.per_stage)
+            yield Part("head norms", self.layers * 2 * spec.head_dim * itemsize, held, split.per_stage)
         if spec.attention_sinks:
             sinks = self.queries // spec.head_dim
             held = _repeated(_split(split, "rows"), split.cols, "columns")
