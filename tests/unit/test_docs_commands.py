@@ -97,12 +97,15 @@ NOT_RUN = {
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
     'pytest -m "not full" -k NAME tests/unit/test_parity_families.py tests/unit/test_parallel_memory.py '
     "tests/unit/test_kernels_ops.py": THIS,
-    'python -m pytest tests/gpu/test_gpu_kernels.py -k "experts or routing"': GPU,
     "make lint": "is part of `make test`",
     "make gpu-test": GPU,
     "make gpu-test-nvrar gpu-test-proxy": GPU,
     "TESTNET_REORDER=1 TESTNET_JITTER_US=20 python -m tests.gpu.proxied build/proxy python -m tests.gpu.nvrar_job "
     "stress 1+1+1 ops=2000": GPU,
+    'python -m pytest tests/gpu/test_gpu_kernels.py -k "experts or routing"': GPU,
+    "yalis bench kernels --device cuda --out results": GPU,
+    "PYTHONPATH=. python benchmarks/tune_kernels.py --experts --rows 4,16,64": GPU,
+    "PYTHONPATH=. python benchmarks/experts_on_cpu.py --out results -- --batch 1,8 --threads 2": "takes minutes",
     "make peers VLLM='vllm==0.24.0'": NETWORK,
     ". .venv/bin/activate": "this process is in such an environment",
     ".venv/bin/python -m pytest tests/unit/test_engine_llm.py -k cancel": THIS,
