@@ -97,6 +97,7 @@ NOT_RUN = {
     ".venv/bin/python -m tests.faults --verbose": "takes 20 minutes",
     'pytest -m "not full" -k NAME tests/unit/test_parity_families.py tests/unit/test_parallel_memory.py '
     "tests/unit/test_kernels_ops.py": THIS,
+    "pytest tests/unit/test_spec.py": THIS,
     "make lint": "is part of `make test`",
     "make gpu-test": GPU,
     "make gpu-test-nvrar gpu-test-proxy": GPU,

@@ -275,7 +275,7 @@ def test_a_malformed_origin_is_refused(server: RunningServer, caplog: pytest.Log
 def test_a_client_that_would_rather_speak_http2_is_answered(server: RunningServer, cut: int | None) -> None:
     """As that of Java asks for it, and curl --http2."""
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
-    body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
+    body = json.dumps({"prompt": "hello", "max_tokens": 2, "ignore_eos": True}).encode()
     content = HEAD + KEY_HEADER + upgrade + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with connect(server) as connection:
         for _ in range(2):  # and the connection stays open
