@@ -125,7 +125,7 @@ def test_bench_serve_keeps_finished_points(tmp_path: Path) -> None:
         (f"bench latency --batch 1,2 --output-len {ENDLESS} --threads 1", "1x64x30000: yalis"),
         ("bench allreduce --ranks 2 --sizes 8K --repeats 1000000", "8 KB"),
         (f"profile --workload 1x8x{ENDLESS} --threads 1", "warm-up"),
-        (f"bench slice --tp 2 --workload 1x8x{ENDLESS} --threads 1 --device cpu", "tp 2, 1x8x30000: "),
+        (f"bench slice --tp 2 --workload 1x8x{ENDLESS} --threads 1 --device cpu", "tp 2: loading"),
         pytest.param("bench kernels --repeats 1000", "1 row", marks=pytest.mark.full),
         pytest.param(f"bench throughput --workload 1x8x{ENDLESS} --threads 1", "yalis", marks=pytest.mark.full),
     ],
