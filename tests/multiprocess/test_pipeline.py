@@ -9,11 +9,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.families import CASES
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_idle_share_of_four_stages(tmp_path):
     case = replace(CASES[0], options={**CASES[0].options, "num_hidden_layers": 4})
     case.build(1).save_pretrained(tmp_path / "model")
