@@ -92,8 +92,10 @@ def test_a_workload_all_at_once(model: str, tmp_path: Path, capsys: pytest.Captu
     assert (row["requests"], row["prompt_tokens"], row["output_tokens"], row["rate"]) == (3, 27, 15, None)
     assert 0 < row["seconds_low"] <= row["seconds"] <= row["seconds_high"]
     assert row["tokens_per_s_low"] <= row["tokens_per_s"] <= row["tokens_per_s_high"]
-    assert row["tokens_per_s"] == pytest.approx(15 / row["seconds"], rel=0.5)
-    assert 0 < row["first_token_ms"] <= row["first_token_ms_p90"] <= row["first_token_ms_p99"] <= 1e3 * row["seconds"]
+    # Medians over repeats, which differ on a busy machine.
+    assert 0.999 * row["tokens_per_s_low"] <= 15 / row["seconds"] <= 1.001 * row["tokens_per_s_high"]
+    assert 0 < row["first_token_ms"] <= row["first_token_ms_p90"] <= row["first_token_ms_p99"]
+    assert row["first_token_ms"] <= 1e3 * row["seconds_high"]
     assert 0 < row["token_ms"] <= row["token_ms_p90"] <= row["token_ms_p99"]
     assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["seconds"])
     assert 0 < row["share_of_floor"] < 1
