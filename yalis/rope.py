@@ -112,7 +112,7 @@ def _read(family: Family, reader: ConfigReader, head_dim: int, max_position: int
             "not support"
         )
     original = int(rope.get("original_max_position_embeddings") or max_position)
-    return replace(spec, query_beta=beta, original_max=original) if beta else spec
+    return _check_rope(replace(spec, query_beta=beta, original_max=original), label) if beta else spec
 
 
 def _read_kind(
@@ -161,13 +161,14 @@ def _check_rope(rope: RopeSpec, label: str) -> RopeSpec:
     """Return the settings; raises if no frequencies can be computed from them."""
     factors = (rope.factor, rope.scale, *rope.short_factor, *rope.long_factor)
     valid = 1 < rope.theta < math.inf and all(0 < factor < math.inf for factor in factors)
+    valid = valid and rope.original_max <= 2**32
     if rope.kind in ("llama3", "yarn"):
         valid = valid and 1e-6 < rope.low < rope.high < 1e6 and rope.original_max > 0
     if not valid:
         raise YalisError(
             f"the {rope.kind} RoPE settings of {label} are out of range: rope_theta must be above 1, every factor "
-            "positive, and low_freq_factor or beta_slow below high_freq_factor or beta_fast; compare config.json with "
-            "the original"
+            "positive, original_max_position_embeddings at most 2^32, and low_freq_factor or beta_slow below "
+            "high_freq_factor or beta_fast; compare config.json with the original"
         )
     return rope
 

@@ -12,6 +12,7 @@ from yalis.families import FAMILIES
 from yalis.spec import read_spec
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -222,6 +223,10 @@ def test_configs_of_released_models() -> None:
             "ntk_alpha RoPE scaling but lacks its 'alpha'",
         ),
         ({"rope_scaling": {"type": "ntk_alpha", "alpha": 2.0}}, "'ntk_alpha', which is not supported"),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 2**70},
+            "original_max_position_embeddings at most 2.32",
+        ),
     ],
 )
 def test_mathematics_that_is_not_covered_is_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ from yalis.checkpoint.gguf_header import GgufEntry
 from yalis.errors import YalisError
 from yalis.family import Family
 from yalis.moe import MAX_EXPERTS
+from yalis.spec import MAX_LAYERS
 
 _MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 #: GGUF tensor name within a block -> Hugging Face name within a layer; a Family may list differences.
@@ -82,6 +83,8 @@ class GgufMetadata:
         """
         key = f"{self.architecture}.attention.sliding_window_pattern"
         given, count = self.metadata.get(key, period), self.integer("block_count")
+        if count > MAX_LAYERS:
+            raise YalisError(f"{self.label} has {count} layers; at most {MAX_LAYERS} are supported")
         if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
             given = [(layer + 1) % given != 0 for layer in range(count)]
         if not isinstance(given, list) or len(given) != count:
